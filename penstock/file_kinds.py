@@ -1,7 +1,8 @@
-"""What a file of a model folder is when it is not what its name says: told by its first bytes.
+"""Recognises common wrong files in a model folder by their first bytes: a Git-LFS pointer, an HTML
+page, an empty file.
 
-Downloads end in such files more often than in damaged ones. Knows how each comes about, and what to
-do.
+Downloads end in such files more often than in damaged ones, so each kind has its own explanation
+and advice.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ HEAD_BYTES = 64
 
 
 def impostor(path: Path) -> CheckpointError | None:
-    """An error that says what the file is instead; None: nothing is known against it."""
+    """An error that says what the file is instead; None if it looks like what its name says."""
     try:
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
-    except OSError:  # who reads it says why it cannot be read
+    except OSError:  # the reader reports why it cannot be read
         return None
     if not head:
         return CheckpointError(
             f"{path} is empty",
-            "A download that was broken off leaves such a file, and so does a full disk.",
+            "An interrupted download or a full disk leaves such a file.",
             "Download or copy these files again.",
         )
     if head.startswith(b"version https://git-lfs"):
@@ -38,14 +39,14 @@ def impostor(path: Path) -> CheckpointError | None:
         )
     if head.startswith(b"GGUF"):
         return CheckpointError(
-            f"{path} is a GGUF file by another name",
-            "Such a file is a whole model, not a part of a folder.",
-            "Give it a name that ends in .gguf, and give that file in place of the folder.",
+            f"{path} is a GGUF file with another suffix",
+            "A GGUF file is a whole model, not a part of a folder.",
+            "Rename it to end in .gguf, and give that file instead of the folder.",
         )
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return CheckpointError(
             f"{path} is a web page",
-            "A link to a page was downloaded, or a page that asks to log in.",
+            "A web page was downloaded instead of the file, perhaps one that asks to log in.",
             "Download the file itself.",
         )
     return None

@@ -120,8 +120,11 @@ DAMAGED = {
     "key's length": (file_of([u64(2**40) + bytes(32)], []), "should have 1,099,511,627,776 bytes"),
     "key's bytes": (file_of([string(b"\xff\xfe") + u32(0) + b"\0"], []), "is not text"),
     "text's length": (file_of([value("a", 8, u64(2**50))], []), "a should have"),
-    "kind of value": (file_of([value("a", 13, bytes(8))], []), "a is of type 13"),
-    "kind of list": (file_of([value("a", LIST, u32(9) + u64(1))], []), "a is a list of type 9"),
+    "kind of value": (file_of([value("a", 13, bytes(8))], []), "a has the unknown type 13"),
+    "kind of list": (
+        file_of([value("a", LIST, u32(9) + u64(1))], []),
+        "a is a list of the unknown type 9",
+    ),
     "list's length": (
         file_of([value("a", LIST, TEXTS + u64(2**61))], []),
         "a should be a list of 2,305,",
@@ -151,7 +154,7 @@ DAMAGED = {
     "truncated": (file_of([], [tensor("w", (64, 64))], num_data=16383), "is truncated: w ends at"),
     "overlap": (
         file_of([], [tensor("v", (64,)), tensor("w", (64,), offset=224)]),
-        "v and w lie in the same bytes",
+        "v and w overlap",
     ),
     "tensor twice": (
         file_of([], [tensor("w", (4,)), tensor("w", (4,), offset=32)]),

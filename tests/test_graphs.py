@@ -77,7 +77,7 @@ def test_launching_ahead_touches_nobodys_memory_and_leaves_nothing_in_it(
     for tensor, was in zip(tensors, before):
         assert torch.equal(tensor[1:], was[1:])
     for cache in runner.caches:
-        cache.forget_nobodys()
+        cache.zero_padding()
     assert not any(tensor[0].any() for tensor in tensors)
 
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the arrows of docs/architecture.md, checked line by line."""
+"""Import rules: the arrows of docs/architecture.md, checked line by line."""
 
 from __future__ import annotations
 

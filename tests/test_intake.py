@@ -224,9 +224,9 @@ def test_a_requests_time_includes_its_preparation() -> None:
         raise AssertionError("unreachable")
 
     async def answer() -> None:
-        app = SimpleNamespace(state=SimpleNamespace(serving=SimpleNamespace()))
-        app.state.serving.draining = asyncio.Event()
-        app.state.serving.config = ServeConfig(request_timeout=9.0)
+        app = SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace()))
+        app.state.server.draining = asyncio.Event()
+        app.state.server.config = ServeConfig(request_timeout=9.0)
         formatter: Any = SimpleNamespace()
         await Answer(start, formatter, False, 0.05)({"app": app}, asyncio.Event().wait, formatter)  # type: ignore[arg-type]
 
@@ -250,9 +250,9 @@ def test_what_was_asked_does_not_stay_in_memory_while_the_reply_is_generated() -
 
             return start
 
-        serving = SimpleNamespace(draining=asyncio.Event(), config=ServeConfig())
+        state = SimpleNamespace(draining=asyncio.Event(), config=ServeConfig())
         scope = {
-            "app": SimpleNamespace(state=SimpleNamespace(serving=serving)),
+            "app": SimpleNamespace(state=SimpleNamespace(server=state)),
             "record": SimpleNamespace(),
         }
         answer = Answer(start_of(asked), formatter, False)
@@ -280,16 +280,16 @@ def test_the_conversation_that_a_response_goes_on_from_counts_as_if_it_had_been_
 ) -> None:
     config = ServeConfig(max_bodies_mb=0.001, max_body_mb=0.001)
     client: Any = SimpleNamespace(intake=Intake(config))
-    serving = ServerState(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
+    state = ServerState(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
     store = ResponseStore()
-    api = ResponsesRoutes(serving, store)
+    api = ResponsesRoutes(state, store)
     for id in ("resp_long", "conv_long"):
         store.keep(id, b"{}", [Item(role="user", content="x" * 1000, id="msg_long")], num_inputs=0)
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    app = SimpleNamespace(state=SimpleNamespace(serving=serving))
+    app = SimpleNamespace(state=SimpleNamespace(server=state))
     scope: dict[str, Any] = {"type": "http", "headers": [], "app": app, "request_id": "id"}
     with pytest.raises(OverloadedError, match="same time"):
         asyncio.run(api.respond(Request(scope, receive)))

@@ -119,17 +119,17 @@ def test_files_need_no_key_and_numbers_do() -> None:
 
 
 def test_the_live_view_has_an_event_a_second_until_the_server_ends() -> None:
-    serving = app_of().state.serving
-    serving.metrics.inter_token_s.observe(0.004, 3)
-    serving.metrics.num_generated_tokens = 3
+    state = app_of().state.server
+    state.metrics.inter_token_s.observe(0.004, 3)
+    state.metrics.num_generated_tokens = 3
 
     async def watch() -> list[bytes]:
-        route = LiveRoute(serving)
+        route = LiveRoute(state)
         events = []
         async for event in (await route.stream(None)).body_iterator:  # type: ignore[arg-type]
             events.append(bytes(event))
             if len(events) == 2:
-                serving.draining.set()
+                state.draining.set()
         return events
 
     started = time.monotonic()
@@ -143,17 +143,17 @@ def test_the_live_view_has_an_event_a_second_until_the_server_ends() -> None:
 
 
 def test_engines_are_asked_once_a_second_however_many_watch() -> None:
-    serving = app_of().state.serving
+    state = app_of().state.server
     asked = []
 
     async def report() -> list[Any]:
         asked.append(1)
         return []
 
-    serving.client.report = report
+    state.client.report = report
 
     async def watch() -> None:
-        route = LiveRoute(serving)
+        route = LiveRoute(state)
         streams = [(await route.stream(None)).body_iterator for _ in range(8)]  # type: ignore[arg-type]
         first = await asyncio.gather(*(anext(aiter(stream)) for stream in streams))
         assert len(set(first)) == 1

@@ -422,7 +422,7 @@ def test_a_part_that_is_missing_is_named(
             "x.qweight is float32, expected int32 or uint32",
         ),
         (GPTQ_CASE, "qzeros", lambda t: t[:, :1], "x.qzeros is [2, 1], expected [2, 4]"),
-        (GPTQ_CASE, "qweight", lambda t: t[:0], "x.qweight is [0, 32], which holds nothing"),
+        (GPTQ_CASE, "qweight", lambda t: t[:0], "x.qweight is [0, 32], which has no elements"),
         (GPTQ_CASE, "g_idx", lambda t: t[:5], "x.g_idx is [5], expected [128]"),
         (GPTQ_CASE, "g_idx", lambda t: t + 9, "x.g_idx does not put 64 columns into each group"),
         (GPTQ_CASE, "g_idx", lambda t: t - 9, "x.g_idx does not put 64 columns into each group"),
@@ -533,7 +533,7 @@ def test_all_that_is_wrong_with_the_parts_is_one_error(tmp_path: Path) -> None:
             {"config_groups": {"a": ["Linear"]}},
             "config_groups.a in config.json is ['Linear']",
         ),
-        (PACKED_CASE, {"config_groups": {}}, "no group of config_groups has it as a target"),
+        (PACKED_CASE, {"config_groups": {}}, "no group of config_groups targets it"),
         (
             BLOCK_CASE,
             {"quant_method": "fp8", "weight_block_size": [128]},

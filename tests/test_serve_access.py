@@ -66,8 +66,8 @@ def app_of(is_ready: bool = True, **settings: Any) -> Any:
         report=report,
         intake=Intake(config),
     )
-    serving = ServerState(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
-    return create_app(serving)
+    state = ServerState(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
+    return create_app(state)
 
 
 def call(
@@ -282,7 +282,7 @@ def test_ready_and_ping_are_503_until_the_engine_is_and_again_while_it_drains() 
     assert [call(app, path).status for path in ("/ready", "/ping")] == [503, 503]
     app = app_of()
     assert [call(app, path).status for path in ("/ready", "/ping")] == [200, 200]
-    app.state.serving.draining.set()
+    app.state.server.draining.set()
     assert [call(app, path).status for path in ("/ready", "/ping")] == [503, 503]
     assert call(app, "/ready").json == {"status": "draining"}
     chat = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
@@ -364,7 +364,7 @@ def test_every_answer_is_counted_by_its_status() -> None:
     for path in ("/version", "/version", "/ready"):
         call(app, path)
     call(app, "/nothing", GOOD)
-    counted = app.state.serving.metrics
+    counted = app.state.server.metrics
     assert counted.num_answers == {401: 2, 200: 1, 404: 1}
     assert 'penstock_answers_total{status="401"} 2' in render(counted, [], 0)
 
@@ -372,7 +372,7 @@ def test_every_answer_is_counted_by_its_status() -> None:
 def test_a_client_that_leaves_in_the_middle_of_its_body_is_counted_as_gone() -> None:
     app = app_of()
     call(app, "/v1/completions", method="POST", body=None)
-    assert app.state.serving.metrics.num_answers == {499: 1}
+    assert app.state.server.metrics.num_answers == {499: 1}
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
@@ -390,13 +390,13 @@ def test_a_defect_of_ours_is_an_answer_as_any_other(
     assert "AttributeError" in caplog.text
     assert answered.headers["x-request-id"] == "trace-me"
     assert answered.headers["access-control-allow-origin"] == "https://good.example"
-    assert app.state.serving.metrics.num_answers == {500: 1}
+    assert app.state.server.metrics.num_answers == {500: 1}
 
 
 @pytest.mark.parametrize("is_declared", [True, False])
 def test_bodies_are_refused_while_too_much_is_being_sent(is_declared: bool) -> None:
     app = app_of(max_bodies_mb=0.001, max_body_mb=0.001)
-    intake = app.state.serving.intake
+    intake = app.state.server.intake
     others = intake.reserve("")
     others.add_bytes(900)
     headers = {"content-length": "200"} if is_declared else {}
@@ -433,7 +433,7 @@ NO_BODY = "/v1/responses/{id}/cancel"
 @pytest.mark.parametrize("path", [*BODY_ROUTES, *TOKEN_ROUTES])
 def test_whoever_finds_no_place_is_refused_before_any_of_its_body_is_read(path: str) -> None:
     app = app_of(max_queue=2, api_key=KEYS)
-    intake = app.state.serving.intake
+    intake = app.state.server.intake
     for_reply = path in BODY_ROUTES
     places = [intake.reserve(tenant_of_key(KEYS[0]), for_reply=for_reply) for _ in range(2)]
     others = call(app, path, {"x-api-key": KEYS[1]}, "POST", body=b"no JSON")
@@ -457,7 +457,7 @@ def test_every_route_that_takes_a_body_takes_a_place() -> None:
 
 def test_tokens_can_be_counted_while_the_engines_queue_is_full() -> None:
     app = app_of(max_queue=1)
-    app.state.serving.intake.reserve("")
+    app.state.server.intake.reserve("")
     assert call(app, "/v1/completions", method="POST", body=b"{}").status == 429
     assert call(app, "/tokenize", method="POST", body=b"{}").status == 400
 

@@ -293,7 +293,7 @@ def test_integer_weights_are_refused_by_dtype(tmp_path: Path) -> None:
             "is a Git-LFS pointer",
             "git lfs pull",
         ),
-        (b"GGUF\x03\0\0\0", "is a GGUF file by another name", "a name that ends in .gguf"),
+        (b"GGUF\x03\0\0\0", "is a GGUF file with another suffix", "Rename it to end in .gguf"),
         (b"\n<!doctype HTML><p>Please log in</p>", "is a web page", "Download the file itself."),
     ],
 )
@@ -472,7 +472,7 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path: Path, form: st
     else:
         torch.save(state, folder / "model.pt", _use_new_zipfile_serialization=form == "zip")
     text = error_of(lambda: load(folder))
-    assert "model.pt holds more than tensors, and nothing of it was run" in text
+    assert "model.pt holds more than tensors; none of its code was run" in text
     assert not marker.exists()
 
 

@@ -6,8 +6,7 @@ again. Two rules of the owner keep it simple. A sequence that uses a page uses a
 and pages become idle from the last to the first. Hence a page is never idle before the pages after
 it, and the order of becoming idle is both least recently used first and leaves first:
 
-    idle:  [oldest leaf, its parent, ..., | next leaf, ...]  evicted from the left, no search, no
-    tree
+    idle:  [oldest leaf, its parent, ..., | next leaf, ...]  evicted from the left, without a search
 
 A page may be pinned, together with all pages before it; then it is kept apart from the idle ones
 while it has no users, and is never evicted. Checkpoints have an order and pins of their own

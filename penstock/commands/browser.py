@@ -1,4 +1,4 @@
-"""Opens the page of a server in the browser of whoever runs the command."""
+"""Opens the page of a server in the browser of the user."""
 
 from __future__ import annotations
 

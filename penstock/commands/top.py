@@ -153,7 +153,7 @@ def _latency(before: Event, now: Event) -> str:
 
 
 def _used(num_free: int, num_all: int) -> str:
-    """One of them belongs to nobody."""
+    """One page is reserved for padding rows."""
     usable = max(0, num_all - 1)
     return f"{usable - num_free:,} of {usable:,}"
 

@@ -80,7 +80,7 @@ class DecodeStep:
             self._pack(())
         )  # [4, size]: row, position, state slot, initial slot
         self._token_of_row = torch.arange(size + 1, device=rows.device)
-        self._no_chunks = ops.Chunks.of((), rows.device)
+        self._no_blocks = ops.TokenBlocks.of((), rows.device)
         self._loaded: tuple[RowPlan, ...] = ()
 
     def load(self, plans: tuple[RowPlan, ...]) -> None:
@@ -103,7 +103,7 @@ class DecodeStep:
             state_slots=state_slots,
             initial_slots=initial_slots,
             spans=self._spans(),
-            chunks=self._no_chunks,
+            blocks=self._no_blocks,
             deterministic=self.deterministic,
         )
         hidden = self.model(inputs, self.caches)

@@ -178,7 +178,7 @@ class Runner:
         kernels."""
         warm_up([graphs.warmup for graphs in self.graphs_to_capture(max_step_tokens)])
         for cache in self.caches:
-            cache.forget_nobodys()  # warm-up steps wrote over each other there
+            cache.zero_padding()  # warm-up steps wrote over each other there
         torch._C._cuda_clearCublasWorkspaces()  # each warm-up thread allocated one
 
     @_on_its_device

@@ -207,8 +207,8 @@ def lm_eval_request(probe: Probe) -> str:
 
 
 def any_model_name(probe: Probe) -> str:
-    reply = probe.ask(SUM, model="a-model-that-nobody-has")
-    return f"a name that nobody has was answered by {show(reply.fields.get('model'))}"
+    reply = probe.ask(SUM, model="a-model-that-does-not-exist")
+    return f"a model that does not exist was answered by {show(reply.fields.get('model'))}"
 
 
 def _texts(chunks: Sequence[dict[str, Any]]) -> str:

@@ -1,7 +1,6 @@
 """Quality of a server's answers: MMLU-Pro, IFEval and GPQA-Diamond, asked as in the contest.
 
-    penstock eval quality --base-url URL --data FOLDER [--tasks mmlu_pro,ifeval,gpqa_diamond --limit
-    100]
+    penstock eval quality --base-url URL --data FOLDER [--tasks mmlu_pro,ifeval --limit 100]
 
 The folder has mmlu_pro/*.jsonl (with validation.jsonl for worked examples), ifeval/*.jsonl and
 gpqa_diamond/*.jsonl; without it lm-eval fetches the first two. Exits with 0 if every gate is

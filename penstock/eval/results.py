@@ -123,7 +123,7 @@ def read_fields(flag: str, text: str) -> dict[str, Any]:
 
 
 def draw_seed(seed: int | None) -> int:
-    """The given seed, or a random one that nobody could have prepared for; either is reported."""
+    """The given seed, or a random one, so that no server can prepare for it; it is reported."""
     return secrets.randbelow(MAX_SEED) if seed is None else seed
 
 

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def load_file(name: str, path: str) -> ModuleType:
-    """Not registered in sys.modules: an engine must load for whoever does not do so either."""
+    """Not registered in sys.modules: an engine must load without that, as in a course."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -111,8 +111,8 @@ def know_kernels_that_moved() -> None:
 
 
 def fault_of_answer(answer: Any, device: str) -> str:
-    """Why these are no logits, if so. A tensor and nothing else: what computes only when somebody
-    looks at it does so when the clock has stopped.
+    """Why this answer is not logits, if so. Only a plain tensor is accepted: a lazy one would
+    compute after the clock has stopped.
     """
     import torch
 

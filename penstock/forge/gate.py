@@ -1,7 +1,6 @@
-"""Whether an engine is right: plays every case and compares every answer. Frozen while a search
-runs.
+"""Checks an engine: plays every case and compares every answer. Frozen while a search runs.
 
-`Player` is whoever can play calls: a candidate in its sandbox, or an engine in this process.
+A `Player` plays calls: a candidate in its sandbox, or an engine in this process.
 """
 
 from __future__ import annotations

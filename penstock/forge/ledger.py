@@ -1,8 +1,6 @@
-"""What a run remembers: a row for every trial as it happens, a log for people, and the report at
-the end.
+"""The records of a run: a row per trial as it happens, a log for people, and the report at the end.
 
-Every write is whole: whoever interrupts a run finds the best engine so far and the story up to
-there.
+Every write is atomic: an interrupted run leaves the best engine so far and the story up to there.
 """
 
 from __future__ import annotations

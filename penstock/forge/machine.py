@@ -1,4 +1,4 @@
-"""What the machine can do, measured in a moment: the scale on which an engine's times are read."""
+"""The speed of the machine, measured in a moment: the scale for the times of an engine."""
 
 from __future__ import annotations
 

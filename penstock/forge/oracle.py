@@ -4,7 +4,7 @@ A trace's tokens do not depend on answers, so every request's life is one pass o
 its whole text. Answers are compared in units of the tolerance, |a - b| / (atol + rtol |b|); an
 engine passes with a third of it. Where the reference itself, rounding as the engine does, strays
 further from float32 than that allows, an engine may stray twice as far as the reference. Where that
-is past the tolerance, as with many layers in bfloat16, nobody can keep it: then 2.5 times as far,
+is past the tolerance, as with many layers in bfloat16, no engine can keep it; then 2.5 times as far
 and the root mean square of an answer counts too, which differs little between engines that round
 alike, and much to one that is wrong.
 """

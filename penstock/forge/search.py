@@ -1,9 +1,8 @@
-"""The loop: from a first correct version, change one decision, try, keep what is faster, until time
-is up.
+"""The search loop: from a first correct version, change one decision, try it, keep what is faster.
 
-What to try next follows from the profile of the best engine so far: an alternative promises its
-share of the parts it could save. Optionally a writing model proposes edits, judged by the same
-trial. At any moment the best engine is on disk.
+The profile of the best engine decides what to try next: an alternative promises its share of the
+parts it could save. A writing model may propose edits, judged by the same trial. The best engine is
+on disk at any moment.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ NUM_KINDS = 4  # of work: projections, attention, small operations, launching
 
 
 class ForgeError(PenstockError):
-    """No engine came about."""
+    """The run produced no engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +103,12 @@ class Search:
             self.start()
             if self._best().outcome.is_cut_short:
                 ending = (
-                    "The time was used up before the first version could be timed; it is right."
+                    "The time was used up before the first version could be timed; it is correct."
                 )
             elif self._improve():
-                ending = "No alternative promised anything any more."
+                ending = "No alternative promised a gain any more."
         except KeyboardInterrupt:
-            ending = "It was interrupted; this is the best until then."
+            ending = "The run was interrupted; this is the best engine so far."
             if self.best is None:
                 raise
         with _undisturbed():
@@ -128,7 +127,7 @@ class Search:
         return not is_in_time
 
     def start(self, source: str = "") -> None:
-        """From the plain design, or from an engine that somebody else wrote."""
+        """From the plain design, or from a given engine."""
         design = first_design(self.machine)
         source = source or self._write(design)
         is_profiled = (
@@ -443,7 +442,7 @@ class Search:
         ]
 
     def _brief(self, best: Engine) -> str:
-        """What a writing model is told beside the source."""
+        """What a writing model gets beside the source."""
         times = "\n".join(
             f"  {name}: {timing.call_ms:.3f} ms a call" for name, timing in best.timings.items()
         )
@@ -501,7 +500,7 @@ class Search:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Whoever interrupts again, and again, still finds the report, which takes a moment."""
+    """Writes the report despite repeated interrupts; it takes a moment."""
     if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
         yield
         return

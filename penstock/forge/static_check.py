@@ -118,7 +118,7 @@ def _is_refused(attribute: str) -> bool:
 
 class _Imports:
     """What a source imports, by the names it has there. A module is for `module.name`: as a value
-    it could take another name, under which nobody recognises it. And whatever is imported stays as
+    it could take another name, under which it is not recognised. And whatever is imported stays as
     it is: the judge's side of the process uses torch too.
     """
 

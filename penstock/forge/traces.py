@@ -1,8 +1,7 @@
 """Sequences of calls that an engine is judged by: drawn from a seed, as data, without a tensor.
 
 A trace says for every call whether it must be answered or refused; what the right logits are is
-known to `oracle`. A correct engine plays all of them; what they have in common with anybody's use
-is chance.
+known to `oracle`. A correct engine plays all of them. They do not imitate any real use.
 """
 
 from __future__ import annotations

@@ -1,3 +1,1 @@
-"""GGUF files: a whole checkpoint in one file. What is here imports no torch and reads no
-weights.
-"""
+"""GGUF files: a whole checkpoint in one file. Imports no torch and reads no weights."""

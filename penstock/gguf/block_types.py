@@ -1,4 +1,4 @@
-"""The types a GGUF file can store tensors as: each a block of so many elements in so many bytes."""
+"""The types of tensors in a GGUF file: elements and bytes of a block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BlockType:
         return 8 * self.block_bytes / self.block_size
 
 
-# By the number that stands in the file; the numbers left out were taken back by the format.
+# By their number in the file; the format has withdrawn the missing numbers.
 BLOCK_TYPES = {
     number: BlockType(name, block_size, block_bytes)
     for number, name, block_size, block_bytes in (

@@ -1,7 +1,7 @@
-"""A GGUF file read as the folder of a checkpoint: `model.gguf/config.json` is a path that can be
-read.
+"""Reads a GGUF file as if it were the folder of a checkpoint: `model.gguf/config.json` is a
+readable path.
 
-Who reads the files of a model asks here, and need not know which of the two it is.
+Readers of model files go through here and need not know which of the two they read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILES: dict[str, Callable[[Header], dict[str, Any]]] = {
 
 
 def folder_of(path: Path) -> Path:
-    """That holds the files of a model, given it or a file in it."""
+    """The folder or GGUF file of a model, given it or a file in it."""
     return path if path.is_dir() or is_gguf(path) else path.parent
 
 
@@ -35,14 +35,14 @@ def has_file(file: Path) -> bool:
 
 
 def read_text(file: Path) -> str:
-    """Raises what reading a file raises."""
+    """Raises the same errors as reading a file."""
     if file.name in FILES and is_gguf(file.parent):
         return json.dumps(FILES[file.name](read_model(file.parent)), ensure_ascii=False)
     return file.read_text(encoding="utf-8")
 
 
 def find_gguf(folder: Path) -> Path | None:
-    """The one model of a folder that holds GGUF files; None: there are none."""
+    """The only model of a folder with GGUF files; None if it has none."""
     files = sorted(entry for entry in folder.glob("*.gguf") if not entry.name.startswith("mmproj"))
     models = sorted({first_file(file) for file in files})
     if len(models) > 1:
@@ -50,6 +50,6 @@ def find_gguf(folder: Path) -> Path | None:
         raise CheckpointError(
             f"{folder} holds {len(models)} GGUF models",
             f"They are {names}{', ...' if len(models) > 8 else ''}.",
-            "Give the file of the one that is meant.",
+            "Give one of these files.",
         )
     return models[0] if models else None

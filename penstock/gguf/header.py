@@ -1,10 +1,10 @@
-"""Reads what stands before the weights of a GGUF file: its metadata, and where each tensor lies.
+"""Reads the header of a GGUF file: its metadata, and where each tensor is stored.
 
-    [magic, version, counts | key, type, value ... | name, dimensions, type, offset ... | aligned
-    data ...]
+    [magic, version, counts | key, type, value ... | name, dimensions, type, offset ... | data ...]
 
-Nothing in the file is believed: a count is compared with the bytes that are left before anything is
-made for it, and a tensor's place with the file's size. Whatever is wrong is one CheckpointError.
+The data is aligned. Nothing in the file is trusted: a count is compared with the bytes that are
+left before anything is allocated for it, and a tensor's place with the file's size. Every defect
+becomes one CheckpointError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_ALIGNMENT = 2**20
 MAX_NAME_BYTES = 4096
 MAX_SHOWN = 64  # characters of a name in a message
 DEFAULT_ALIGNMENT = 32
-TRUNCATED = "A download that was broken off leaves such a file, and so does a full disk."
+TRUNCATED = "An interrupted download or a full disk leaves such a file."
 OTHER_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".json")
 
 NUMBERS = {
@@ -52,10 +52,10 @@ BOOL, STRING, ARRAY = 7, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies, checked against the file's size."""
+    """The place of a tensor, checked against the size of the file."""
 
     name: str
-    shape: tuple[int, ...]  # as torch counts: the last dimension is contiguous
+    shape: tuple[int, ...]  # in the order of torch: the last dimension is contiguous
     type: BlockType
     path: Path
     offset: int  # of its first byte in the file
@@ -77,8 +77,8 @@ class Header:
 
 
 def is_gguf(path: Path) -> bool:
-    """By its name, or by its first bytes if the name says nothing, as of files that Ollama
-    keeps.
+    """Whether a file is GGUF: by its suffix, or by its first bytes if it has none, as in Ollama's
+    store.
     """
     if path.suffix in OTHER_SUFFIXES or not os.path.isfile(path):
         return False
@@ -92,7 +92,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_header(path: Path) -> Header:
-    """Of one file. It is kept for the next who asks, for as long as the file stays what it was."""
+    """The header of one file, cached until the file changes."""
     try:
         status = path.stat()
         return _read_header(path, status.st_size, status.st_mtime_ns)
@@ -100,14 +100,14 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(
             f"{path} cannot be read",
             f"{error.strerror or error}.",
-            "Check the file and who may read it.",
+            "Check the file and its permissions.",
         ) from error
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"{path.name} is damaged: {what}",
-        "It is not what a GGUF file can hold.",
+        "A valid GGUF file cannot contain this.",
         "Download or copy the file again.",
     )
 
@@ -171,7 +171,7 @@ class _Reader:
         )
 
     def _take(self, num_bytes: int, what: str) -> bytes:
-        """The next bytes, of which there must be so many."""
+        """The next bytes; fewer are an error."""
         if num_bytes > self._num_left:
             raise self._too_short(f"{what or 'its header'} should have {num_bytes:,} bytes more")
         data = self._file.read(num_bytes)
@@ -185,7 +185,7 @@ class _Reader:
         return np.frombuffer(data, code)[0].item()
 
     def _check_count(self, count: int, least_bytes: int, what: str) -> None:
-        """`least_bytes`: that each of them takes at least."""
+        """`least_bytes`: the minimal size of each entry."""
         if count * least_bytes > self._num_left:
             raise self._too_short(f"it should have {count:,} {what}")
 
@@ -201,7 +201,7 @@ class _Reader:
 
     def _string(self, key: str) -> str:
         length = int.from_bytes(self._take(8, key), "little")
-        # A description in another encoding is no reason to refuse a model.
+        # Do not refuse a model for a description in another encoding.
         return self._take(length, key).decode("utf-8", errors="replace")
 
     def _value(self, key: str, kind: int) -> Any:
@@ -212,7 +212,7 @@ class _Reader:
         if kind in NUMBERS:
             return self._number(NUMBERS[kind])
         if kind != ARRAY:
-            raise self._damaged(f"{key[:MAX_SHOWN]} is of type {kind}, which no value has")
+            raise self._damaged(f"{key[:MAX_SHOWN]} has the unknown type {kind}")
         kind, count = self._number("<u4"), self._number("<u8")
         if count > MAX_LIST:
             raise self._damaged(f"{key[:MAX_SHOWN]} should be a list of {count:,} values")
@@ -222,7 +222,7 @@ class _Reader:
         if kind == BOOL:
             return self._bools(key, count)
         if kind not in NUMBERS:
-            raise self._damaged(f"{key[:MAX_SHOWN]} is a list of type {kind}, which no list has")
+            raise self._damaged(f"{key[:MAX_SHOWN]} is a list of the unknown type {kind}")
         code = NUMBERS[kind]
         return np.frombuffer(self._take(count * int(code[2]), key), code).tolist()
 
@@ -272,7 +272,7 @@ class _Reader:
         for info, later in pairwise(ordered):
             if info.offset + info.num_bytes > later.offset:
                 names = f"{info.name[:MAX_SHOWN]} and {later.name[:MAX_SHOWN]}"
-                raise self._damaged(f"{names} lie in the same bytes")
+                raise self._damaged(f"{names} overlap")
 
     def _too_short(self, what: str) -> CheckpointError:
         left = f"the file has {self._size:,}"

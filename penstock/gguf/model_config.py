@@ -1,6 +1,4 @@
-"""The config.json of a GGUF file: what its metadata and the shapes of its tensors say, in those
-words.
-"""
+"""The config.json of a GGUF file, from its metadata and the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from penstock.errors import CheckpointError
 from penstock.gguf.header import MAX_SHOWN, Header, TensorInfo, damaged
 
 _REQUIRED: Any = object()
-# Keys of other mathematics, and the values with which they change nothing.
+# Keys of unsupported computations, with the values that disable them.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -26,7 +24,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "residual_scale": (0.0, 1.0),
     "rope.scaling.attn_factor": (0.0, 1.0),
     "use_parallel_residual": (False,),
-    "pooling_type": (0, 3),  # none, or the last token's vector, as here
+    "pooling_type": (0, 3),  # none, or the vector of the last token
     "leading_dense_block_count": (0,),
     "expert_gating_func": (0, 1),  # 1: softmax
     "expert_group_count": (0, 1),
@@ -36,7 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def config_of(model: Header) -> dict[str, Any]:
-    """Refuses an architecture that is not known, and what the models would not be told of."""
+    """Refuses an unknown architecture, and settings that the models do not support."""
     return ARCHITECTURES[architecture_of(model)](_Metadata(model))
 
 
@@ -48,13 +46,13 @@ def architecture_of(model: Header) -> str:
             f"Supported are {', '.join(ARCHITECTURES)}.",
             "Use a model of one of these."
             if name != "clip"
-            else "It holds what a model sees with: give the file of its text model.",
+            else "It is the vision part of a model: give the file of its text model.",
         )
     return name
 
 
 def shortest_float(value: float) -> float:
-    """A 32-bit float as it was meant: 0.7, not 0.699999988079071."""
+    """A 32-bit float in short form: 0.7, not 0.699999988079071."""
     return float(str(np.float32(value)))
 
 
@@ -74,7 +72,7 @@ class _Metadata:
         return self.model.tensors[tensor].shape
 
     def whole(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A whole number; some files have a list of them, one for each layer, all the same."""
+        """A whole number; some files have a list with the same number for each layer."""
         value = self._value(key, default)
         if isinstance(value, list) and value and all(number == value[0] for number in value):
             value = value[0]
@@ -91,7 +89,7 @@ class _Metadata:
         return shortest_float(value)
 
     def refuse_other_mathematics(self, head_dim: int) -> None:
-        """What would run, and be wrong."""
+        """Refuses settings that would run but give wrong results."""
         usual_scale = shortest_float(head_dim**-0.5)
         longest = self.whole("context_length")
         neutral = {**_NEUTRAL, "attention.scale": (0.0, usual_scale)}
@@ -160,7 +158,9 @@ def _dense(model_type: str) -> Callable[[_Metadata], dict[str, Any]]:
     def config(metadata: _Metadata) -> dict[str, Any]:
         if num_experts := metadata.whole("expert_count", 0):
             raise metadata.unusable(
-                "expert_count", num_experts, "0: Mixtral and its like are not supported"
+                "expert_count",
+                num_experts,
+                "0: mixtures of experts such as Mixtral are not supported",
             )
         common = _common(metadata)
         return {
@@ -213,8 +213,8 @@ def _rope(metadata: _Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3_scaling(metadata: _Metadata, theta: float, head_dim: int) -> dict[str, Any]:
-    """The file has the factor of every frequency, not the rule of Llama 3.1 that they were made
-    by.
+    """Recovers the rope scaling of Llama 3.1 from the factors of all frequencies, which the file
+    has instead.
     """
     info = metadata.model.tensors["rope_freqs.weight"]
     factors = (

@@ -1,6 +1,4 @@
-"""One model in several GGUF files: `NAME-00001-of-00003.gguf`, the first of which has the
-metadata.
-"""
+"""One model in several GGUF files, `NAME-00001-of-00003.gguf`; the first has the metadata."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ def _check_part(part: Header, number: int, count: int) -> None:
             f"{part.path.name} is not what its name says: it is part {seen[0]!r} of {seen[1]!r}, "
             "from 0 on",
             f"By its name it is part {number} of {count}.",
-            "Give the file its own name again, or download it again.",
+            "Restore the name of the file, or download it again.",
         )
 
 

@@ -1,8 +1,8 @@
-"""The tokenizer.json of a GGUF file, made of its vocabulary, and what belongs to it: names, ends,
-template.
+"""The tokenizer.json of a GGUF file, and what belongs to it: special tokens, template, sampling
+defaults.
 
-The file names how text is cut before the merges (`tokenizer.ggml.pre`); the rules themselves stand
-here. One that is not known is refused: a wrong cut gives plausible tokens and worse answers.
+The file names its pre-tokenizer (`tokenizer.ggml.pre`); the rules are here. An unknown name is
+refused: wrong rules give plausible tokens and worse answers.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How text is cut before the merges."""
+    """How text is split before the merges."""
 
     pattern: str | None = None  # None: GPT-2's own
     splits_digits: bool = False
     is_nfc: bool = False
-    ignores_merges: bool = False  # a piece that is a token is that token
+    ignores_merges: bool = False  # a piece that is a token is not merged
     adds_bos: bool = False  # unless the file says otherwise
 
 
@@ -111,9 +111,7 @@ def tokenizer_config_of(model: Header) -> dict[str, Any]:
 
 
 def generation_config_of(model: Header) -> dict[str, Any]:
-    """The contents of generation_config.json: the tokens that end a reply, and how replies are
-    drawn.
-    """
+    """The contents of generation_config.json: tokens that end a reply, and sampling defaults."""
     metadata = model.metadata
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     config: dict[str, Any] = {"eos_token_id": [id for id in ends if type(id) is int]}
@@ -128,9 +126,7 @@ def generation_config_of(model: Header) -> dict[str, Any]:
 
 
 class _Vocabulary:
-    """Tokens with their types, checked: both are lists of one length, and no token is there
-    twice.
-    """
+    """Tokens with their types, checked: lists of one length, without repeats."""
 
     def __init__(self, model: Header) -> None:
         self.model = model
@@ -140,7 +136,7 @@ class _Vocabulary:
             raise damaged(
                 model.path, f"it has {len(self.tokens)} tokens and {len(self.types)} token types"
             )
-        # Converters fill up the ids that no token has.
+        # Converters fill unused ids with such tokens.
         self.padding = {
             id
             for id, (token, kind) in enumerate(zip(self.tokens, self.types))
@@ -165,7 +161,7 @@ class _Vocabulary:
 
     @property
     def ordinary(self) -> dict[str, int]:
-        """Without the added tokens at the end: by their own rule they get the ids behind these."""
+        """Without the added tokens at the end, which the library numbers after these."""
         end = len(self.tokens)
         while end and end - 1 in self.padding:
             end -= 1
@@ -174,7 +170,7 @@ class _Vocabulary:
         return {token: id for token, id in self.id_of.items() if id < end}
 
     def post_processor(self, adds_bos: bool) -> dict[str, Any] | None:
-        """Puts the first token before a text and the last behind it, where the file wants that."""
+        """Adds the first token before a text and the last after it, if the file says so."""
         first = self._id("bos") if self._flag("add_bos_token", adds_bos) else []
         last = self._id("eos") if self._flag("add_eos_token", False) else []
         if not first + last:
@@ -206,7 +202,7 @@ class _Vocabulary:
         return scores
 
     def merges(self) -> list[str]:
-        """Pairs with a space between; the library refuses one that is not of tokens."""
+        """Pairs with a space between; the library refuses pairs of unknown tokens."""
         return self._list("merges", str)
 
     def _flag(self, name: str, default: bool) -> bool:
@@ -300,8 +296,8 @@ def _sentence_piece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[list[str]]:
-    """SentencePiece joins the two pieces whose whole has the best score: that is the order of the
-    merges.
+    """SentencePiece merges the pair whose result has the best score, so the scores give the order
+    of merges.
     """
     scores = vocabulary.scores()
     id_of: Mapping[str, int] = {

@@ -1,8 +1,7 @@
-"""An attention layer: norm, projections, rotation, attention over the cache, and back to the
-residual stream.
+"""An attention layer: norm, projections, rope, attention over the cache, output added to the
+residual.
 
-Every family's attention is this one with its own numbers. It does not know where its weights come
-from.
+All families share it, with their own numbers. It does not know where its weights come from.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Attention(nn.Module):
         qk_norm: bool,
         gated: bool,  # the output is multiplied by sigmoid of a projection as wide as the queries
         interleaved_rope: bool,  # rotates (2j, 2j + 1) instead of (j, j + rot/2)
-        window: int,  # tokens a query looks back on, itself included; 0 is all
+        window: int,  # tokens a query sees, itself included; 0 is all
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -64,7 +63,7 @@ class Attention(nn.Module):
         inputs: StepInputs,
         cache: KVCache,
         rope: Tensor,  # [max_len, 2, rot/2]
-        only_last: bool = False,  # keys and values of all tokens, but results of each row's last
+        only_last: bool = False,  # store all keys and values, compute only each row's last
     ) -> Tensor:  # [T, H], or [R, H]
         deterministic = inputs.deterministic
         projected = self.qkv(hidden, deterministic=deterministic)
@@ -84,13 +83,13 @@ class Attention(nn.Module):
             cache.values,
             self.interleaved_rope,
         )
-        query_start, spans, chunks = inputs.query_start, inputs.spans, inputs.chunks
+        query_start, spans, blocks = inputs.query_start, inputs.spans, inputs.blocks
         if only_last:
-            # Plain launches, which wait: attention of one token takes keys for those of earlier
-            # steps.
+            # Plain launches, which wait: attention of one token reads keys early, as if they were
+            # of earlier steps.
             last_tokens = inputs.last_tokens
             q, gate, hidden = q[last_tokens], gate[last_tokens], hidden[last_tokens]
-            query_start, spans, chunks = inputs.rows_of_one_token()
+            query_start, spans, blocks = inputs.rows_of_one_token()
         attended = paged_attention(
             q,
             cache.keys,
@@ -99,7 +98,7 @@ class Attention(nn.Module):
             query_start,
             inputs.context_lens,
             spans,
-            chunks,
+            blocks,
             self.head_dim**-0.5,
             self.window,
             gate if self.gated else None,

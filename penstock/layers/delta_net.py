@@ -1,6 +1,4 @@
-"""A Gated DeltaNet layer: norm, projection, the mixer with its state, and back to the residual
-stream.
-"""
+"""A Gated DeltaNet layer: norm, projection, mixer and state, output added to the residual."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ class DeltaNet(nn.Module):
             inputs.state_slots,
             inputs.initial_slots,
             inputs.spans,
-            inputs.chunks,
+            inputs.blocks,
             self.num_key_heads,
             deterministic=deterministic,
         )

@@ -1,8 +1,7 @@
 """What every layer sees: the tokens of one step and the cache of that layer.
 
-`StepInputs` travels as an argument, `layer(hidden, inputs, cache)`, and is never fetched from
-anywhere: it is what CUDA graphs capture, what tests build by hand, and all a reader needs to follow
-a layer.
+`StepInputs` is passed as an argument, `layer(hidden, inputs, cache)`, never through a global: CUDA
+graphs capture it, tests build it by hand, and it is all a reader needs to follow a layer.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.ops import Chunks
+from penstock.ops import TokenBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +20,9 @@ class RowSpan:
 
     num_tokens: int
     context_len: int  # tokens visible to the row after this step
-    checkpoints: tuple[
-        tuple[int, int], ...
-    ] = ()  # (tokens of this row, slot): save the state after them
-    is_prompt: bool = False  # of one token too: it is computed like those of a longer row
+    # (tokens of this row, slot): save the state after them
+    checkpoints: tuple[tuple[int, int], ...] = ()
+    is_prompt: bool = False  # even if it is one token: computed like a longer row
 
     @property
     def is_decode(self) -> bool:
@@ -40,23 +38,21 @@ class StepInputs:
     page_table: Tensor  # [R, P] int32
     kv_index: Tensor  # [T] int64     where each token's key and value go: page * page_size + offset
     state_slots: Tensor  # [R] int64    where the row's recurrent state goes
-    initial_slots: (
-        Tensor  # [R] int64   where it comes from; ignored for a row that starts at position 0
-    )
+    initial_slots: Tensor  # [R] int64   where it comes from; ignored for a row at position 0
     spans: tuple[RowSpan, ...]  # the rows again, on the host
-    chunks: Chunks  # those of several tokens once more, cut for kernels
-    deterministic: bool = False  # results must not depend on what else is in the step
+    blocks: TokenBlocks  # the rows of several tokens, cut for kernels
+    deterministic: bool = False  # results do not depend on the rest of the step
 
     @property
     def last_tokens(self) -> Tensor:  # [R] int64
-        """The last one of each row, and of a row that has none any other."""
+        """Index of the last token of each row; any valid index for an empty row."""
         return (self.query_start[1:] - 1).clamp(min=0)
 
-    def rows_of_one_token(self) -> tuple[Tensor, tuple[RowSpan, ...], Chunks]:
-        """`query_start`, `spans` and `chunks` of the step if each row had only its last token."""
+    def rows_of_one_token(self) -> tuple[Tensor, tuple[RowSpan, ...], TokenBlocks]:
+        """`query_start`, `spans` and `blocks` as if each row had only its last token."""
         starts = torch.arange(len(self.query_start), device=self.query_start.device)
         spans = tuple(RowSpan(1, max(1, span.context_len)) for span in self.spans)
-        return starts, spans, Chunks(pieces=self.chunks.pieces[:0], rows=self.chunks.rows[:0])
+        return starts, spans, TokenBlocks(table=self.blocks.table[:0], rows=self.blocks.rows[:0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +62,19 @@ class KVCache:
     keys: Tensor  # [pages, page_size, Hkv, D]
     values: Tensor  # [pages, page_size, Hkv, D]
 
-    def forget_nobodys(self) -> None:
+    def zero_padding(self) -> None:
         self.keys[0].zero_()
         self.values[0].zero_()
 
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """Recurrent and convolution state of one DeltaNet layer. Slot 0 belongs to nobody."""
+    """Recurrent and convolution state of one DeltaNet layer. Padding rows use slot 0."""
 
     recurrent: Tensor  # [slots, Hv, K, V] float32 or float16
-    conv: Tensor  # [slots, W, C]  the input of position p lies at p % W
+    conv: Tensor  # [slots, W, C]  a ring: the input of position p is at p % W
 
-    def forget_nobodys(self) -> None:
+    def zero_padding(self) -> None:
         self.recurrent[0].zero_()
         self.conv[0].zero_()
 

@@ -1,6 +1,4 @@
-"""A linear layer with what is fused to it: a norm or an activation before, bias and residual
-after.
-"""
+"""A linear layer with what is fused to it: norm or activation before, bias and residual after."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from penstock.ops import Weight, linear, norm_linear, swiglu_linear
 
 
 class Linear(nn.Module):
-    """[T, K] -> [T, N]. With `eps` the input is normed first; with `swiglu` it is [T, 2K], gate and
-    up.
+    """[T, K] -> [T, N]. With `eps` the input is normed first; with `swiglu` it is gate and up, [T,
+    2K].
     """
 
     def __init__(
@@ -21,7 +19,7 @@ class Linear(nn.Module):
         num_inputs: int,
         num_outputs: int,
         *,
-        weight: Weight | None = None,  # of another module, which shares it: a tied head
+        weight: Weight | None = None,  # shared with another module: a tied head
         bias: bool = False,
         eps: float | None = None,
         swiglu: bool = False,
@@ -29,7 +27,7 @@ class Linear(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        assert not (swiglu and (bias or eps is not None)), "no model has these together"
+        assert not (swiglu and (bias or eps is not None)), "no model combines these"
         self.eps = eps
         self.swiglu = swiglu
         self.norm = None if eps is None else norm_parameter(num_inputs, device)
@@ -41,8 +39,7 @@ class Linear(nn.Module):
         x: Tensor,  # [T, K]
         residual: Tensor | None = None,  # [T, N], given up: the result may take its place
         *,
-        out_dtype: torch.dtype
-        | None = None,  # of a normed product, which is then not rounded on its way
+        out_dtype: torch.dtype | None = None,  # of a normed product, without rounding before
         deterministic: bool = False,
     ) -> Tensor:  # [T, N]
         if self.norm is not None:

@@ -1,4 +1,4 @@
-"""Feed-forward layers on the residual stream: dense (SwiGLU), and sparse with or without a shared
+"""Feed-forward layers on the residual stream: dense (SwiGLU), and sparse, with or without a shared
 expert.
 """
 
@@ -52,7 +52,7 @@ class SparseMLP(nn.Module):
         experts_per_token: int,
         expert_size: int,
         shared_expert_size: int,  # 0: no shared expert
-        normalize: bool,  # the weights of a token's experts sum to one
+        normalize: bool,  # make the weights of a token's experts sum to one
         eps: float,
         dtype: torch.dtype,
         device: torch.device | str,

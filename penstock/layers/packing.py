@@ -1,6 +1,4 @@
-"""Which weights of a model a CPU may keep in an arrangement of its own. Nothing else changes in the
-model.
-"""
+"""Which weights a CPU may rearrange for its products. Nothing else of the model changes."""
 
 from __future__ import annotations
 
@@ -12,9 +10,9 @@ from penstock.ops import Weight
 
 
 def pack_weights(model: nn.Module, keep: Weight) -> None:
-    """Those that are multiplied as a whole with every token: not experts, of which most are not,
-    nor `keep`, the head, whose results are wider than it is and which may be the embedding, too.
-    One after the other: at no time is more than one of them there twice.
+    """Packs the weights that every token is multiplied with: not experts, most of which a token
+    skips, and not `keep`, the head, which may also be the embedding and has float32 results. One at
+    a time, so that only one exists twice.
     """
     for module in model.modules():
         weights: list[Weight | None] = []

@@ -1,4 +1,4 @@
-"""The angles of rotary positions for a whole context, made once when the model is made."""
+"""The table of rotary angles for a whole context, computed once when the model is built."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from penstock.ops import rope_table
 
 
 def inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:  # [rot/2] float32
-    """1 / theta^(2j / rot), as the float32 reciprocal of a float32 power: other roundings drift
-    apart over a long context.
+    """1 / theta^(2j / rot), as the float32 reciprocal of a float32 power: any other rounding drifts
+    over a long context.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     return 1.0 / theta**exponents
 
 
 class Rope(nn.Module):
-    """Holds the table as a buffer: it is computed, so it is in no checkpoint. Build it on its
-    device.
-    """
+    """A buffer with the table. It is computed, so no checkpoint has it; build it on its device."""
 
     table: Tensor  # [max_len, 2, rot/2] float32
 
@@ -28,8 +26,7 @@ class Rope(nn.Module):
     ) -> None:
         super().__init__()
         if torch.device(device).type == "meta":
-            # Of the right size, and not computed: torch would import its compiler first, for a
-            # second.
+            # Only the size: computing on meta makes torch import its compiler, for a second.
             table = torch.empty(max_len, 2, len(inv_freq), device=device)
         else:
             table = rope_table(inv_freq.to(device), max_len, scale)

@@ -1,5 +1,5 @@
-"""Which file builds which architecture: one file per family, found by what config.json calls
-itself.
+"""Finds the file that builds an architecture, by the model_type in config.json. One file per
+family.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3_next": "penstock.models.qwen3_next",
 }
 
-TYPO = 0.9  # likeness of names of which one is meant to be the other; mixtral and mistral have 0.86
+TYPO = 0.9  # similarity of a misspelt name; mixtral and mistral have 0.86
 
 
 def build_model(
@@ -41,16 +41,14 @@ def build_model(
     *,
     with_drafting_head: bool = True,
 ) -> nn.Module:
-    """The model a config.json describes, its parameters on the device and not yet filled."""
+    """The model that config.json describes, with uninitialised parameters on the device."""
     module = importlib.import_module(ARCHITECTURES[model_type_of(config)])
     model: nn.Module = module.build(config, dtype, device, with_drafting_head)
     return model
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
-    """The key into ARCHITECTURES: model_type, or what the class under `architectures` amounts
-    to.
-    """
+    """The key into ARCHITECTURES: model_type, or what the class in `architectures` implies."""
     names = [config.get("model_type"), *(config.get("architectures") or ())]
     for name in names:
         if isinstance(name, str):
@@ -61,19 +59,14 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     raise CheckpointError(
         f"The architecture {seen!r} is not supported" if seen else "config.json has no model_type",
         f"Supported are {', '.join(ARCHITECTURES)}.",
-        (
-            _meant(seen)
-            or "Use a model of one of these; another name in config.json would not make it one."
-        )
+        (_meant(seen) or "Use a model of one of these architectures.")
         if seen
         else "Add the model_type of the architecture.",
     )
 
 
 def _meant(name: str) -> str:
-    """For a name that is misspelt. One with another number or another word is another
-    architecture.
-    """
+    """Suggests a name for a misspelt one; a different number or word is another architecture."""
 
     def spelling(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower())

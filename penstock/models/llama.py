@@ -1,7 +1,7 @@
-"""Llama and the families that are Llama with other numbers: Mistral, Qwen2, Qwen3, plain state
+"""Llama, and families that differ from it in numbers only: Mistral, Qwen2, Qwen3, plain state
 dicts.
 
-`LlamaConfig` reads a config.json and refuses what this file would run wrongly; `Llama` is the
+`LlamaConfig` reads a config.json and refuses what this file would compute wrongly; `Llama` is the
 model, and its placements say where each checkpoint tensor goes. It does not know files.
 """
 
@@ -39,14 +39,14 @@ from penstock.types import CacheSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a model_type means where its config.json is silent."""
+    """Defaults of a model_type, for keys that config.json leaves out."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
     num_kv_heads: int | None = None  # None: as many as there are heads
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     window: int | None = None  # sliding_window when the key is absent
-    window_flag: bool = False  # sliding_window counts only with use_sliding_window
+    window_flag: bool = False  # sliding_window applies only with use_sliding_window
     is_plain: bool = False  # interleaved rope, tensor names without "model."
 
 
@@ -62,9 +62,7 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How positions beyond the trained length are squeezed in: not at all, evenly, or as Llama 3.1
-    does.
-    """
+    """Rope scaling beyond the trained length: none, linear, or as in Llama 3.1."""
 
     theta: float
     kind: str = "default"
@@ -105,8 +103,7 @@ class RopeScaling:
         if self.kind == "linear":
             return inv_freq / self.factor
         if self.kind == "llama3":
-            # Waves that fit often into the trained length stay, long ones are stretched, between
-            # they blend.
+            # Short wavelengths stay, long ones are stretched, those between are blended.
             low, high = self.low_freq_factor, self.high_freq_factor
             num_waves = self.original_len / (2 * torch.pi / inv_freq)
             keep = ((num_waves - low) / (high - low)).clamp(0.0, 1.0)
@@ -126,7 +123,7 @@ class LlamaConfig:
     max_position: int
     eps: float
     rope: RopeScaling
-    windows: tuple[int, ...]  # by layer: tokens a query sees, itself included; 0 is all
+    windows: tuple[int, ...]  # per layer: tokens a query sees, itself included; 0 is all
     qkv_bias: bool
     out_bias: bool
     qk_norm: bool
@@ -137,7 +134,7 @@ class LlamaConfig:
     experts_per_token: int
     expert_size: int
     normalize_experts: bool
-    num_labels: int = 0  # of a classifier, which such checkpoints have in place of a head; 0: none
+    num_labels: int = 0  # of a classifier, which replaces the head; 0: none
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> LlamaConfig:
@@ -149,7 +146,7 @@ class LlamaConfig:
             raise _unsupported("mlp_bias", True)
         if not read(
             config, "is_causal", bool, True
-        ):  # embedding models that look at later tokens, too
+        ):  # embedding models with bidirectional attention
             raise _unsupported("is_causal", False)
         if read(config, "use_bidirectional_attention", bool, False):
             raise _unsupported("use_bidirectional_attention", True)
@@ -171,7 +168,7 @@ class LlamaConfig:
             )
         head_dim = read_size(config, "head_dim", family.head_dim or hidden_size // num_heads)
         if head_dim % 2:
-            raise unusable("head_dim", head_dim, "even: rotary embeddings turn pairs of numbers")
+            raise unusable("head_dim", head_dim, "even: rotary embeddings rotate pairs of numbers")
         return cls(
             hidden_size=hidden_size,
             intermediate_size=read_size(config, "intermediate_size"),
@@ -203,7 +200,7 @@ class LlamaConfig:
 def _windows(
     config: Mapping[str, Any], model_type: str, family: Family, num_layers: int
 ) -> tuple[int, ...]:
-    """By layer. A null sliding_window is none; an absent one is the family's."""
+    """Per layer. A null sliding_window means none; an absent one, the default of the family."""
     window = config.get("sliding_window", family.window)
     if family.window_flag and not read(config, "use_sliding_window", bool, False):
         window = None
@@ -231,7 +228,7 @@ def _windows(
 
 
 def _num_labels(config: Mapping[str, Any]) -> int:
-    """transformers writes no num_labels but the names of labels, and none where there are two."""
+    """transformers writes label names instead of num_labels, and none for two labels."""
     names = read(config, "architectures", list, None) or []
     if not any(
         isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names
@@ -244,7 +241,7 @@ def _num_labels(config: Mapping[str, Any]) -> int:
 def _unsupported(key: str, value: object) -> CheckpointError:
     return CheckpointError(
         f"config.json has {key} {value!r}",
-        "This engine does not know how to run that, and will not run it wrongly.",
+        "Penstock does not support it and would compute wrong results.",
         "Use a model without it.",
     )
 
@@ -303,7 +300,7 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    # Rotary tables that some exports store: they are computed here.
+    # Rotary tables that some exports store; Penstock computes them.
     ignored: ClassVar[tuple[str, ...]] = (
         r"(.*\.)?(rotary_emb|rope)\..*",
         r"(.*\.)?(inv_freq|(freqs|rope)_(cis|cos|sin)|(cos|sin)_cached)",
@@ -354,9 +351,7 @@ class Llama(nn.Module):
     def logits(
         self, hidden: Tensor, *, deterministic: bool = False
     ) -> Tensor:  # [L, vocab] float32
-        """A model without a head computes them all the same, with its embedding: no step is another
-        then.
-        """
+        """Also for a model without a head, with its embedding: every step is then the same."""
         return self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
 
     def label_logits(self, hidden: Tensor) -> Tensor:  # [L, labels] float32
@@ -371,15 +366,15 @@ class Llama(nn.Module):
         return list(self._cache_specs)
 
     def placements(self, names: Collection[str] = ()) -> dict[str, Placement]:
-        """Checkpoint tensor name -> its place. Where exports differ, `names` (what is there)
-        decides.
+        """Checkpoint tensor name -> its place. `names`, the tensors present, decides between
+        exports.
         """
         config = self.config
         present = frozenset(names)
         prefix = "" if config.is_plain else "model."
         if (
             prefix and "embed_tokens.weight" in present
-        ):  # of embedding models: a model without its head
+        ):  # embedding models are stored without the head
             prefix, self.has_head, self.head.weight = "", False, self.embedding
         vocabulary = (config.vocab_size, config.hidden_size)
         table = {
@@ -414,7 +409,7 @@ Places = Iterator[tuple[str, Placement]]
 
 
 def _spelling(name: str, present: frozenset[str]) -> str:
-    """Plain state dicts differ in what they put around a name."""
+    """Removes the prefixes that plain state dicts put before a name."""
     bare = name.removesuffix(".weight")
     return next((s for s in (name, bare, f"model.{name}", f"model.{bare}") if s in present), name)
 

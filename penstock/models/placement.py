@@ -16,10 +16,8 @@ class Placement:
     shape: tuple[int, ...]  # of the tensor in the checkpoint
     index: tuple[slice | int, ...] = ()  # the part of the parameter it fills; () is all of it
     convert: Callable[[Tensor], Tensor] | None = None  # applied before it is copied
-    rows: slice | None = (
-        None  # the rows of the stored tensor that are read, before `convert`; None is all
-    )
+    rows: slice | None = None  # rows of the stored tensor to read, before `convert`; None is all
 
     def converted(self, values: Tensor) -> Tensor:
-        """Rows that were read, as they are copied."""
+        """The rows that were read, converted for copying."""
         return values if self.convert is None else self.convert(values)

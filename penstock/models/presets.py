@@ -1,8 +1,7 @@
-"""The config.json of well-known models, so that they can be sized, tested and timed without a
-download.
+"""The config.json of well-known models, to size, test and time them without a download.
 
-Pure data: one row of numbers a model, one function a family that spells the row out as the
-published file does. Nothing here knows what the numbers mean to a layer, and nothing imports torch.
+Pure data: one row of numbers per model, and one function per family that expands the row to the
+published file. Imports no torch and does not know what the numbers mean to a layer.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def _qwen3_5(
     }
 
 
-# Instruct and Thinking have the same numbers.
+# Instruct and Thinking share these numbers.
 _QWEN3_NEXT: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",

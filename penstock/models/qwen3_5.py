@@ -1,8 +1,8 @@
 """Qwen3.5 (and 3.6, 3.8) text models, dense and sparse: three DeltaNet layers, then one of
 attention.
 
-The file holds the shape of the model; `qwen3_5_config` reads config.json, `qwen3_5_placements`
-knows how the checkpoint spells its tensors, `qwen3_5_mtp` is the drafting head.
+This file holds the modules; `qwen3_5_config` reads config.json, `qwen3_5_placements` maps the
+tensors of checkpoints, `qwen3_5_mtp` is the drafting head.
 """
 
 from __future__ import annotations
@@ -150,11 +150,11 @@ class Qwen3_5(nn.Module):
         return list(self._cache_specs)
 
     def placements(self, names: Collection[str] | None = None) -> dict[str, Placement]:
-        """Where each tensor of the checkpoint goes. `names` are those it holds: releases differ in
-        them.
+        """Where each tensor of the checkpoint goes. `names` are the tensors present, since releases
+        differ.
 
         Many checkpoints have no drafting head although their config.json counts one; the model then
-        loses its own.
+        drops its own.
         """
         if names is not None and not stores_mtp(names):
             self.mtp = None

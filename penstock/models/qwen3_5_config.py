@@ -1,4 +1,4 @@
-"""What a Qwen3.5 config.json says, read by type. Refuses what the model would compute wrongly.
+"""Reads a Qwen3.5 config.json, with types. Refuses what the model would compute wrongly.
 
 Published checkpoints nest the text model under `text_config`; text-only exports are flat.
 """
@@ -42,7 +42,7 @@ class Qwen3_5Config:
     vocab_size: int
     max_position: int
     eps: float
-    is_attention: tuple[bool, ...]  # by layer; the others are DeltaNet
+    is_attention: tuple[bool, ...]  # per layer; the others are DeltaNet
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -53,12 +53,12 @@ class Qwen3_5Config:
     key_dim: int
     value_dim: int
     conv_kernel: int
-    intermediate_size: int  # of the dense MLP; 0 where all layers have experts
+    intermediate_size: int  # of the dense MLP; 0 if all layers have experts
     experts: ExpertsConfig | None
-    is_sparse: tuple[bool, ...]  # by layer; the others have the dense MLP
+    is_sparse: tuple[bool, ...]  # per layer; the others have the dense MLP
     is_tied: bool
     has_mtp: bool
-    is_nested: bool  # published with a vision tower: the text model sits under `language_model`
+    is_nested: bool  # with a vision tower, the text model is under `language_model`
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Qwen3_5Config:
@@ -143,7 +143,7 @@ def _read_layers(text: Mapping[str, Any]) -> tuple[bool, ...]:
 
 
 def _read_rope(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of rope in one mapping, whether they are nested or beside the others."""
+    """The rope settings as one mapping, whether they are nested or at the top level."""
     defaults = {"rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
     beside = {key: text[key] for key in defaults if text.get(key) is not None}
     nested = read(text, "rope_parameters", dict, read(text, "rope_scaling", dict, {}))
@@ -155,13 +155,11 @@ def _read_rope(text: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_rotary_dim(rope: Mapping[str, Any], head_dim: int) -> int:
-    """How many of a head's elements turn: two by two."""
+    """How many elements of a head are rotated, in pairs."""
     factor = read(rope, "partial_rotary_factor", float)
     rotary_dim = int(head_dim * factor) if factor <= 1.0 else 0
     if rotary_dim < 2 or rotary_dim % 2:
-        raise unusable(
-            "partial_rotary_factor", factor, f"a part of head_dim {head_dim} that is even"
-        )
+        raise unusable("partial_rotary_factor", factor, f"an even share of head_dim {head_dim}")
     return rotary_dim
 
 

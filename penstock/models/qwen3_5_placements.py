@@ -1,5 +1,4 @@
-"""How Qwen3.5 checkpoints spell their tensors, and where each one goes in our modules. Opens no
-file.
+"""Names of the tensors in Qwen3.5 checkpoints, and where each goes in our modules. Opens no file.
 
 Norm weights are stored as `w` of `1 + w`, except the gated norm of DeltaNet; queries and their
 gates alternate head by head; experts are stored fused or, in some releases, one by one.
@@ -29,7 +28,7 @@ def stores_mtp(names: Collection[str]) -> bool:
 def find_placements(
     config: Qwen3_5Config, with_mtp: bool, names: Collection[str] | None
 ) -> dict[str, Placement]:
-    """The whole table. Without `names` it is that of the published layout with fused experts."""
+    """The whole table. Without `names`, the table of the published layout with fused experts."""
     stored = frozenset(names or ())
     return dict(_all(config, with_mtp, stored))
 

@@ -1,6 +1,7 @@
-"""Qwen3-Next: the model of Qwen3.5 with other defaults and tensors, and dense layers among sparse.
+"""Qwen3-Next: the model of Qwen3.5 with other defaults and tensors, and dense layers among sparse
+ones.
 
-Reads what its config.json says differently; `qwen3_next_placements` knows its checkpoints.
+Reads the differences of its config.json; `qwen3_next_placements` maps its checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from penstock.models.qwen3_5_config import Qwen3_5Config
 from penstock.models.qwen3_next_placements import find_placements
 from penstock.models.reading import MAX_LAYERS, read_size, read_sparse_layers
 
-# Where config.json is silent. Releases have a drafting head and no key for it.
+# Defaults for missing keys. Releases have a drafting head and no key for it.
 DEFAULTS = {"rope_theta": 10_000.0, "mtp_num_hidden_layers": 1}
 
 

@@ -1,5 +1,4 @@
-"""How Qwen3-Next checkpoints spell their tensors: as Qwen3.5, but for the projections into
-DeltaNet.
+"""Tensors of Qwen3-Next checkpoints: those of Qwen3.5, except the input projections of DeltaNet.
 
 These are two fused tensors whose rows are grouped by key head: (q, k, v, z) and (b, a) of the first
 key head and its value heads, then of the second. Ours are all q, all k, all v, all z, all b, all a.

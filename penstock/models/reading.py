@@ -1,6 +1,4 @@
-"""Typed reads from a config.json: a key that is missing or of another type is an error that names
-it.
-"""
+"""Typed reads from config.json; a missing key or a wrong type is an error that names the key."""
 
 from __future__ import annotations
 
@@ -13,12 +11,11 @@ from penstock.errors import CheckpointError
 T = TypeVar("T", int, float, str, bool, list[Any], dict[str, Any])
 D = TypeVar("D")
 
-# Beyond the sizes and counts of all models; the largest is a context of 10 million tokens.
+# Above all sizes and counts of real models; the largest is a context of 10 million tokens.
 MAX_NUMBER = 2**24
-MAX_LAYERS = (
-    1000  # several times those of the deepest; every one is built before the weights are looked at
-)
-MAX_SHOWN = 100  # characters of a value that cannot be used
+# Several times the deepest model; every layer is built before the weights are read.
+MAX_LAYERS = 1000
+MAX_SHOWN = 100  # characters of an unusable value
 
 _REQUIRED: Any = object()
 _NAMES = {
@@ -36,7 +33,7 @@ def read(config: Mapping[str, Any], key: str, kind: type[T]) -> T: ...
 @overload
 def read(config: Mapping[str, Any], key: str, kind: type[T], default: D) -> T | D: ...
 def read(config: Mapping[str, Any], key: str, kind: type[Any], default: Any = _REQUIRED) -> Any:
-    """The value of a key; an absent or null one is the default, or an error when there is none."""
+    """The value of a key; the default if it is absent or null, an error without a default."""
     value = config.get(key)
     if value is None:
         if default is not _REQUIRED:
@@ -48,7 +45,7 @@ def read(config: Mapping[str, Any], key: str, kind: type[Any], default: Any = _R
         )
     if kind is float and type(value) is int and abs(value) < 2**53:
         value = float(value)
-    # Not isinstance: True is no whole number.
+    # Not isinstance: True must not count as a whole number.
     if type(value) is not kind or not _is_in_range(value):
         raise unusable(key, value, _NAMES[kind])
     return value
@@ -57,7 +54,7 @@ def read(config: Mapping[str, Any], key: str, kind: type[Any], default: Any = _R
 def read_size(
     config: Mapping[str, Any], key: str, default: int = _REQUIRED, *, largest: int = MAX_NUMBER
 ) -> int:
-    """A whole number of which there is at least one: of layers, of heads, of elements."""
+    """A whole number of at least one: layers, heads, elements."""
     size = read(config, key, int, default)
     if not 1 <= size <= largest:
         raise unusable(key, size, f"a whole number from 1 to {largest:,}")

@@ -1,7 +1,6 @@
-"""Turns what a user typed after --model into a place with weights and a config.
+"""Resolves the value of --model to a place with weights and a config.
 
-Reads JSON and looks at folders; opens no weights and imports no torch, so a wrong name is answered
-at once.
+Reads JSON and lists folders; opens no weights and imports no torch, so a wrong name fails at once.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's name, where its weights are (None: a preset has none) and what its config.json
-    says.
+    """A name, the place of the weights (None for a preset, which has none) and the content of
+    config.json.
     """
 
     name: str
@@ -37,9 +36,9 @@ class ModelSource:
 
 
 def find_model(name: str) -> ModelSource:
-    """The model a user means: "" is the built-in one, then a folder, a weights file, a preset."""
+    """The model for a name: "" is the built-in one; else a folder, a weights file or a preset."""
     if name == "":
-        from penstock.assets import default_model  # made on first use, so only when it is wanted
+        from penstock.assets import default_model  # made on first use
 
         return _open_path(default_model())
     path = Path(name).expanduser()
@@ -57,8 +56,8 @@ def find_model(name: str) -> ModelSource:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that must hold an object; anything else is a CheckpointError that names the
-    place.
+    """Reads a JSON file that must hold an object; any defect is a CheckpointError that names the
+    file.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -66,7 +65,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} cannot be read",
             f"{error.strerror or error}.",
-            "Check the file and who may read it.",
+            "Check the file and its permissions.",
         ) from error
     except (ValueError, RecursionError) as error:
         if known := impostor(path):
@@ -84,7 +83,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def has_weight_files(path: Path) -> bool:
-    """Whether there are weights at all: a config.json alone has a size, too."""
+    """Whether the folder has weights; a config.json alone can still be sized."""
     files = path.iterdir() if path.is_dir() else [path]
     return any(file.suffix in (*WEIGHT_SUFFIXES, ".gguf") for file in files)
 
@@ -106,7 +105,7 @@ def _open_path(path: Path) -> ModelSource:
 
 
 def _find_config(folder: Path) -> Path:
-    """Beside the weights; a folder that holds only a .pt may have its config one level up."""
+    """Next to the weights; a folder with only a .pt may have its config one level up."""
     candidates = [folder / name for name in CONFIG_NAMES]
     if any(folder.glob("*.pt")):
         candidates += [folder.resolve().parent / name for name in CONFIG_NAMES]
@@ -117,21 +116,19 @@ def _find_config(folder: Path) -> Path:
     raise CheckpointError(
         f"{folder} has no config.json",
         f"It holds {', '.join(found[:8]) or 'nothing'}{', ...' if len(found) > 8 else ''}.",
-        "Give the folder into which the whole model was downloaded.",
+        "Give the folder that the whole model was downloaded into.",
     )
 
 
 def _todo(path: Path) -> str:
-    """A path with a mistake in it has a likely name; the name of a repository has to be
-    downloaded.
-    """
+    """Advice: a similar name for a mistyped path, or how to download a repository."""
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)) is None or path.parent.is_dir():
         return _suggest(path)
     download = (
         f"Penstock does not download models: run `hf download {path} --local-dir "
         f"{path.name}` first."
     )
-    is_preset = path.name.lower() in {preset.lower() for preset in PRESETS}  # it has no weights
+    is_preset = path.name.lower() in {preset.lower() for preset in PRESETS}  # which has no weights
     return download if is_preset else f"{_suggest(path)} {download}".lstrip()
 
 

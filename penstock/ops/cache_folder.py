@@ -1,7 +1,7 @@
-"""Where what was made on this machine is kept for the next start: compiled kernels, measured tiles.
+"""The cache folder of this machine: compiled kernels and measured tiles, kept for the next start.
 
-In the user's cache folder, never in the installed package, which may be read-only or shared. All of
-it can be deleted and made again.
+It is in the cache folder of the user, never in the installed package, which may be read-only or
+shared. Everything in it can be deleted and made again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def cache_folder(name: str) -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """All of it or nothing, since others may be reading."""
+    """Writes atomically, since others may be reading."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(data)

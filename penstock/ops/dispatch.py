@@ -1,8 +1,7 @@
-"""Chooses between an op and its twin: the reference, in plain torch, or the kernel, in Triton.
+"""Chooses between an op and its twin: the reference in plain torch, or the kernel in Triton.
 
-Tensors decide: on a CUDA device the twin runs, elsewhere the reference. Which of several kernels a
-shape deserves, and when a library's is better, is the twin's own business. `bench` may watch: it
-then runs both.
+The device of the tensors decides: on CUDA the twin runs, elsewhere the reference. The twin picks
+among its kernels and libraries by shape. A watcher may run both, as `bench` does.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _REFERENCE = "penstock.ops.reference."
 
 
 def op(reference: Callable[P, R]) -> Callable[P, R]:
-    """The op that `reference` specifies; its first argument is a tensor and decides where it
+    """The op specified by `reference`; the device of its first argument, a tensor, decides where it
     runs.
     """
 
@@ -38,7 +37,7 @@ def op(reference: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-# Is given an op's reference, what was chosen to run it, and its arguments; returns the op's result.
+# Called with an op's reference, the chosen implementation and the arguments; returns the result.
 Watcher = Callable[
     [Callable[..., Any], Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any
 ]
@@ -47,7 +46,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Every op of this thread passes the watcher meanwhile."""
+    """Meanwhile every op of this thread goes through the watcher."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -57,9 +56,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 @functools.cache
 def twin_of(reference: Callable[P, R]) -> Callable[P, R]:
-    """The kernel of an op; the reference itself where there is no Triton, which is slow and
-    right.
-    """
+    """The kernel of an op; without Triton the reference, which is correct but slow."""
     if importlib.util.find_spec("triton") is None:
         return reference
     module = reference.__module__.removeprefix(_REFERENCE)

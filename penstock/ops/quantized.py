@@ -30,9 +30,7 @@ NARROW_TYPES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.fl
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """One number for each block of a matrix: `fine`, or `fine * coarse` where a format has two
-    levels.
-    """
+    """One number per block of a matrix: `fine`, or `fine * coarse` in formats with two levels."""
 
     fine: Tensor  # [..., N / block_n, K / block_k]  any dtype; in QuantizedRows [..., N, groups]
     coarse: Tensor | None = None  # broadcasts to `fine` after `repeat` of its last dimension
@@ -42,7 +40,7 @@ class Scales:
     )
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Scales:
-        fine = change(self.fine)  # first: `change` may go through a list in this order
+        fine = change(self.fine)  # first: `change` may depend on this order
         return replace(self, fine=fine, coarse=None if self.coarse is None else change(self.coarse))
 
     def to(self, device: torch.device) -> Scales:
@@ -85,7 +83,7 @@ class QuantizedRows:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What rows must have in common to be one part."""
+        """What rows must share to be one part."""
         blocks = (self.scales, self.offsets)
         types = tuple(
             None if one is None else (one.fine.dtype, one.coarse is None, one.repeat)
@@ -110,13 +108,13 @@ class QuantizedRows:
 
     @staticmethod
     def stack(matrices: list[QuantizedRows]) -> QuantizedRows:
-        """One for each expert, all of a kind and as many rows."""
+        """Stacks the rows of experts, all of one kind and size."""
         tensors = [iter(matrix._own_tensors()) for matrix in matrices]
         return matrices[0]._mapped(lambda _: torch.stack([next(one) for one in tensors]))
 
     @staticmethod
     def join(parts: list[QuantizedRows]) -> QuantizedRows:
-        """The rows of all of them, which are of a kind and have their columns in order."""
+        """Concatenates rows of one kind whose columns are in order."""
         tensors = [iter(part._own_tensors(columns=False)) for part in parts]
         return parts[0]._mapped(lambda _: join_rows([next(one) for one in tensors]), columns=False)
 
@@ -128,7 +126,7 @@ class QuantizedRows:
         return self._mapped(lambda tensor: tensor[first:end], columns=False)
 
     def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K] float32
-        """Of an embedding: the rows of these tokens."""
+        """The rows of these tokens in an embedding."""
         flat = ids.flatten()
         chosen = self._mapped(lambda tensor: tensor[flat], columns=False)
         return chosen.dequantize().view(*ids.shape, self.num_columns)
@@ -162,7 +160,7 @@ class QuantizedRows:
         return by_group.repeat_interleave(self.group, -1)[..., : self.num_columns]
 
     def _own_tensors(self, columns: bool = True) -> list[Tensor]:
-        """Of each matrix of a stack its own; `levels` are everybody's."""
+        """The tensors with one entry per matrix of a stack; all matrices share `levels`."""
         blocks = [one for one in (self.scales, self.offsets) if one is not None]
         found = [
             self.low,

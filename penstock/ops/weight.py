@@ -13,12 +13,10 @@ Part = QuantizedRows | Tensor  # rows of a weight that are stored in one way
 
 
 class Weight(nn.Module):
-    """A matrix [N, K], or one for each expert [E, N, K]. Ops take it whole and know by it how it is
-    stored.
+    """A matrix [N, K], or one per expert [E, N, K]. Ops take it whole; it knows how it is stored.
 
-    It is a module so that a model's parameters, its memory and its checkpoint include it. One that
-    is quantised has `parts`, its rows in order; `values` then has a shape and a dtype, but no
-    memory.
+    It is a module so that the parameters, memory and checkpoint of a model include it. A quantised
+    one has `parts`, its rows in order; `values` then has a shape and a dtype, but no memory.
     """
 
     values: nn.Parameter
@@ -42,7 +40,7 @@ class Weight(nn.Module):
         )
 
     def quantize(self, parts: tuple[Part, ...]) -> None:
-        """Takes these rows in the place of its values."""
+        """Replaces the values by these parts."""
         assert self.can_quantize
         assert sum(part.shape[-2] for part in parts) == self.shape[-2]
         self.parts = parts
@@ -66,7 +64,7 @@ class Weight(nn.Module):
         )
 
     def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K]
-        """Of an embedding: the rows of these tokens."""
+        """The rows of these tokens in an embedding."""
         if not self.parts:
             return F.embedding(ids, self.values)
         (part,) = self.parts
@@ -77,15 +75,13 @@ class Weight(nn.Module):
         )
 
     def pack(self) -> None:
-        """Rearranges the matrix for this CPU's products, where that is a gain. Nothing else
-        changes.
-        """
+        """Rearranges the matrix for the products of this CPU, if that is faster."""
         if not self.parts:
             self.values = nn.Parameter(pack(self.values), requires_grad=False)
 
 
 def bytes_of(model: nn.Module) -> int:
-    """That the weights of a model take in memory."""
+    """Memory of the weights of a model."""
     parts = sum(
         module.num_bytes
         for module in model.modules()

@@ -95,9 +95,9 @@ class ReplyFormat(Protocol):
         """The whole body of a reply that is not streamed."""
 
 
-def require_open(serving: ServerState) -> None:
+def require_open(state: ServerState) -> None:
     """Raises an error once the server accepts no more requests."""
-    if serving.draining.is_set():
+    if state.draining.is_set():
         raise EngineDeadError(
             "The server is shutting down",
             "It only finishes running requests.",
@@ -133,9 +133,9 @@ class Answer:
         self._ends_at: float | None = None  # on the loop's clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        require_open(_serving(scope))
+        require_open(_state(scope))
         # The server's own limit is for clients that wait; a line of a batch has the batch's window.
-        self._allow(None if "least_priority" in scope else _serving(scope).config.request_timeout)
+        self._allow(None if "least_priority" in scope else _state(scope).config.request_timeout)
         answer = self._send_events if self._is_stream else self._send_json
         await run_while_connected(receive, answer(scope, receive, send))
 
@@ -224,9 +224,9 @@ class Answer:
             record.finish_reasons = tuple(stream.finish_reasons)
 
 
-def _serving(scope: Scope) -> ServerState:
-    serving: ServerState = scope["app"].state.serving
-    return serving
+def _state(scope: Scope) -> ServerState:
+    state: ServerState = scope["app"].state.server
+    return state
 
 
 def unexpected_error() -> PenstockError:
@@ -263,15 +263,15 @@ async def read_body(request: Request, *, for_reply: bool = True) -> bytes:
     From here on the request holds a place in the queue and its bytes are counted, until it is
     submitted or ends. `for_reply`: it is for the engines, not only about tokens.
     """
-    serving, scope = _serving(request.scope), request.scope
+    state, scope = _state(request.scope), request.scope
     length = request.headers.get("content-length", "")
     num_declared = int(length) if length.isdigit() else 0
-    if num_declared > serving.config.max_body_bytes:
-        raise _body_too_large(serving.config.max_body_bytes)
+    if num_declared > state.config.max_body_bytes:
+        raise _body_too_large(state.config.max_body_bytes)
     try:
-        place = scope["place"] = serving.intake.reserve(tenant_of(scope), for_reply=for_reply)
+        place = scope["place"] = state.intake.reserve(tenant_of(scope), for_reply=for_reply)
         place.add_bytes(num_declared)
-        return await _receive_body(request, place, serving.config)
+        return await _receive_body(request, place, state.config)
     except OverloadedError:
         scope["is_unread"] = True
         raise

@@ -55,44 +55,42 @@ class TrailingSlashes:
         await self._app(scope, receive, send)
 
 
-def create_app(serving: ServerState) -> Starlette:
+def create_app(state: ServerState) -> Starlette:
     """`state.batch_runner` of the app runs batches; None: batches are off."""
     store = ResponseStore()
     routes = [
-        *page_routes.routes(serving),
-        *health.routes(serving),
-        *openai_routes.routes(serving),
-        *embeddings.routes(serving),
-        *responses_routes.routes(serving, store),
-        *conversation_routes.routes(serving, store),
-        *anthropic_routes.routes(serving),
-        *ollama_routes.routes(serving),
-        *llama_server_routes.routes(serving),
-        *sagemaker.routes(serving),
-        *sessions.routes(serving),
-        *files.routes(serving),
+        *page_routes.routes(state),
+        *health.routes(state),
+        *openai_routes.routes(state),
+        *embeddings.routes(state),
+        *responses_routes.routes(state, store),
+        *conversation_routes.routes(state, store),
+        *anthropic_routes.routes(state),
+        *ollama_routes.routes(state),
+        *llama_server_routes.routes(state),
+        *sagemaker.routes(state),
+        *sessions.routes(state),
+        *files.routes(state),
         *openapi.routes(),
     ]
     runner = None
-    if serving.batches is not None:
+    if state.batches is not None:
         answering = [route for route in routes if route.path in ENDPOINTS]
         endpoints = tuple(dict.fromkeys(route.path for route in answering))
-        runner = BatchRunner(serving.batches, serving, _app(serving, answering), endpoints)
-    routes += batch_routes.routes(serving, runner)
+        runner = BatchRunner(state.batches, state, _app(state, answering), endpoints)
+    routes += batch_routes.routes(state, runner)
     in_front = [
         Middleware(TrailingSlashes),
-        Middleware(RequestLog, metrics=serving.metrics),
-        *tracing_middleware(serving.model_name),
-        *access_middleware(serving.config),
+        Middleware(RequestLog, metrics=state.metrics),
+        *tracing_middleware(state.model_name),
+        *access_middleware(state.config),
     ]
-    app = _app(serving, routes, in_front)
+    app = _app(state, routes, in_front)
     app.state.batch_runner = runner
     return app
 
 
-def _app(
-    serving: ServerState, routes: list[Route], in_front: Sequence[Middleware] = ()
-) -> Starlette:
+def _app(state: ServerState, routes: list[Route], in_front: Sequence[Middleware] = ()) -> Starlette:
     app = Starlette(
         routes=routes,
         exception_handlers={
@@ -103,5 +101,5 @@ def _app(
         middleware=[*in_front, Middleware(UnexpectedErrors), Middleware(ReleasePlaces)],
     )
     app.router.redirect_slashes = False  # a redirect would lose the body of a POST
-    app.state.serving = serving
+    app.state.server = state
     return app

@@ -222,8 +222,7 @@ class HttpConnection(HttpToolsProtocol):
             self._look_at_unread(-1, 0)
 
     def _look_at_unread(self, num_unread_before: int, num_looks: int) -> None:
-        """Cuts off a client for whom the same number of bytes waits in check after check. Slow
-        reading is allowed.
+        """Cuts off a client that reads nothing over several checks. Slow reading is allowed.
 
         Several checks, because reads and writes may by chance cancel out once.
         """

@@ -20,8 +20,8 @@ from penstock.serve.state import ServerState
 from penstock.serve.vllm_metrics import render as render_vllm_names
 
 
-def routes(serving: ServerState) -> list[Route]:
-    health = HealthRoutes(serving)
+def routes(state: ServerState) -> list[Route]:
+    health = HealthRoutes(state)
     return [
         Route("/", health.root),
         Route("/health", health.health),
@@ -32,9 +32,9 @@ def routes(serving: ServerState) -> list[Route]:
 
 
 class HealthRoutes:
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
-        self._client = serving.client
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._client = state.client
 
     async def root(self, request: Request) -> Response:
         """Clients probe here whether a server exists at all, mostly with HEAD."""
@@ -54,17 +54,17 @@ class HealthRoutes:
         elif client.info is None:
             answer |= {"phase": dataclasses.asdict(client.phase)}
         else:
-            answer |= {"model": self._serving.model_name, "weights": self._serving.weights}
+            answer |= {"model": self._state.model_name, "weights": self._state.weights}
             answer |= {"stats": sum_stats(replicas)}
-        answer["sampling"] = self._serving.config.silent_sampling  # defaults of requests
+        answer["sampling"] = self._state.config.silent_sampling  # defaults of requests
         answer["replicas"] = replicas
         return json_response(answer, 200 if answer["status"] == "ok" else 503)
 
     async def ready(self, request: Request) -> Response:
         """For load balancers: whether requests should be sent here."""
-        if self._serving.is_ready:
+        if self._state.is_ready:
             return json_response({"status": "ready"})
-        is_draining = self._serving.draining.is_set()
+        is_draining = self._state.draining.is_set()
         return json_response({"status": "draining" if is_draining else "not ready"}, 503)
 
     async def version(self, request: Request) -> Response:
@@ -74,8 +74,8 @@ class HealthRoutes:
         """Always answers: the server's counters matter when the engine is dead, too."""
         client = self._client
         replicas = await client.report()
-        text = render_metrics(self._serving.metrics, replicas, client.num_moves)
-        text += render_vllm_names(self._serving.metrics, replicas, self._serving.model_name)
+        text = render_metrics(self._state.metrics, replicas, client.num_moves)
+        text += render_vllm_names(self._state.metrics, replicas, self._state.model_name)
         return Response(text, media_type=METRICS_TYPE)
 
 

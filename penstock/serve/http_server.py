@@ -80,10 +80,10 @@ async def serve_http(
         vector_text=vector_text,
     )
     conversations = Conversations(config.session_bytes, 60 * session_minutes)
-    serving = ServerState(
+    state = ServerState(
         fleet, text_engine, metrics, name, config, int(time.time()), conversations, batches
     )
-    app = create_app(serving)
+    app = create_app(state)
     server = _HttpServer(
         uvicorn.Config(
             app,
@@ -95,7 +95,7 @@ async def serve_http(
             server_header=False,
         )
     )
-    signals = _Signals(server, serving)
+    signals = _Signals(server, state)
 
     async def announce() -> None:
         """Announces that the engines can serve; if they never will, stops the server."""
@@ -140,9 +140,9 @@ class _Signals:
     that the terminal was closed.
     """
 
-    def __init__(self, server: _HttpServer, serving: ServerState) -> None:
+    def __init__(self, server: _HttpServer, state: ServerState) -> None:
         self._server = server
-        self._serving = serving
+        self._state = state
         self._tasks: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self.stop)
@@ -151,24 +151,24 @@ class _Signals:
         loop.add_signal_handler(signal.SIGHUP, self.stop if has_terminal else self._restart)
 
     def stop(self) -> None:
-        if self._serving.draining.is_set():
+        if self._state.draining.is_set():
             self._server.force_exit = True
             self._server.should_exit = True
         else:
-            self._serving.draining.set()
+            self._state.draining.set()
             self._run(self._drain())
 
     async def _drain(self) -> None:
         """The port stays open meanwhile: /ready and new requests are answered."""
-        timeout_s = self._serving.config.drain_timeout
+        timeout_s = self._state.config.drain_timeout
         started = time.monotonic()
-        await self._serving.client.drain()
+        await self._state.client.drain()
         left_s = timeout_s - (time.monotonic() - started)
         self._server.config.timeout_graceful_shutdown = max(1, math.ceil(left_s))
         self._server.should_exit = True
 
     def _restart(self) -> None:
-        self._run(self._serving.client.restart())
+        self._run(self._state.client.restart())
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

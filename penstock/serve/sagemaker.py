@@ -74,8 +74,8 @@ class PromptToThinkAbout(ChatBody, kw_only=True):
         return self
 
 
-def routes(serving: ServerState) -> list[Route]:
-    invocations = Invocations(serving)
+def routes(state: ServerState) -> list[Route]:
+    invocations = Invocations(state)
     return [
         Route("/ping", invocations.ping),
         Route("/invocations", invocations.invoke, methods=["POST"]),
@@ -83,15 +83,15 @@ def routes(serving: ServerState) -> list[Route]:
 
 
 class Invocations:
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
-        self._openai = OpenAIRoutes(serving)
-        self._defaults = serving.config.sampling_defaults
-        self._chat_table = INVOCATION_CHAT.ignoring(serving.config.ignore_field)
-        self._prompt_table = INVOCATION_PROMPT.ignoring(serving.config.ignore_field)
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._openai = OpenAIRoutes(state)
+        self._defaults = state.config.sampling_defaults
+        self._chat_table = INVOCATION_CHAT.ignoring(state.config.ignore_field)
+        self._prompt_table = INVOCATION_PROMPT.ignoring(state.config.ignore_field)
 
     async def ping(self, request: Request) -> Response:
-        return Response(status_code=200 if self._serving.is_ready else 503)
+        return Response(status_code=200 if self._state.is_ready else 503)
 
     async def invoke(self, request: Request) -> Answer:
         body = await read_body(request)

@@ -164,12 +164,12 @@ def _end_on_signals() -> None:
     """Until the HTTP server installs its own handlers: no request was answered yet, so the first
     signal stops everything in good order. SIGHUP asks for new engines, which these are, unless a
     terminal was closed."""
-    loop, serving = asyncio.get_running_loop(), asyncio.current_task()
-    assert serving is not None
+    loop, state = asyncio.get_running_loop(), asyncio.current_task()
+    assert state is not None
 
     def end() -> None:
-        if not serving.cancelling():
-            serving.cancel()
+        if not state.cancelling():
+            state.cancel()
 
     loop.add_signal_handler(signal.SIGINT, end)
     loop.add_signal_handler(signal.SIGTERM, end)

@@ -94,19 +94,19 @@ class SessionChat:
         self,
         asked: ChatRequest,
         request: Request,
-        serving: ServerState,
+        state: ServerState,
         thread: Thread | None = None,  # its session is new, and replaces the previous one
     ) -> None:
-        self._text: TextEngine = serving.text
+        self._text: TextEngine = state.text
         self._request_id: str = request.scope["request_id"]
         self._place = place_of(request.scope)
-        self._conversations = serving.conversations
+        self._conversations = state.conversations
         self._turn: Turn | None = None
         self.held: list[Message] = []  # before the sent messages
         self._omitted = asked.omitted
         if (key := session_key(asked.session_id, request)) is not None:
-            self._place.add_bytes(serving.conversations.num_bytes_of(key))
-            self._turn, self.held, messages = serving.conversations.begin(key, asked.messages)
+            self._place.add_bytes(state.conversations.num_bytes_of(key))
+            self._turn, self.held, messages = state.conversations.begin(key, asked.messages)
             asked = replace(asked, messages=messages)
             if thread is not None:
                 tools = Packed.of(asked.tools or [])
@@ -213,8 +213,8 @@ def _cached(tenant: str, cache_key: str) -> str:
     return f"{tenant}#{cache_key[:MAX_SESSION_ID_CHARS]}"
 
 
-def routes(serving: ServerState) -> list[Route]:
-    api = SessionRoutes(serving)
+def routes(state: ServerState) -> list[Route]:
+    api = SessionRoutes(state)
     return [
         Route("/v1/sessions", api.list),
         Route("/v1/sessions/{id:path}", api.show, methods=["GET"]),
@@ -223,9 +223,9 @@ def routes(serving: ServerState) -> list[Route]:
 
 
 class SessionRoutes:
-    def __init__(self, serving: ServerState) -> None:
-        self._client = serving.client
-        self._conversations = serving.conversations
+    def __init__(self, state: ServerState) -> None:
+        self._client = state.client
+        self._conversations = state.conversations
 
     async def list(self, request: Request) -> Response:
         """The most recently used first."""

@@ -5,10 +5,8 @@ two of them is normalised, split and merged on its own. So a conversation that c
 message more needs the encoder for that message only. `SegmentEncoder.of` answers None for a
 tokenizer of which this is not certain. Knows nothing of templates or of what a message is.
 
-    <|im_start|>system\nYou are
-    ...<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n
-                [long: remembered  ]          [short: together with its neighbours
-                ]
+    <|im_start|>system\nYou are ...<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n
+                [long: remembered  ]          [short: encoded with its neighbours]
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Finds the files of a checkpoint and lists their tensors, or says everything that is wrong with
-them.
+"""Finds the files of a checkpoint and lists their tensors, or reports everything that is wrong.
 
-One file or many: an index says which file holds which tensor, whatever the files are called. The
-formats are told apart by suffix; what the tensors are for is none of its business.
+One file or many: an index says which file holds which tensor, whatever the files are called.
+Suffixes tell the formats apart. Does not know what the tensors are for.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def _find_single_file(folder: Path) -> Path:
         raise CheckpointError(
             f"{folder} has no {INDEX_NAMES[0]}",
             f"It holds {len(files)} weights files: {list_some([file.name for file in files])}.",
-            "Add the index of the checkpoint, or give the one file that is meant.",
+            "Add the index of the checkpoint, or give one of these files.",
         )
     if model := find_gguf(folder):
         return model
@@ -72,7 +71,7 @@ def _find_single_file(folder: Path) -> Path:
 
 
 def _open_file(path: Path) -> list[StoredTensor]:
-    if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that no file can have
+    if not os.path.isfile(path):  # unlike Path.is_file, accepts impossible names
         raise CheckpointError(f"{path.name[:MAX_NAME]} is missing")
     if error := impostor(path):
         raise error
@@ -94,7 +93,7 @@ def _open_indexed(folder: Path, index_path: Path) -> list[StoredTensor]:
     for name, shard in weight_map.items():
         if isinstance(shard, str) and Path(shard).name == shard:
             names_of_shard[shard].add(name)
-        else:  # a file outside the folder is never what a checkpoint means
+        else:  # a checkpoint never refers to a file outside its folder
             problem = f"{index_path.name} puts {name} in {shard!r}, which is not a file name"
             problems.append(CheckpointError(problem))
     tensors: list[StoredTensor] = []
@@ -115,7 +114,7 @@ def _open_indexed(folder: Path, index_path: Path) -> list[StoredTensor]:
 
 
 def damaged(path: Path, problems: list[CheckpointError]) -> CheckpointError:
-    """All of them in one error; what one of them says to do comes first, and once."""
+    """All problems in one error; their advice comes first, without repeats."""
     listed = [error.what for error in problems[:MAX_LISTED]]
     if len(problems) > MAX_LISTED:
         listed.append(f"and {len(problems) - MAX_LISTED} more problems")

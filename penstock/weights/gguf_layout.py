@@ -1,7 +1,7 @@
-"""Undoes what converters to GGUF do: each tensor of the checkpoint as a part of a tensor in the
-file.
+"""Maps each tensor of the checkpoint to a part of a tensor in a GGUF file.
 
-They rename tensors, put rows and columns in another order and change some values. Opens no file.
+Converters to GGUF rename tensors, reorder rows and columns and change some values; this file undoes
+that. Opens no file.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class Part:
 
     @property
     def num_rows(self) -> int:
-        """That it has in the file."""
+        """Rows of the tensor in the file."""
         return math.prod(self.shape) // self.width
 
     def rows_of(self, rows: slice | None) -> range | Tensor:
-        """The rows of the file that make these of the tensor."""
+        """The rows of the file that hold these rows of the tensor."""
         if rows is None:
             start, end = 0, self.num_rows
         else:
@@ -102,9 +102,7 @@ class Part:
 
 
 def parts_of(model: Header) -> list[Part]:
-    """Under the names that config_of's models know; what is not known keeps its name and is refused
-    there.
-    """
+    """By the names that the models know; an unknown tensor keeps its name and is refused later."""
     config = config_of(model)
     return [
         part
@@ -148,8 +146,8 @@ def _parts(info: TensorInfo, architecture: str, config: dict[str, Any]) -> Itera
 
 
 def _experts(info: TensorInfo, prefix: str, names: tuple[str, ...]) -> Iterator[Part]:
-    """The experts of a layer lie in one tensor [E, N, K]; a fused one has gate's rows and then
-    up's.
+    """The experts of a layer are one tensor [E, N, K]; a fused one has the rows of gate, then of
+    up.
     """
     if len(info.shape) != 3 or info.shape[1] % len(names):
         yield Part(info.name, info, info.shape)
@@ -163,12 +161,10 @@ def _experts(info: TensorInfo, prefix: str, names: tuple[str, ...]) -> Iterator[
 
 
 def _with_halves(part: Part, num_heads: int) -> Part:
-    """Llama's queries and keys: pairs that turn together lie side by side in the file, halves apart
-    here.
-    """
+    """Llama's queries and keys: rotated pairs are adjacent in the file, half a head apart here."""
     num_rows = part.shape[0]
     if num_heads < 1 or num_rows % (2 * num_heads):
-        return part  # of another shape than the config's, which is said later
+        return part  # the shape differs from the config; reported later
     order = torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
     return replace(part, order=order)
 
@@ -216,16 +212,14 @@ def _spread(heads: Tensor, width: int) -> Tensor:
 
 
 def _reordered(part: Part, order: Tensor | None, num_before: int = 0) -> Part:
-    """Rows after the first ones, which stay. Of another number than the config's: that is said
-    later.
-    """
+    """Reorders the rows after the first ones. A wrong number of rows is reported later."""
     if order is None or part.shape[0] != num_before + len(order):
         return part
     return replace(part, order=torch.cat((torch.arange(num_before), num_before + order)))
 
 
 def _minus_one(weight: Tensor) -> Tensor:
-    return weight.float() - 1.0  # the models add it: they know the checkpoint's norms
+    return weight.float() - 1.0  # the models add the 1, as for any checkpoint
 
 
 def _log_of_negative(weight: Tensor) -> Tensor:

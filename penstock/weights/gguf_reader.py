@@ -1,9 +1,7 @@
-"""Reads the weights of GGUF files: tensors under the names of the original checkpoint, in its order
-of rows.
+"""Reads the weights of GGUF files: tensors with the names and row order of the original checkpoint.
 
-The tools that write GGUF files rename tensors, reorder rows and change some values; gguf_layout.py
-says how. Here that is undone as a tensor is read. Packed types come as `Codes`, or expanded to
-float32.
+gguf_layout.py says how converters rename, reorder and change tensors; reading a tensor undoes it.
+Packed types are read as `Codes`, or expanded to float32.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ DTYPES = {
     "I16": torch.int16,
     "I8": torch.int8,
 }
-PIECE_ELEMENTS = 2**24  # are expanded at a time: the steps between take several times that
+PIECE_ELEMENTS = 2**24  # expanded at a time: intermediate steps take several times as much
 
 
 def open_gguf(path: Path) -> list[StoredTensor]:
-    """Every tensor of the model, checked against the files' sizes; nothing of them is read yet."""
+    """Every tensor of the model, checked against the sizes of the files; reads no data yet."""
     model = read_model(path)
     _require_readable(path, model.tensors.values())
     return [_stored(part) for part in parts_of(model)]
@@ -123,9 +121,7 @@ def _read_bytes(part: Part, rows: range | Tensor) -> Tensor:  # [rows, bytes of 
 
 
 def _require_readable(path: Path, infos: Iterable[TensorInfo]) -> None:
-    """Says what is expanded by the gguf package and what that costs; refuses what nothing can
-    read.
-    """
+    """Logs what the gguf package expands and its cost; refuses types that nothing can read."""
     by_type: dict[BlockType, list[TensorInfo]] = defaultdict(list)
     for info in infos:
         if len(info.shape) == 1 and info.type.block_size > 1:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NEWS_INTERVAL_S = 0.2
-EXPANDED_ELEMENTS = 2**24  # of a quantised tensor that are expanded at a time, to 64 MB of float32
+EXPANDED_ELEMENTS = 2**24  # of a quantised tensor, expanded at a time to 64 MB of float32
 
 
 def load_model(
@@ -49,12 +49,12 @@ def load_model(
     random_weights: bool,
     seed: int,
     on_phase: OnPhase,
-    with_drafting_head: bool = False,  # it takes memory, and a plain step does not read it
+    with_drafting_head: bool = False,  # takes memory, and plain steps do not read it
 ) -> nn.Module:
     """The model of a source on a device, ready to run."""
     if source.path is None and not random_weights:
         raise CheckpointError(
-            f"{source.name} is a preset: its shape is known, its weights are not here",
+            f"{source.name} is a preset: a shape without weights",
             todo="Give the folder of its checkpoint, or run it with --random-weights.",
         )
     stored = [] if random_weights else open_weights(source, find_format(source))
@@ -74,8 +74,8 @@ def load_model(
 
 
 def resolve_dtype(dtype: str, config: Mapping[str, Any], device: str) -> torch.dtype:
-    """The dtype asked for; "auto" is the checkpoint's, and float32 on a CPU, where the others are
-    slow.
+    """The requested dtype; "auto" is the dtype of the checkpoint, or float32 on a CPU, where others
+    are slow.
     """
     if dtype == "auto":
         if torch.device(device).type == "cpu":
@@ -108,9 +108,7 @@ def _check_fits(
     build: Callable[[torch.device], nn.Module],
     stored: list[StoredTensor],
 ) -> None:
-    """Before any memory is taken: a model that is too large would take the whole machine with
-    it.
-    """
+    """Refuses a model that does not fit, before any memory is allocated."""
     if device.type == "cuda":
         available, _ = torch.cuda.mem_get_info(device)
     elif device.type == "cpu":
@@ -124,7 +122,7 @@ def _check_fits(
             raise
         raise CapacityError(
             f"{source.name} does not fit on {device}",
-            "The sizes in its config.json make a tensor of more than 2^63 bytes.",
+            "By its config.json, a tensor has more than 2^63 bytes.",
             "Check that config.json belongs to this model.",
         ) from error
     needed = sum(parameter.numel() * parameter.element_size() for parameter in sizing.parameters())
@@ -183,7 +181,7 @@ def _copy(model: nn.Module, path: Path, stored: list[StoredTensor], progress: _P
 def _weights_that_stay_quantized(
     model: nn.Module, wanted: list[StoredTensor], placements: Mapping[str, Placement]
 ) -> dict[str, WeightParts]:
-    """On a CPU, those of which the checkpoint quantises any rows."""
+    """On a CPU, the weights with quantised rows in the checkpoint."""
     weights = {name: module for name, module in model.named_modules() if isinstance(module, Weight)}
     names = {
         placements[tensor.name].parameter for tensor in wanted if tensor.read_codes is not None
@@ -210,7 +208,7 @@ def _tell_expansion(wanted: list[StoredTensor], dtype: torch.dtype) -> None:
 def _without_idle_biases(
     stored: list[StoredTensor], placements: Mapping[str, Placement]
 ) -> list[StoredTensor]:
-    """Early tools of GPTQ store a bias of zeros for every layer that they quantise."""
+    """Early GPTQ tools store a bias of zeros for every layer that they quantise."""
     quantized = {tensor.name for tensor in stored if tensor.scheme}
 
     def is_idle(tensor: StoredTensor) -> bool:
@@ -224,7 +222,7 @@ def _without_idle_biases(
 
 
 def _fill_place(target: Tensor, tensor: StoredTensor, placement: Placement) -> None:
-    """What is quantised grows up to sixteenfold when it is expanded: where it is needed, rows at a
+    """Copies a tensor into place. Expanding grows it up to sixteenfold, so it goes a few rows at a
     time.
     """
     if tensor.read_codes is None or placement.convert is not None or placement.rows is not None:
@@ -237,7 +235,7 @@ def _fill_place(target: Tensor, tensor: StoredTensor, placement: Placement) -> N
 
 
 def targets_of(model: nn.Module) -> dict[str, Tensor]:
-    """What placements name: parameters, and weights by their own names."""
+    """Parameters and weights by the names that placements use."""
     return {
         name.removesuffix(".values"): parameter.data for name, parameter in model.named_parameters()
     }
@@ -246,9 +244,7 @@ def targets_of(model: nn.Module) -> dict[str, Tensor]:
 def _check_equal(
     path: Path, first: StoredTensor, second: StoredTensor, placement: Placement, dtype: torch.dtype
 ) -> None:
-    """Two tensors for one place (a tied head stored as well) are fine as long as they are the
-    same.
-    """
+    """Two tensors for one place (a stored tied head) must be equal."""
     one, other = (
         placement.converted(tensor.load(placement.rows)).to(dtype) for tensor in (first, second)
     )
@@ -266,7 +262,7 @@ def match_tensors(
     placements: Mapping[str, Placement],
     ignored: Iterable[str],
 ) -> list[StoredTensor]:
-    """The stored tensors the model has a place for, in file order; all that does not fit is one
+    """The stored tensors that the model has a place for, in file order; all mismatches are one
     error.
     """
     skipped = re.compile("|".join(f"(?:{pattern})" for pattern in ignored) or r"(?!)")
@@ -306,7 +302,7 @@ def match_tensors(
 
 
 def _assert_covered(parameters: Mapping[str, Tensor], placements: Iterable[Placement]) -> None:
-    """A model's table must fill every parameter: a hole would run with whatever was in memory."""
+    """A model's table must fill every parameter; a gap would leave uninitialised memory."""
     places = {(place.parameter, repr(place.index)): place for place in placements}.values()
     num_filled = dict.fromkeys(parameters, 0)
     for place in places:

@@ -1,9 +1,7 @@
-"""MLX checkpoints in the form in which the models were published: their names, and what MLX folds
-in.
+"""Renames and reshapes MLX checkpoints to the published form.
 
-MLX stacks experts by projection, moves the taps of a convolution to the middle and, with them,
-stores the weight of a zero-centred norm as `1 + w`. Nothing here is about quantisation: its bf16
-files are the same.
+MLX stacks experts by projection, moves the taps of a convolution to the middle and, in such files,
+stores the weight of a zero-centred norm as `1 + w`. Quantised and bf16 files are alike in this.
 """
 
 from __future__ import annotations
@@ -19,14 +17,12 @@ from penstock.weights.stored import StoredTensor
 
 STACKED = re.compile(r"(.*\.mlp\.)switch_mlp\.(gate_proj|up_proj|down_proj)\.weight")
 PREFIXES = {"language_model.": "", "vision_tower.": "model.visual."}
-DRAFTING = ("mtp.", "language_model.mtp.")  # not in MLX's own form: its converters leave it out
+DRAFTING = ("mtp.", "language_model.mtp.")  # MLX's converters leave it out
 NORMS = ("input_layernorm", "post_attention_layernorm", "model.norm", "q_norm", "k_norm")
 
 
 def as_published(stored: list[StoredTensor]) -> list[StoredTensor]:
-    """The tensors under the names and in the shapes that placements know; others stay as they
-    are.
-    """
+    """The tensors with the names and shapes that placements use; others are unchanged."""
     is_folded = any(_has_taps_inside(tensor) for tensor in stored)
     return [
         published

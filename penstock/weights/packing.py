@@ -1,5 +1,5 @@
-"""Codes of a file as the rows that ops multiply with: the same numbers, in the order that kernels
-read.
+"""Turns the codes of a file into the rows that ops multiply: the same numbers in the order of the
+kernels.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ PACKED_ELEMENTS = 2**22  # at a time
 
 
 def can_pack(codes: Codes) -> bool:
-    """Whether kernels have a layout for them; others are expanded when they are loaded."""
+    """Whether kernels have a layout for these codes; others are expanded at load."""
     types = (torch.uint8, torch.int8, torch.float8_e4m3fn)
     has_layout = codes.bits in PLANES and codes.values.dtype in types
     return has_layout and codes.block[1] % SMALLEST_GROUP == 0
 
 
 def pack(codes: Codes, rows: Tensor | None = None) -> QuantizedRows:
-    """Lossless. `rows`: the stored row of each of ours, where they are in another order."""
+    """Lossless. `rows` gives the stored row for each of ours, if the order differs."""
     values, levels, bias = codes.values, codes.levels, 0
     if values.dtype == torch.float8_e4m3fn:
         levels = torch.arange(256, dtype=torch.uint8).view(values.dtype).float()
         values = values.view(torch.uint8)
-    elif values.dtype == torch.int8:  # from the lowest: codes are not negative
+    elif values.dtype == torch.int8:  # shifted to unsigned codes
         bias = 1 << (codes.bits - 1)
-        values = values.view(torch.uint8) + bias  # modulo 256: the sum has no sign
+        values = values.view(torch.uint8) + bias  # modulo 256
     order = torch.arange(values.shape[-2]) if rows is None else rows
     low, high = _planes(values, codes.bits, order)
     offsets, are_zeros = None, codes.zeros is not None
     if codes.zeros is not None:
         zeros = codes.zeros.float() + bias if bias else codes.zeros
         offsets = Scales(_by_row(zeros, codes.block[0], order))
-        bias = 0  # it is part of them
+        bias = 0  # the levels include it
     elif codes.offsets is not None:
         offsets = _scales_by_row(codes.offsets, codes.block[0], order)
     return QuantizedRows(
@@ -62,7 +62,7 @@ def pack(codes: Codes, rows: Tensor | None = None) -> QuantizedRows:
 
 
 def _planes(values: Tensor, bits: int, order: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Some rows at a time: what is in between takes several times as much memory."""
+    """A few rows at a time, since intermediate tensors take several times as much memory."""
     planes: tuple[Tensor | None, ...] | None = None
     num_rows = max(1, PACKED_ELEMENTS // max(1, values[..., 0, :].numel()))
     for first in range(0, max(1, len(order)), num_rows):
@@ -102,12 +102,12 @@ def _by_row(numbers: Tensor, block_rows: int, order: Tensor) -> Tensor:
     if numbers.dtype not in NARROW_TYPES:
         numbers = numbers.float()
     if numbers.dtype == torch.float32 and torch.equal(numbers.bfloat16().float(), numbers):
-        numbers = numbers.bfloat16()  # as powers of two are
+        numbers = numbers.bfloat16()  # exact, since they are powers of two
     return numbers[..., order // block_rows, :].contiguous()
 
 
 class WeightParts:
-    """The parts of one weight, as its tensors come: rows, or rows of each expert."""
+    """Collects the parts of one weight as its tensors arrive: rows, or rows of each expert."""
 
     def __init__(self, weight: Weight) -> None:
         self._weight = weight
@@ -150,7 +150,7 @@ class WeightParts:
 
 
 def _joined(parts: list[Part]) -> list[Part]:
-    """Neighbours of a kind as one: a product with them is one call."""
+    """Joins adjacent parts of one kind: one call then multiplies with all of them."""
     joined: list[Part] = []
     for _, group in itertools.groupby(parts, key=_kind_to_join):
         own = list(group)
@@ -164,9 +164,7 @@ def _kind_to_join(part: Part) -> object:
 
 
 def _row_order(placement: Placement) -> Tensor | None:
-    """The stored row of each of ours, if the conversion does nothing but put rows in another
-    order.
-    """
+    """The stored row for each of ours, if the conversion only reorders rows; else None."""
     if placement.convert is None or len(placement.shape) != 2:
         return None
     num_rows = len(range(placement.shape[0])[placement.rows or slice(None)])

@@ -1,8 +1,7 @@
-"""A quantised checkpoint as the models know it: parts go, and the weight that they make comes
-instead.
+"""A quantised checkpoint as the models see it: each group of parts becomes one weight.
 
-What the file holds decides which weights are quantised; config.json says how they are, and the
-shapes of the parts must agree with it. So a model's placements never see a packed format.
+The tensors present decide which weights are quantised; config.json says how, and the shapes of the
+parts must agree with it. So the placements of a model never see a packed format.
 """
 
 from __future__ import annotations
@@ -35,16 +34,14 @@ MAX_METHOD_CHARS = 64
 
 
 def open_weights(source: ModelSource, format: Format | None) -> list[StoredTensor]:
-    """Every weight of a source's checkpoint; one that is quantised has a scheme."""
+    """Every weight of a source's checkpoint; quantised ones have a scheme."""
     assert source.path is not None
     stored = open_checkpoint(source.path)
     return as_published(stored if format is None else combine(source.path, stored, format))
 
 
 def find_format(source: ModelSource) -> Format | None:
-    """How the checkpoint is quantised; None: it is not. A format that is not known is refused by
-    name.
-    """
+    """How the checkpoint is quantised, or None. Refuses an unknown format by name."""
     quantization = _find_config(source)
     if quantization is None:
         return None
@@ -59,8 +56,8 @@ def find_format(source: ModelSource) -> Format | None:
 
 
 def combine(path: Path, stored: list[StoredTensor], format: Format) -> list[StoredTensor]:
-    """The stored tensors, with each weight in the place of its parts, or one error with all that is
-    wrong.
+    """The stored tensors with each weight in place of its parts, or one error that lists all
+    problems.
     """
     parts_of, plain = _sort_parts(stored, format)
     combined = [tensor for tensor in plain if tensor.name not in parts_of]
@@ -78,10 +75,8 @@ def combine(path: Path, stored: list[StoredTensor], format: Format) -> list[Stor
 def _sort_parts(
     stored: list[StoredTensor], format: Format
 ) -> tuple[dict[str, dict[str, StoredTensor]], list[StoredTensor]]:
-    """The parts by the weight that they make, and the tensors that are no parts."""
-    endings = sorted(
-        format.endings.items(), key=lambda item: -len(item[0])
-    )  # the longest one counts
+    """The parts, grouped by weight, and the tensors that are not parts."""
+    endings = sorted(format.endings.items(), key=lambda item: -len(item[0]))  # the longest match
     parts_of: dict[str, dict[str, StoredTensor]] = {}
     plain = []
     for tensor in stored:
@@ -117,7 +112,7 @@ def _find_config(source: ModelSource) -> Mapping[str, Any] | None:
 
 
 def _method(quantization: Mapping[str, Any]) -> str:
-    """As its makers call it; MLX gives a number of bits and no name."""
+    """The name of the method; MLX gives a number of bits instead."""
     method = quantization.get("quant_method")
     if method:
         return str(method)[:MAX_METHOD_CHARS].lower()

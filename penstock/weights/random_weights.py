@@ -1,8 +1,7 @@
-"""Makes up weights on the device: seeded, with the statistics of a freshly initialised model.
+"""Random weights on the device: seeded, with the statistics of a freshly initialised model.
 
-Every parameter's values follow from the seed and its own name, so neither order nor other
-parameters matter. Tells parameters apart by name and rank alone and never passes anything through
-the host.
+The values of a parameter follow from the seed and its name, so neither order nor other parameters
+matter. Uses only name and rank of a parameter, and passes nothing through the host.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ def fill_parameter(name: str, values: Tensor, seed: int) -> None:
     kind = name.lower().rsplit(".", 1)[-1]
     if kind == "a_log":  # decay rates spread over 1 to 16
         values.uniform_(1.0, 16.0, generator=generator).log_()
-    elif (
-        kind == "dt_bias"
-    ):  # softplus of it is a step between 0.001 and 0.1, evenly in its logarithm
+    elif kind == "dt_bias":  # its softplus is a step size between 0.001 and 0.1, log-uniform
         step = values.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
         step.copy_(step.expm1().log_())
     elif kind == "conv":  # [taps, channels]: sums over the taps
         values.normal_(0.0, values.shape[0] ** -0.5, generator=generator)
-    elif values.dim() >= 2:  # keeps the variance of what it multiplies
+    elif values.dim() >= 2:  # keeps the variance of its input
         values.normal_(0.0, values.shape[-1] ** -0.5, generator=generator)
     elif "norm" in name:
         values.normal_(1.0, 0.1, generator=generator)

@@ -48,7 +48,7 @@ DTYPES = {
 
 
 def open_safetensors(path: Path) -> list[StoredTensor]:
-    """What the file holds, checked against its size: a truncated file fails here, not hours
+    """The tensors of a file, checked against its size: a truncated file fails here, not hours
     later.
     """
     size = path.stat().st_size

@@ -1,5 +1,5 @@
-"""How a checkpoint's files store its weights: by part of the model and by scheme, and how many bits
-each.
+"""How the files of a checkpoint store its weights: by part of the model and scheme, with bits per
+weight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.weights.stored import StoredTensor
 
-# The first pattern that is found in a tensor's name says what it is part of.
+# The first pattern found in a tensor's name gives its part.
 PARTS = {
     "drafting head": r"^mtp\.",
     "norms": r"norm|A_log|dt_bias|conv1d|\.bias$",
@@ -56,7 +56,7 @@ class Storage:
 
     @property
     def schemes(self) -> list[str]:
-        """The one that holds the most weights first."""
+        """The group with the most weights first."""
         counts: Counter[str] = Counter()
         for group in self.groups:
             counts[group.scheme] += group.num_weights

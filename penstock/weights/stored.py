@@ -1,6 +1,4 @@
-"""A tensor as a checkpoint describes it: known by name and shape at once, read only when asked
-for.
-"""
+"""A tensor of a checkpoint: its name and shape are known, its data is read on demand."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[
-        [slice | None], Tensor
-    ]  # some rows of it, or all: a CPU tensor, the caller's alone
+    read: Callable[[slice | None], Tensor]  # returns some rows, or all, as a new CPU tensor
     scheme: str = (
         ""  # how its file stores it, such as "Q4_K" or "fp8 128x128"; "": as numbers of `dtype`
     )

@@ -1,6 +1,4 @@
-"""Reads state dicts written by torch.save (.pt, .pth, .bin), without ever running what a pickle
-asks for.
-"""
+"""Reads state dicts written by torch.save (.pt, .pth, .bin) without running code of the pickle."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def open_torch_file(path: Path) -> list[StoredTensor]:
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"{path.name} holds more than tensors, and nothing of it was run ({reason})"
+            f"{path.name} holds more than tensors; none of its code was run ({reason})"
         ) from error
     except Exception as error:  # a damaged archive or pickle can raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -51,7 +49,7 @@ def open_torch_file(path: Path) -> list[StoredTensor]:
 
 
 def _odd_kind(tensor: Tensor) -> str:
-    """What keeps a tensor from being copied as it is: torch saves more than rows of numbers."""
+    """Why a tensor cannot be copied as it is, if so: torch saves other kinds of tensors too."""
     if tensor.is_nested:
         return "nested"
     if tensor.is_meta:

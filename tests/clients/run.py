@@ -1,8 +1,7 @@
 """Runs real clients against a real server on the embedded model, and records which of their
 features work.
 
-    python -m tests.clients.run [--only NAME ...] [--output results/cpu/clients.json] [--docs
-    docs/clients.md]
+    python -m tests.clients.run [--only NAME ...] [--output FILE.json] [--docs FILE.md]
 
 Each client gets an environment of its own in --cache, by pip or npm, and a program in programs/
 that prints a JSON line per feature. Results are written after each client; those of clients that

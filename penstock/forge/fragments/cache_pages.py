@@ -23,7 +23,7 @@ class Cache:
         self.values = torch.zeros(size, dtype=dtype, device=device)
         self.table = torch.zeros(MAX_REQUESTS + 1, pages_each, dtype=torch.int32, device=device)
         self.free = list(reversed(range(MAX_REQUESTS)))
-        self.spare = MAX_REQUESTS  # its pages are all page 0, which is nobody else's
+        self.spare = MAX_REQUESTS  # all its pages are page 0, which is reserved
         self.free_pages = list(reversed(range(1, num_pages)))
         self.pages: list[list[int]] = [[] for _ in range(MAX_REQUESTS)]
 

@@ -47,9 +47,9 @@ class Engine:
         slots = cache.take_slots(len(lengths))
         try:
             cache.reserve(slots, lengths)  # forge: when cache=pages
-            logits = run_prompts(
-                self.model, tokens, lengths, slots
-            )  # forge: when graphs=none|decode
+            # forge: when graphs=none|decode
+            logits = run_prompts(self.model, tokens, lengths, slots)
+            # forge: end
             logits = self.prompt_passes.launch(tokens, lengths, slots)  # forge: when graphs=all
         except BaseException:  # memory may run out; who was to be replaced still has its own slot
             for slot in slots:

@@ -35,7 +35,7 @@ def run_layers(
     attend: Attend,
     kept: Tensor | None = None,  # [R], or all
 ) -> Tensor:  # [R, H]
-    """Whoever is not kept has nothing to do in the last layer but to leave its key and value."""
+    """In the last layer, tokens that are not kept only store their key and value."""
     shape, eps = model.shape, model.shape.eps
     hidden = embed(tokens, model.weights.embedding)
     for index, layer in enumerate(model.weights.layers):

@@ -86,7 +86,7 @@ def gate_rows(gate_up: Tensor) -> Tensor:
     grid = (len(gate_up), cdiv(width, COLUMNS_AT_ONCE))
     options = launch_options(gate_up.device)
     launch(_swiglu_kernel, grid)(
-        gate_up, out, 2 * width, M=width, BLOCK_M=COLUMNS_AT_ONCE, num_warps=4, **options
+        gate_up, out, 2 * width, K=width, BLOCK_K=COLUMNS_AT_ONCE, num_warps=4, **options
     )
     return out
 

@@ -79,8 +79,7 @@ def attend_pack(turned: Tensor, qkv: Tensor, pack: Pack, shape: Shape) -> Tensor
         BLOCK_HEADS=block_heads,
         BLOCK_KEYS=block_keys,
         BLOCK_D=padded_dim,
-        num_warps=4
-        * block_heads,  # 4 warps for 64 rows of the tile: whom the tensor cores of Hopper obey
+        num_warps=4 * block_heads,  # wgmma needs a warp group (4 warps) per 64 rows
         num_stages=2,
         **launch_options(qkv.device),
     )

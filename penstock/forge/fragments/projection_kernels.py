@@ -19,18 +19,18 @@ from torch import Tensor
 from penstock.forge.fragments.kernel_rows import gate_rows, scale_rows
 from penstock.forge.fragments.launch import launch
 from penstock.ops.triton.launch import (
-    ask_for,
     cdiv,
     launch_options,
     let_next_start,
     next_power_of_2,
     num_processors,
+    prefetch_l2,
     shared_memory,
     wait_for_previous,
 )
+from penstock.ops.triton.matmul_gemv import HELD_ELEMENTS, WARP_COLUMNS, _load_block, _stack
 from penstock.ops.triton.matmul_product import load_inside
-from penstock.ops.triton.matmul_tensor import SUMMED_COLUMNS, sum_parts
-from penstock.ops.triton.matmul_vector import HELD_ELEMENTS, WARP_COLUMNS, _load_chunk, _stack
+from penstock.ops.triton.matmul_small_gemm import SUMMED_COLUMNS, sum_parts
 
 VECTOR_ROWS = 4  # forge: value
 TENSOR_ROWS = 64
@@ -187,7 +187,7 @@ def vector_product_kernel(
     weights = ()
     for i in tl.static_range(HELD):
         columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
-        weights += (_load_chunk(p_rows, columns[None, :], M, IS_WHOLE),)
+        weights += (_load_block(p_rows, columns[None, :], M, IS_WHOLE),)
 
     WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     out_width = N // 2 if IS_GATED else N
@@ -231,7 +231,7 @@ def vector_product_kernel(
                 squares = new_squares
             if STRIDE < M:
                 columns += STRIDE
-                next_weights += (_load_chunk(p_rows, columns[None, :], M, False),)
+                next_weights += (_load_block(p_rows, columns[None, :], M, False),)
         if STRIDE < M:
             weights = next_weights
 
@@ -365,7 +365,7 @@ def tensor_product_kernel(
     LINE: tl.constexpr = (
         1024 // p_weight.dtype.element_ty.primitive_bitwidth
     )  # elements of 128 bytes
-    ask_for(
+    prefetch_l2(
         p_rows + tl.minimum(start + tl.arange(0, PREFETCHED // 128) * LINE, M - 1)[None, :], PDL
     )
     wait_for_previous(PDL)

@@ -41,9 +41,9 @@ def load_layer(state: StateDict, prefix: str, shape: Shape) -> Layer:
     gate_up = torch.cat([gate, state.take(prefix + "mlp.up_proj", width, hidden)])
     gate_up *= post_norm  # forge: when norm=folded|in_kernel
     down = state.take(prefix + "mlp.down_proj", hidden, width)
-    qkv, output, gate_up, down = map(
-        pack, (qkv, output, gate_up, down)
-    )  # forge: when products=packed
+    # forge: when products=packed
+    qkv, output, gate_up, down = map(pack, (qkv, output, gate_up, down))
+    # forge: end
     return Layer(input_norm, qkv, output, post_norm, gate_up, down)
 
 

@@ -1,5 +1,4 @@
-"""Kernels in C++ for a CPU, for what torch's libraries do not have: a bf16 product that is not
-rounded.
+"""C++ kernels for CPUs, for what the libraries of torch lack, such as an unrounded bf16 product.
 
-Compiled when first used, where there is a compiler; `ops/reference` does without them.
+Compiled on first use, if there is a compiler; `ops/reference` works without them.
 """

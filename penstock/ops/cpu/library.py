@@ -1,7 +1,7 @@
-"""A C++ source, compiled for the CPU it runs on, as a loaded library. Knows no tensor and no shape.
+"""Compiles a C++ source for this CPU and loads it as a library. Knows no tensor and no shape.
 
-Compiling takes the machine's own compiler a second or two; results are kept on disk, by source,
-compiler and kind of CPU. Without a compiler there is no library, and nobody has to know.
+The compiler of the machine takes a second or two; results are kept on disk, by source, compiler and
+kind of CPU. Without a compiler `load` returns None, and slower code takes over.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import torch
 from penstock.ops.cache_folder import cache_folder, write_whole
 
 LONGEST_COMPILE = 60.0  # seconds
-# What torch itself uses of the CPU, which a user can limit (ATEN_CPU_CAPABILITY): our kernels keep
-# to it.
+# The instruction sets that torch uses, which a user can limit (ATEN_CPU_CAPABILITY).
 TARGETS = {"AVX512": ("-march=native",), "AVX2": ("-march=native", "-mno-avx512f")}
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ def load(source: Path, *options: str) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(_compiled(source, compiler, (*target, *options))))
     except (OSError, subprocess.SubprocessError) as error:
-        log.info("No C++ kernels, slower ones take their place: %s", error)
+        log.info("C++ kernels are not available, so slower code is used: %s", error)
         return None
 
 
@@ -58,10 +57,10 @@ def _compiled(source: Path, compiler: str, target: tuple[str, ...]) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / path.name
         _run([*command, str(source), "-o", str(made)])
-        with suppress(OSError):  # without a place to write, it is compiled again
+        with suppress(OSError):  # without a writable folder it is compiled every time
             write_whole(path, made.read_bytes())
             return path
-        ctypes.CDLL(str(made))  # stays loaded when its file is gone
+        ctypes.CDLL(str(made))  # stays loaded after its file is removed
         return made
 
 
@@ -71,7 +70,7 @@ def _version(compiler: str) -> str:
 
 @functools.cache
 def _cpu() -> str:
-    """What the kind of CPU can do; a home folder may be on machines of several kinds."""
+    """The features of the CPU; a home folder may be shared by machines of several kinds."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):

@@ -1,6 +1,4 @@
-"""Products of a few tokens with quantised rows on a CPU (`quantized.cpp`), and rows of them in
-float32.
-"""
+"""Products of a few tokens with quantised rows on a CPU (`quantized.cpp`), and expanding rows."""
 
 from __future__ import annotations
 
@@ -48,7 +46,9 @@ WEIGHT_TYPES: list[Any] = [
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What codes stand for: `(byte - bias) * unit`, where a table has the byte of each code."""
+    """The numbers that codes stand for: `(byte - bias) * unit`; a table may give the byte of each
+    code.
+    """
 
     bytes: Tensor | None = None  # [16] uint8
     bias: int = 0
@@ -60,7 +60,7 @@ def is_available(rows: QuantizedRows) -> bool:
 
 
 def is_better(rows: QuantizedRows, num_tokens: int) -> bool:
-    """Whether `multiply` is to be preferred to a product with expanded rows."""
+    """Whether `multiply` is faster than a product with expanded rows."""
     most = MOST_FLOAT_TOKENS if rows.bits == 8 and rows.levels is not None else _most_tokens()
     return num_tokens <= most and is_available(rows)
 
@@ -114,7 +114,7 @@ def _kind(rows: QuantizedRows) -> tuple[int, int, bool, bool]:
 
 
 def _meaning_of(rows: QuantizedRows) -> Meaning | None:
-    """None: codes stand for numbers that bytes cannot."""
+    """None if bytes cannot represent the numbers of the codes."""
     if rows.levels is None:
         return Meaning(bias=rows.bias)
     return Meaning() if rows.bits == 8 else _levels_as_bytes(tuple(rows.levels.tolist()))
@@ -135,7 +135,7 @@ def _levels_as_bytes(levels: tuple[float, ...]) -> Meaning | None:
 
 
 def _group(rows: QuantizedRows) -> int:
-    """One group of all columns may be longer than they are."""
+    """A group over all columns may be longer than the columns."""
     return rows.group if rows.group < rows.num_columns else -(-rows.num_columns // BLOCK) * BLOCK
 
 

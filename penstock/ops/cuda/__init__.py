@@ -1,5 +1,4 @@
-"""Kernels in CUDA C++, for what Triton cannot be told: which thread holds which element.
+"""Kernels in CUDA C++, for control that Triton does not give: which thread holds which element.
 
-Compiled when first used, by the library that PyTorch brings along; where that is missing,
-`ops/triton` does without them.
+Compiled on first use by NVRTC, which comes with PyTorch; without it, `ops/triton` is used alone.
 """

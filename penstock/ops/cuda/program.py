@@ -1,8 +1,8 @@
-"""A CUDA C++ source, compiled for given constants, and its launch. Knows no tensor and no shape.
+"""Compiles a CUDA C++ source for given constants, and launches it. Knows no tensor and no shape.
 
-Compiling takes NVRTC, which comes with PyTorch's CUDA builds, some tenths of a second; results are
-kept on disk. Launching goes through the driver, because only there a kernel may be told to start
-while the one before it still runs (see `ops/triton/launch.py`).
+NVRTC, which comes with the CUDA builds of PyTorch, compiles in some tenths of a second; results are
+kept on disk. Launches go through the driver API, the only one that lets a kernel start while the
+one before it still runs (see `ops/triton/launch.py`).
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def is_available(device: torch.device) -> bool:
 
 
 class Program:
-    """One kernel on one device. Its arguments are given as ctypes values, in the order of its
-    signature.
-    """
+    """One kernel on one device. Arguments are ctypes values, in the order of its signature."""
 
     def __init__(
         self, source: Path, name: str, constants: tuple[tuple[str, int], ...], device: torch.device
@@ -151,7 +149,7 @@ def nvrtc() -> ctypes.CDLL | None:
     for path in (Path(name), *packaged):
         try:
             for part in path.parent.glob("libnvrtc-builtins.so.*") if path.parent.name else ():
-                ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)  # which it looks for by name alone
+                ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)  # which NVRTC finds by name only
             return ctypes.CDLL(str(path))
         except OSError:
             continue

@@ -1,6 +1,4 @@
-"""Forbids tokens by a bitmap, one a row: what a grammar allows, found while the logits were
-computed.
-"""
+"""Forbids tokens by a bitmap per row: what a grammar allows, computed while the logits were."""
 
 from __future__ import annotations
 

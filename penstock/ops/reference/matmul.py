@@ -1,9 +1,8 @@
-"""Matrix products with what belongs to them: a norm or an activation before, a residual after.
+"""Matrix products with what is fused to them: norm or activation before, residual after.
 
-`deterministic` makes a token's result independent of the other tokens of the step: rows are
-multiplied in tiles of one fixed height, because a BLAS picks its summation order by the shape it is
-given, and some by the place in it. Without an `out_dtype` of their own, results have the dtype of
-the inputs.
+With `deterministic` the result of a token does not depend on the other tokens of the step: rows are
+multiplied in tiles of one fixed height, because a BLAS picks its summation order by shape, and some
+by the position in it. Without `out_dtype`, results have the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -14,23 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.ops.cpu import few_rows
+from penstock.ops.cpu import decode, skinny_gemm
 from penstock.ops.cpu import quantized as cpu_quantized
 from penstock.ops.quantized import QuantizedRows
-from penstock.ops.reference import one_token, packed
+from penstock.ops.reference import packed
 from penstock.ops.reference.activation import silu
 from penstock.ops.reference.norm import norm_tokens
 from penstock.ops.weight import Part, Weight
 
 TILE = 16
-WIDENED_ELEMENTS = (
-    2**20
-)  # of a weight that are copied to a wider dtype at a time: 4 MB, which a cache holds
+WIDENED_ELEMENTS = 2**20  # of a weight, copied to a wider dtype at a time: 4 MB fit a cache
 
 
 def linear(
-    x: Tensor,  # [T, M]
-    weight: Weight,  # [N, M]
+    x: Tensor,  # [T, K]
+    weight: Weight,  # [N, K]
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N], given up: the result may take its place
     *,
@@ -45,9 +42,8 @@ def linear(
 def multiply_parts(
     x: Tensor, parts: tuple[Part, ...], bias: Tensor | None = None, *, deterministic: bool = False
 ) -> Tensor:  # [T, K] -> [T, N] float32
-    """Products with rows that are stored in different ways. Quantised ones are multiplied as they
-    are with a few tokens; for many, some rows after the other are expanded, and never leave the
-    cache.
+    """Products with rows that are stored in different ways. For few tokens, quantised rows are
+    multiplied as they are; for many, a few rows at a time are expanded and stay in the cache.
     """
     sizes = [part.shape[0] for part in parts]
     out, wide, first = torch.empty(len(x), sum(sizes), device=x.device), x.float(), 0
@@ -75,35 +71,35 @@ def _expanded(rows: QuantizedRows, begin: int, end: int) -> Tensor:
 
 
 def multiply(
-    x: Tensor,  # [T, M]
-    weight: Tensor,  # [N, M]
+    x: Tensor,  # [T, K]
+    weight: Tensor,  # [N, K]
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N], given up
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    """`linear` with a matrix that is no weight of a model, or a part of one."""
+    """`linear` with a plain matrix."""
     if deterministic:
         out = _tiled_linear(x, weight, bias)
-    elif few_rows.is_better(x, weight):
-        return few_rows.multiply(x, weight, bias, residual)
+    elif skinny_gemm.is_better(x, weight):
+        return skinny_gemm.multiply(x, weight, bias, residual)
     elif packed.is_better(x, weight):
         out = packed.multiply(x, weight, bias)
-    elif residual is not None and bias is None and one_token.is_alone(x, deterministic):
-        return one_token.add_linear(residual, x, weight)
+    elif residual is not None and bias is None and decode.is_alone(x, deterministic):
+        return decode.add_linear(residual, x, weight)
     else:
         out = F.linear(x, weight, bias)
     return out if residual is None else residual + out
 
 
 def norm_linear(
-    x: Tensor,  # [T, M]
-    norm_weight: Tensor,  # [M] float32
+    x: Tensor,  # [T, K]
+    norm_weight: Tensor,  # [K] float32
     eps: float,
-    weight: Weight,  # [N, M]
+    weight: Weight,  # [N, K]
     bias: Tensor | None = None,  # [N]
     *,
-    out_dtype: torch.dtype | None = None,  # the product is then not rounded on its way to it
+    out_dtype: torch.dtype | None = None,  # without rounding to the input dtype first
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
     normed = norm_tokens(x, norm_weight, eps, deterministic)
@@ -114,9 +110,9 @@ def norm_linear(
     if (
         out_dtype == torch.float32
         and not deterministic
-        and few_rows.is_better(normed, weight.values)
+        and skinny_gemm.is_better(normed, weight.values)
     ):
-        return few_rows.multiply(normed, weight.values, bias, out_dtype=out_dtype)
+        return skinny_gemm.multiply(normed, weight.values, bias, out_dtype=out_dtype)
     return _widened_linear(normed, weight.values, bias, out_dtype, deterministic)
 
 
@@ -141,9 +137,7 @@ def swiglu(gate_up: Tensor, deterministic: bool) -> Tensor:
 def _widened_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, deterministic: bool
 ) -> Tensor:
-    """A part of the weight after the other, into the same memory: wide, they never leave the
-    cache.
-    """
+    """Widens a part of the weight at a time into the same memory, so that it stays in the cache."""
     wide_x = x.to(dtype)
     rows_at_once = max(1, min(len(weight), WIDENED_ELEMENTS // weight.shape[1]))
     wide = torch.empty(rows_at_once, weight.shape[1], dtype=dtype, device=weight.device)
@@ -156,7 +150,7 @@ def _widened_linear(
 
 
 def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if weight.is_mkldnn:  # of an engine that is not deterministic, and somebody who checks it
+    if weight.is_mkldnn:  # a check of an engine that is not deterministic
         weight = weight.to_dense()
     num_tokens = x.shape[0]
     height = TILE if x.is_cuda else _tile_height(*weight.shape, weight.dtype)
@@ -167,8 +161,8 @@ def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def _tile_height(num_rows: int, num_columns: int, dtype: torch.dtype) -> int:
-    """TILE, or 1 where this CPU's BLAS rounds a token by its place in a tile: tried with one token
-    in all.
+    """TILE, or 1 if this CPU's BLAS rounds a token by its position in a tile; tried with equal
+    tokens.
     """
     num_rows = min(num_rows, max(1, WIDENED_ELEMENTS // num_columns))
     random = torch.Generator().manual_seed(0)

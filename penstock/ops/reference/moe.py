@@ -1,9 +1,8 @@
-"""Sparse feed-forward: choosing experts, and running the chosen ones, which are matrices of a
-stack.
+"""Sparse feed-forward: chooses experts, and runs them; experts are matrices of a stack.
 
-Two forms of one computation. Grouped, on a CPU: tokens are sorted by expert and an expert in use
+Two forms of one computation. Grouped, on a CPU: tokens are sorted by expert, and each expert in use
 runs once. Gathered, on CUDA: the experts of a few tokens at a time are copied and multiplied as a
-batch, which needs memory but never asks the device what was chosen.
+batch, which needs memory but no synchronisation.
 """
 
 from __future__ import annotations
@@ -11,21 +10,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.ops.reference import one_token
+from penstock.ops.cpu import decode
 from penstock.ops.reference.activation import sigmoid
 from penstock.ops.reference.matmul import linear, multiply, multiply_parts, swiglu, swiglu_linear
 from penstock.ops.reference.norm import norm_tokens
 from penstock.ops.weight import Weight
 
 GATHERED_BYTES = 256 * 2**20  # of expert weights copied at a time
-NUM_COUNTERS = 4096  # or as many as experts: tokens, or tiles of 16 tokens, of a step
+NUM_COUNTERS = 4096  # at least one per expert, per token, or per tile of 16 tokens of a step
 
 
 def new_counters(num_experts: int, device: torch.device | str) -> Tensor:  # [n] int32
-    """Zeros in which the kernels of one layer count, and which each of them leaves as zeros.
+    """Counters for the kernels of one layer; each kernel leaves them at zero.
 
-    They belong to the layer: launches that may overlap, as those of two engines do, must not share
-    them.
+    Every layer has its own, because launches that may overlap, such as those of two engines, must
+    not share them.
     """
     return torch.zeros(max(NUM_COUNTERS, num_experts + 1), dtype=torch.int32, device=device)
 
@@ -54,8 +53,7 @@ def norm_route(
     wide = x.float()
     logits = multiply(wide, router.values.float(), deterministic=deterministic)
     likeliest, ids = logits.topk(k, dim=-1)
-    # Of the softmax over all experts, k weights that are made to sum to one are the softmax over
-    # these k.
+    # k weights of the softmax over all experts, normalised, are the softmax over these k.
     weights = likeliest.softmax(-1) if normalize else logits.softmax(-1).gather(-1, ids)
     if slots is not None:
         ids = slots[ids].long()
@@ -85,13 +83,11 @@ def sparse_mlp(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, H]
-    """residual + the weighted sum of the chosen experts (+ the shared expert), summed in
-    float32.
-    """
+    """residual + the weighted sum of the chosen experts (+ the shared one), summed in float32."""
     stored = (gate_up, down, shared_gate_up, shared_down)
     is_plain = not any(weight is not None and weight.parts for weight in stored)
-    if is_plain and one_token.is_alone(x, deterministic):
-        return one_token.sparse_mlp(
+    if is_plain and decode.is_alone(x, deterministic):
+        return decode.sparse_mlp(
             x,
             weights,
             ids,

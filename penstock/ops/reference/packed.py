@@ -1,11 +1,9 @@
-"""Products on a CPU by oneDNN, which multiplies a few tokens in a fraction of the time that a BLAS
-needs.
+"""Products on a CPU by oneDNN, which multiplies a few tokens several times as fast as a BLAS.
 
 A BLAS made for square matrices rearranges a weight for every product, which takes longer than
-reading it. Weights in bf16 are kept in oneDNN's own arrangement instead: `pack`, once, after
-loading, unless `ops/cpu` has a kernel that reads them as they are. In float32 that is no gain for a
-single token. Sums come in another order than a BLAS has them, so `deterministic` engines keep their
-weights as they are.
+reading it. So bf16 weights are kept in the layout of oneDNN (`pack`, once, after loading), unless
+`ops/cpu` has a kernel that reads them as they are. In float32 that is not faster for a single
+token. The summation order differs from a BLAS, so `deterministic` engines do not pack.
 """
 
 from __future__ import annotations
@@ -13,31 +11,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.ops.cpu import few_rows
+from penstock.ops.cpu import skinny_gemm
 
 LEAST_ELEMENTS = (
     1 << 19
 )  # of a weight: smaller ones stay in a cache, and the call costs more than it spares
-USUAL_TOKENS = 1  # that the arrangement is made for; others are multiplied in it as well
-MOST_TOKENS = 64  # of a float32 product: for more a BLAS is as good
+USUAL_TOKENS = 1  # that the layout is made for; others work too
+MOST_TOKENS = 64  # of a float32 product; for more, a BLAS is as fast
 
 
-def pack(weight: Tensor) -> Tensor:  # [N, M] -> [N, M]
-    """The same matrix in another arrangement, or as it was where that is no gain or this CPU
-    cannot.
-    """
+def pack(weight: Tensor) -> Tensor:  # [N, K] -> [N, K]
+    """The same matrix in the layout of oneDNN, or unchanged if that is slower or not possible."""
     is_packed = weight.dtype == torch.bfloat16 and weight.numel() >= LEAST_ELEMENTS
-    if not is_packed or few_rows.is_available() or not _can_multiply(weight):
+    if not is_packed or skinny_gemm.is_available() or not _can_multiply(weight):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), USUAL_TOKENS)
     return packed
 
 
 def is_better(x: Tensor, weight: Tensor) -> bool:
-    """Whether `multiply` is to be preferred for x [T, M] and a weight [N, M]; always where it is
-    packed.
+    """Whether `multiply` is faster for x [T, K] and a weight [N, K]; always for a packed weight.
 
-    Of a single token, only where the weight is wide: long sums are as quick in a BLAS."""
+    For a single token only if the weight is wide: a BLAS is as fast for long sums.
+    """
     if weight.is_mkldnn:
         return True
     if weight.dtype != torch.float32 or weight.numel() < LEAST_ELEMENTS:

@@ -18,8 +18,8 @@ def rope_table(inv_freq: Tensor, max_len: int, scale: float = 1.0) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [T, H, D] float32, cos and sin [T, rot/2]: turns the first `rot` of D in place, the rest
-    stays.
+    """x [T, H, D] float32, cos and sin [T, rot/2]: rotates the first `rot` of D dimensions in
+    place.
 
     A pair is (j, j + rot/2), or (2j, 2j + 1) when interleaved.
     """

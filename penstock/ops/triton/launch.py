@@ -5,8 +5,8 @@ next.
 On cards that have it (sm_90 and later) a kernel starts while the one before it still runs
 ("programmatic dependent launch"). The contract, which every kernel of this folder keeps:
 
-    let_next_start(PDL)      first of all: the next kernel may take SMs as they become free ... load
-    what no kernel of this step writes: weights, recurrent state and KV of earlier steps ...
+    let_next_start(PDL)      first of all: the next kernel may take SMs as they become free
+    ... load what no kernel of this step writes: weights, states and KV of earlier steps ...
     wait_for_previous(PDL)   everything the kernels before have written is visible from here on
     ... read activations, write results ...
 
@@ -59,7 +59,7 @@ def arrives_last(arrived, num_programs):
 
 
 @triton.jit
-def ask_for(pointers, PDL: tl.constexpr):
+def prefetch_l2(pointers, PDL: tl.constexpr):
     """Brings the 128-byte lines of pointers (a block of them) towards the L2 cache; waits for
     nothing.
     """

@@ -36,7 +36,7 @@ KERNELS = (Path(__file__).parent, Path(__file__).parents[1] / "cuda")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a kernel asked: whoever tunes knows from it what there is to try."""
+    """What a kernel asked, so that `penstock tune` knows what to try."""
 
     kernel: str
     shape: tuple[int, ...]

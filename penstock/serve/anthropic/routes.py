@@ -24,8 +24,8 @@ from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, TextStream
 
 
-def routes(serving: ServerState) -> list[Route]:
-    api = AnthropicRoutes(serving)
+def routes(state: ServerState) -> list[Route]:
+    api = AnthropicRoutes(state)
     return [
         Route("/v1/messages", api.create_message, methods=["POST"]),
         Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
@@ -33,14 +33,14 @@ def routes(serving: ServerState) -> list[Route]:
 
 
 class AnthropicRoutes:
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
-        self._text = serving.text
-        self._thinks = serving.config.enable_thinking
-        self._defaults = serving.config.sampling_defaults
-        self._table = MESSAGES.ignoring(serving.config.ignore_field)
-        self._count_table = COUNT_TOKENS.ignoring(serving.config.ignore_field)
-        self._threads = Threads(serving.conversations)
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._text = state.text
+        self._thinks = state.config.enable_thinking
+        self._defaults = state.config.sampling_defaults
+        self._table = MESSAGES.ignoring(state.config.ignore_field)
+        self._count_table = COUNT_TOKENS.ignoring(state.config.ignore_field)
+        self._threads = Threads(state.conversations)
 
     async def create_message(self, request: Request) -> ThreadAnswer:
         fields = decode_body(await read_body(request), MessagesBody, table=self._table)
@@ -49,15 +49,15 @@ class AnthropicRoutes:
             thread = self._threads.find(fields.thread, tenant_of(request.scope))
             if thread.previous is not None:
                 place_of(request.scope).add_bytes(
-                    self._serving.conversations.num_bytes_of(thread.previous)
+                    self._state.conversations.num_bytes_of(thread.previous)
                 )
         chat = message_request(fields, self._thinks, self._defaults, thread)
         formatter = MessageFormat(
-            request.scope["request_id"], self._serving.model_name, chat.sampling.max_tokens
+            request.scope["request_id"], self._state.model_name, chat.sampling.max_tokens
         )
         if thread is not None:
             chat = replace(chat, session_id=formatter.id)
-        talk = SessionChat(chat, request, self._serving, thread)
+        talk = SessionChat(chat, request, self._state, thread)
 
         async def start(deliver: Deliver) -> TextStream:
             stream = await talk.stream(deliver)

@@ -34,18 +34,18 @@ class BatchesOffError(FileNotHereError):
     code = "batches_off"
 
 
-def folder_of(serving: ServerState) -> BatchFolder:
-    if serving.batches is None:
+def folder_of(state: ServerState) -> BatchFolder:
+    if state.batches is None:
         raise BatchesOffError(
             "This server has no files and batches",
             "It was started without a folder for them.",
             "Start it with --batch-folder FOLDER, or run `penstock batch FILE`.",
         )
-    return serving.batches
+    return state.batches
 
 
-def routes(serving: ServerState) -> list[Route]:
-    api = FileRoutes(serving)
+def routes(state: ServerState) -> list[Route]:
+    api = FileRoutes(state)
     return [
         Route("/v1/files", api.upload, methods=["POST"]),
         Route("/v1/files", api.list, methods=["GET"]),
@@ -81,15 +81,13 @@ def page_of(
 
 
 class FileRoutes:
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
         self._num_uploads = 0
 
     async def list(self, request: Request) -> Response:
         files = [
-            f
-            for f in folder_of(self._serving).files.values()
-            if f.tenant == tenant_of(request.scope)
+            f for f in folder_of(self._state).files.values() if f.tenant == tenant_of(request.scope)
         ]
         if purpose := request.query_params.get("purpose"):
             files = [file for file in files if file.purpose == purpose]
@@ -100,19 +98,19 @@ class FileRoutes:
 
     async def content(self, request: Request) -> Response:
         file = self._file(request)
-        path = folder_of(self._serving).path_of(file.id)
+        path = folder_of(self._state).path_of(file.id)
         return FileResponse(path, media_type="application/jsonl", filename=file.filename)
 
     async def delete(self, request: Request) -> Response:
         file = self._file(request)
-        folder_of(self._serving).delete(file)
+        folder_of(self._state).delete(file)
         return json_response({"id": file.id, "object": "file", "deleted": True})
 
     def _file(self, request: Request) -> StoredFile:
-        return folder_of(self._serving).file(request.path_params["id"], tenant_of(request.scope))
+        return folder_of(self._state).file(request.path_params["id"], tenant_of(request.scope))
 
     async def upload(self, request: Request) -> Response:
-        folder = folder_of(self._serving)
+        folder = folder_of(self._state)
         boundary = boundary_of(request.headers.get("content-type", ""))
         # Until all of it is read: a refusal closes the connection.
         request.scope["is_unread"] = True
@@ -135,7 +133,7 @@ class FileRoutes:
 
     async def _chunks(self, request: Request) -> AsyncIterator[bytes]:
         """May take as long as a slow connection needs, but must not stall or drip."""
-        timeout_s = self._serving.config.read_timeout
+        timeout_s = self._state.config.read_timeout
         give_time = request.scope.get("give_time", lambda _: None)
         started, num_bytes = time.monotonic(), 0
         stream = request.stream()

@@ -46,8 +46,8 @@ class BatchBody(msgspec.Struct, kw_only=True):
     output_expires_after: ExpiresAfter | None = None
 
 
-def routes(serving: ServerState, runner: BatchRunner | None) -> list[Route]:
-    api = BatchRoutes(serving, runner)
+def routes(state: ServerState, runner: BatchRunner | None) -> list[Route]:
+    api = BatchRoutes(state, runner)
     return [
         Route("/v1/batches", api.create, methods=["POST"]),
         Route("/v1/batches", api.list, methods=["GET"]),
@@ -57,13 +57,13 @@ def routes(serving: ServerState, runner: BatchRunner | None) -> list[Route]:
 
 
 class BatchRoutes:
-    def __init__(self, serving: ServerState, runner: BatchRunner | None) -> None:
-        self._serving = serving
+    def __init__(self, state: ServerState, runner: BatchRunner | None) -> None:
+        self._state = state
         self._runner = runner
-        self._table = BATCHES.ignoring(serving.config.ignore_field)
+        self._table = BATCHES.ignoring(state.config.ignore_field)
 
     async def create(self, request: Request) -> Response:
-        folder, tenant = folder_of(self._serving), tenant_of(request.scope)
+        folder, tenant = folder_of(self._state), tenant_of(request.scope)
         assert self._runner is not None
         asked = decode_body(await read_body(request, for_reply=False), BatchBody, table=self._table)
         if asked.endpoint not in self._runner.endpoints:
@@ -86,7 +86,7 @@ class BatchRoutes:
         batch = Batch(
             id=folder.new_id("batch_"),
             tenant=tenant,
-            model=self._serving.model_name,
+            model=self._state.model_name,
             endpoint=asked.endpoint,
             input_file_id=file.id,
             completion_window=asked.completion_window,
@@ -105,7 +105,7 @@ class BatchRoutes:
 
     async def list(self, request: Request) -> Response:
         tenant = tenant_of(request.scope)
-        batches = [one for one in folder_of(self._serving).batches.values() if one.tenant == tenant]
+        batches = [one for one in folder_of(self._state).batches.values() if one.tenant == tenant]
         return page_of(batches, request, DEFAULT_LIST, MAX_LIST)
 
     async def show(self, request: Request) -> Response:
@@ -120,7 +120,7 @@ class BatchRoutes:
         return json_response(batch.view())
 
     def _batch(self, request: Request) -> Batch:
-        return folder_of(self._serving).batch(request.path_params["id"], tenant_of(request.scope))
+        return folder_of(self._state).batch(request.path_params["id"], tenant_of(request.scope))
 
 
 def _window_s(window: str) -> int:

@@ -63,18 +63,18 @@ class _Results:
 
 class BatchRunner:
     def __init__(
-        self, folder: BatchFolder, serving: ServerState, app: ASGIApp, endpoints: tuple[str, ...]
+        self, folder: BatchFolder, state: ServerState, app: ASGIApp, endpoints: tuple[str, ...]
     ) -> None:
         self.endpoints = endpoints
         self._folder = folder
-        self._serving = serving
+        self._state = state
         self._app = app  # the routes, without the middleware for clients
         self._changed = asyncio.Event()
         self._freed = asyncio.Event()
         self._turn = asyncio.Lock()  # of the lines that wait for a row, in their order
         self._num_in_flight = 0
         self._running: dict[str, asyncio.Task[None]] = {}  # by batch
-        keys = serving.config.load_api_keys()
+        keys = state.config.load_api_keys()
         self._tenants = {tenant_of_key(key) for key in keys} or {""}  # a withdrawn key runs nothing
 
     def wake(self) -> None:
@@ -92,9 +92,9 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Runs until the server drains. The next server continues open batches."""
-        draining = asyncio.ensure_future(self._serving.draining.wait())
+        draining = asyncio.ensure_future(self._state.draining.wait())
         try:
-            await self._serving.client.wait_ready()
+            await self._state.client.wait_ready()
             while not draining.done():
                 self._changed.clear()
                 self._start_next()
@@ -130,9 +130,7 @@ class BatchRunner:
     def _is_ours(self, batch: Batch) -> bool:
         """Another model's batch may be ended here, but not run."""
         is_over = batch.status == "cancelling" or batch.expires_at <= time.time()
-        return batch.tenant in self._tenants and (
-            is_over or batch.model == self._serving.model_name
-        )
+        return batch.tenant in self._tenants and (is_over or batch.model == self._state.model_name)
 
     def _end(self, id: str) -> None:
         del self._running[id]
@@ -211,7 +209,7 @@ class BatchRunner:
 
     @property
     def _max_line(self) -> int:
-        return self._serving.config.max_body_bytes
+        return self._state.config.max_body_bytes
 
     def _input_of(self, batch: Batch) -> Path:
         return self._folder.path_of(batch.input_file_id)
@@ -290,8 +288,8 @@ class BatchRunner:
         """Rows for batches: those that clients leave, and one, which waits behind all of them in
         the engine."""
         # A line that has just started has no place yet, so the number may be below zero.
-        others = max(0, self._serving.intake.replies.num_taken - self._num_in_flight)
-        most = min(self._serving.client.num_rows, self._serving.config.max_queue // 2)
+        others = max(0, self._state.intake.replies.num_taken - self._num_in_flight)
+        most = min(self._state.client.num_rows, self._state.config.max_queue // 2)
         return max(1, most - others)
 
     def _free_row(self, task: asyncio.Task[None]) -> None:

@@ -31,8 +31,8 @@ from penstock.serve.text_stream import Deliver, TextStream
 from penstock.types import SamplingParams
 
 
-def routes(serving: ServerState) -> list[Route]:
-    api = LlamaServerRoutes(serving)
+def routes(state: ServerState) -> list[Route]:
+    api = LlamaServerRoutes(state)
     return [
         Route("/completion", api.complete, methods=["POST"]),
         Route("/completions", api.complete, methods=["POST"]),
@@ -44,15 +44,15 @@ def routes(serving: ServerState) -> list[Route]:
 
 
 class LlamaServerRoutes:
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
-        self._text = serving.text
-        self._defaults = serving.config.sampling_defaults
-        self._table = LLAMA_COMPLETION.ignoring(serving.config.ignore_field)
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._text = state.text
+        self._defaults = state.config.sampling_defaults
+        self._table = LLAMA_COMPLETION.ignoring(state.config.ignore_field)
 
     async def complete(self, request: Request) -> Answer:
         asked = parse_completion(await read_body(request), self._defaults, self._table)
-        formatter = LlamaFormat(self._serving.model_name, ReplyClock(), asked)
+        formatter = LlamaFormat(self._state.model_name, ReplyClock(), asked)
         request_id, place = request.scope["request_id"], place_of(request.scope)
         completion = in_session(asked.asked, request)
         tenant = tenant_of(request.scope)
@@ -97,8 +97,8 @@ class LlamaServerRoutes:
         )
 
     async def props(self, request: Request) -> Response:
-        info = self._serving.client.require_ready()
-        defaults: dict[str, Any] = self._serving.config.sampling_defaults
+        info = self._state.client.require_ready()
+        defaults: dict[str, Any] = self._state.config.sampling_defaults
         return json_response(
             {
                 "default_generation_settings": {
@@ -106,8 +106,8 @@ class LlamaServerRoutes:
                     "params": settings_of(SamplingParams(**defaults)),
                 },
                 "total_slots": await self._num_slots(),
-                "model_alias": self._serving.model_name,
-                "model_path": self._serving.model_name,
+                "model_alias": self._state.model_name,
+                "model_path": self._state.model_name,
                 "modalities": {"vision": False, "audio": False},
                 "chat_template": self._text.template_source or "",
                 **{
@@ -120,14 +120,12 @@ class LlamaServerRoutes:
         )
 
     async def _num_slots(self) -> int:
-        return self._serving.client.require_ready().max_rows * len(
-            await self._serving.client.report()
-        )
+        return self._state.client.require_ready().max_rows * len(await self._state.client.report())
 
     async def slots(self, request: Request) -> Response:
-        info = self._serving.client.require_ready()
+        info = self._state.client.require_ready()
         slots: list[dict[str, Any]] = []
-        for report in await self._serving.client.report():
+        for report in await self._state.client.report():
             for row in range(info.max_rows):
                 is_busy = row < report.requests
                 slots.append(
@@ -141,7 +139,7 @@ class LlamaServerRoutes:
         return json_response(slots)
 
     async def tokenizer_info(self, request: Request) -> Response:
-        info = self._serving.client.require_ready()
+        info = self._state.client.require_ready()
         return json_response(
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",

@@ -65,7 +65,7 @@ class EmbedAnswer:
         )
 
 
-async def embed(request: Request, serving: ServerState, table: FieldTable) -> Answer | bytes:
+async def embed(request: Request, state: ServerState, table: FieldTable) -> Answer | bytes:
     """Bytes: there was nothing to embed; clients send that to load a model."""
     fields = decode_body(await read_body(request), EmbedBody, table=table)
     inputs = [fields.input] if isinstance(fields.input, str) else fields.input
@@ -76,10 +76,10 @@ async def embed(request: Request, serving: ServerState, table: FieldTable) -> An
         max_tokens=None if fields.truncate is False else TO_CONTEXT,
         tenant=tenant_of(request.scope),
     )
-    return _answer(request, serving, asked, EmbedAnswer(serving.model_name))
+    return _answer(request, state, asked, EmbedAnswer(state.model_name))
 
 
-async def embed_one(request: Request, serving: ServerState, table: FieldTable) -> Answer | bytes:
+async def embed_one(request: Request, state: ServerState, table: FieldTable) -> Answer | bytes:
     fields = decode_body(await read_body(request), EmbeddingsBody, table=table)
     asked = EmbeddingRequest(
         inputs=[fields.prompt],
@@ -87,15 +87,15 @@ async def embed_one(request: Request, serving: ServerState, table: FieldTable) -
         max_tokens=TO_CONTEXT,
         tenant=tenant_of(request.scope),
     )
-    return _answer(request, serving, asked, EmbedAnswer(serving.model_name, is_single=True))
+    return _answer(request, state, asked, EmbedAnswer(state.model_name, is_single=True))
 
 
 def _answer(
-    request: Request, serving: ServerState, asked: EmbeddingRequest, answer: EmbedAnswer
+    request: Request, state: ServerState, asked: EmbeddingRequest, answer: EmbedAnswer
 ) -> Answer | bytes:
     if not any(asked.inputs):
         return answer.encode_body({}, Usage(0, 0, 0, 0))
-    vectors, id, place = serving.text.vectors, request.scope["request_id"], place_of(request.scope)
+    vectors, id, place = state.text.vectors, request.scope["request_id"], place_of(request.scope)
     return Answer(
         lambda _: vectors.stream_embeddings(id, asked, answer.take, place),
         cast(ReplyFormat, answer),

@@ -27,17 +27,17 @@ class NoSuchModelError(PenstockError):
 
 
 class ModelCard:
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
 
     @property
     def name(self) -> str:
         """With a tag: clients look for a colon."""
-        name = self._serving.model_name
+        name = self._state.model_name
         return name if ":" in name.rpartition("/")[2] else name + LATEST
 
     def require(self, name: str) -> None:
-        if name not in (self._serving.model_name, self.name):
+        if name not in (self._state.model_name, self.name):
             raise NoSuchModelError(
                 f"model {name[:128]!r} not found", f"This server serves {self.name}."
             )
@@ -45,14 +45,14 @@ class ModelCard:
     def listed(self) -> dict[str, Any]:
         return {
             **self._names(),
-            "modified_at": timestamp(self._serving.started_at),
+            "modified_at": timestamp(self._state.started_at),
             "size": self._num_bytes,
             "digest": self._digest,
             "details": self._details(),
         }
 
     def running(self) -> dict[str, Any]:
-        info = self._serving.client.info
+        info = self._state.client.info
         on_gpu = info is not None and info.device.startswith("cuda")
         return {
             **self._names(),
@@ -65,7 +65,7 @@ class ModelCard:
         }
 
     def shown(self) -> dict[str, Any]:
-        text = self._serving.text
+        text = self._state.text
         capabilities = ["completion"]
         capabilities += ["tools"] if text.can_call else []
         capabilities += ["thinking"] if text.can_think else []
@@ -76,11 +76,11 @@ class ModelCard:
             "details": self._details(),
             "model_info": {
                 "general.architecture": ARCHITECTURE,
-                "general.basename": self._serving.model_name,
+                "general.basename": self._state.model_name,
                 f"{ARCHITECTURE}.context_length": self._context_length,
             },
             "capabilities": capabilities,
-            "modified_at": timestamp(self._serving.started_at),
+            "modified_at": timestamp(self._state.started_at),
         }
 
     def _names(self) -> dict[str, str]:
@@ -88,21 +88,21 @@ class ModelCard:
 
     @property
     def _context_length(self) -> int:
-        info = self._serving.client.info
+        info = self._state.client.info
         return 0 if info is None else info.max_model_len
 
     @property
     def _num_bytes(self) -> int:
-        info = self._serving.client.info
+        info = self._state.client.info
         return 0 if info is None else info.weight_bytes
 
     @property
     def _digest(self) -> str:
         """Of the name: clients show its beginning, and distinguish models by it."""
-        return hashlib.sha256(self._serving.model_name.encode()).hexdigest()
+        return hashlib.sha256(self._state.model_name.encode()).hexdigest()
 
     def _details(self) -> dict[str, Any]:
-        info = self._serving.client.info
+        info = self._state.client.info
         dtype = "" if info is None else info.dtype
         packed = (
             []

@@ -43,8 +43,8 @@ class NotHereError(PenstockError):
     code = "not_supported"
 
 
-def routes(serving: ServerState) -> list[Route]:
-    api = OllamaRoutes(serving)
+def routes(state: ServerState) -> list[Route]:
+    api = OllamaRoutes(state)
     return [
         Route("/api/chat", api.chat, methods=["POST"]),
         Route("/api/generate", api.generate, methods=["POST"]),
@@ -64,14 +64,14 @@ def routes(serving: ServerState) -> list[Route]:
 
 
 class OllamaRoutes:
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
-        self._text = serving.text
-        self._model = ModelCard(serving)
-        self._defaults = serving.config.sampling_defaults
-        self._chat_table = OLLAMA_CHAT.ignoring(serving.config.ignore_field)
-        self._embed_table = OLLAMA_EMBED.ignoring(serving.config.ignore_field)
-        self._generate_table = OLLAMA_GENERATE.ignoring(serving.config.ignore_field)
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._text = state.text
+        self._model = ModelCard(state)
+        self._defaults = state.config.sampling_defaults
+        self._chat_table = OLLAMA_CHAT.ignoring(state.config.ignore_field)
+        self._embed_table = OLLAMA_EMBED.ignoring(state.config.ignore_field)
+        self._generate_table = OLLAMA_GENERATE.ignoring(state.config.ignore_field)
 
     async def chat(self, request: Request) -> Answer | Response:
         chat = parse_chat(await read_body(request), self._defaults, self._chat_table)
@@ -90,12 +90,12 @@ class OllamaRoutes:
         return self._answer_prompt(request, asked, formatter)
 
     def _head_of(self, asked: TextRequest) -> tuple[str, ReplyClock, bool]:
-        return self._serving.model_name, ReplyClock(), asked.sampling.logprobs is not None
+        return self._state.model_name, ReplyClock(), asked.sampling.logprobs is not None
 
     def _answer_chat(self, request: Request, chat: ChatRequest, formatter: OllamaFormat) -> Answer:
         if chat.template_arguments.get("enable_thinking") and not self._text.can_think:
             raise RequestError(f"{self._model.name} does not support thinking", param="think")
-        talk = SessionChat(chat, request, self._serving)
+        talk = SessionChat(chat, request, self._state)
         return self._answer(talk.stream, chat, formatter, talk.headers)
 
     def _answer_prompt(
@@ -122,22 +122,22 @@ class OllamaRoutes:
 
     def _loaded(self, text: dict[str, object]) -> Response:
         """Answers an empty request, with which clients load or unload a model: it stays loaded."""
-        self._serving.client.require_ready()
+        self._state.client.require_ready()
         return json_response(
-            {**head(self._serving.model_name), **text, "done": True, "done_reason": "load"}
+            {**head(self._state.model_name), **text, "done": True, "done_reason": "load"}
         )
 
     async def embed(self, request: Request) -> Answer | Response:
-        return _as_response(await embeddings.embed(request, self._serving, self._embed_table))
+        return _as_response(await embeddings.embed(request, self._state, self._embed_table))
 
     async def embed_one(self, request: Request) -> Answer | Response:
-        return _as_response(await embeddings.embed_one(request, self._serving, self._embed_table))
+        return _as_response(await embeddings.embed_one(request, self._state, self._embed_table))
 
     async def list_models(self, request: Request) -> Response:
         return json_response({"models": [self._model.listed()]})
 
     async def list_running(self, request: Request) -> Response:
-        is_loaded = self._serving.client.info is not None
+        is_loaded = self._state.client.info is not None
         return json_response({"models": [self._model.running()] if is_loaded else []})
 
     async def show(self, request: Request) -> Response:
@@ -151,7 +151,7 @@ class OllamaRoutes:
     async def pull(self, request: Request) -> Response:
         """For the served model there is nothing to do, which is a success."""
         body = decode_body(await read_body(request, for_reply=False), ModelBody)
-        if body.model_name not in (self._serving.model_name, self._model.name):
+        if body.model_name not in (self._state.model_name, self._model.name):
             raise self._refusal("pull")
         return json_response({"status": "success"})
 

@@ -97,8 +97,8 @@ def _common(fields: VectorBody, request: Request) -> dict[str, Any]:
     }
 
 
-def routes(serving: ServerState) -> list[Route]:
-    api = VectorRoutes(serving)
+def routes(state: ServerState) -> list[Route]:
+    api = VectorRoutes(state)
     return [
         Route("/v1/embeddings", api.embed, methods=["POST"]),
         *(
@@ -110,10 +110,10 @@ def routes(serving: ServerState) -> list[Route]:
 
 
 class VectorRoutes:
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
         self._embed_table, self._rerank_table, self._score_table = (
-            table.ignoring(serving.config.ignore_field) for table in (EMBEDDINGS, RERANK, SCORE)
+            table.ignoring(state.config.ignore_field) for table in (EMBEDDINGS, RERANK, SCORE)
         )
 
     async def embed(self, request: Request) -> Answer:
@@ -129,9 +129,9 @@ class VectorRoutes:
             dimensions=fields.dimensions,
             **_common(fields, request),
         )
-        answer = EmbeddingAnswer(self._serving.model_name, fields.encoding_format == "base64")
+        answer = EmbeddingAnswer(self._state.model_name, fields.encoding_format == "base64")
         vectors, id, place = (
-            self._serving.text.vectors,
+            self._state.text.vectors,
             request.scope["request_id"],
             place_of(request.scope),
         )
@@ -147,7 +147,7 @@ class VectorRoutes:
         texts = [one if isinstance(one, str) else one.text for one in fields.documents]
         answer = RerankAnswer(
             request.scope["request_id"],
-            self._serving.model_name,
+            self._state.model_name,
             fields.top_n,
             texts if fields.return_documents else None,
         )
@@ -167,7 +167,7 @@ class VectorRoutes:
             )
         _check_number("texts", len(second), "text_2")
         pairs = list(zip(first * len(second) if len(first) == 1 else first, second))
-        answer = ScoreAnswer(request.scope["request_id"], self._serving.model_name)
+        answer = ScoreAnswer(request.scope["request_id"], self._state.model_name)
         return self._score(request, fields, pairs, answer)
 
     def _score(
@@ -181,7 +181,7 @@ class VectorRoutes:
             pairs=pairs, instruction=fields.instruction, **_common(fields, request)
         )
         vectors, id, place = (
-            self._serving.text.vectors,
+            self._state.text.vectors,
             request.scope["request_id"],
             place_of(request.scope),
         )

@@ -32,8 +32,8 @@ from penstock.serve.tenants import tenant_of
 LIST_PART = 50_000  # ids or texts: some milliseconds
 
 
-def routes(serving: ServerState) -> list[Route]:
-    api = OpenAIRoutes(serving)
+def routes(state: ServerState) -> list[Route]:
+    api = OpenAIRoutes(state)
     return [
         Route("/v1/models", api.list_models),
         Route("/v1/models/{name:path}", api.show_model),
@@ -45,30 +45,30 @@ def routes(serving: ServerState) -> list[Route]:
 
 
 class OpenAIRoutes:
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
-        self._text = serving.text
-        self._defaults = serving.config.sampling_defaults
-        self._chat_table = CHAT.ignoring(serving.config.ignore_field)
-        self._completion_table = COMPLETIONS.ignoring(serving.config.ignore_field)
-        self._keeps_thoughts = serving.config.reasoning == "content"
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._text = state.text
+        self._defaults = state.config.sampling_defaults
+        self._chat_table = CHAT.ignoring(state.config.ignore_field)
+        self._completion_table = COMPLETIONS.ignoring(state.config.ignore_field)
+        self._keeps_thoughts = state.config.reasoning == "content"
 
     async def list_models(self, request: Request) -> Response:
         """In OpenAI's and in Anthropic's format at once: clients of both ask here, and neither
         minds more fields."""
-        name = self._serving.model_name
+        name = self._state.model_name
         ends = {"first_id": name, "last_id": name, "has_more": False}
         return json_response({"object": "list", "data": [self._model_card()], **ends})
 
     async def show_model(self, request: Request) -> Response:
-        if request.path_params["name"] != self._serving.model_name:
+        if request.path_params["name"] != self._state.model_name:
             raise HTTPException(
-                404, f"This server has no such model; it serves {self._serving.model_name}."
+                404, f"This server has no such model; it serves {self._state.model_name}."
             )
         return json_response(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
-        name, started_at = self._serving.model_name, self._serving.started_at
+        name, started_at = self._state.model_name, self._state.started_at
         return {
             "id": name,
             "object": "model",
@@ -80,15 +80,15 @@ class OpenAIRoutes:
             "root": name,
             "max_model_len": self._max_model_len(),
             "tasks": self._tasks(),
-            "weights": self._serving.weights,
+            "weights": self._state.weights,
         }
 
     def _tasks(self) -> list[str] | None:
-        info = self._serving.client.info
+        info = self._state.client.info
         return None if info is None else self._text.vectors.tasks(info)
 
     def _max_model_len(self) -> int | None:
-        info = self._serving.client.info
+        info = self._state.client.info
         return None if info is None else info.max_model_len
 
     async def chat(self, request: Request) -> Answer:
@@ -104,7 +104,7 @@ class OpenAIRoutes:
         # Constrained content has no room for thinking.
         keeps_thoughts = self._keeps_thoughts and chat.form is None and not chat.hides_thoughts
         chat = replace(chat, keeps_thoughts_in_content=keeps_thoughts)
-        talk = SessionChat(chat, request, self._serving)
+        talk = SessionChat(chat, request, self._state)
         return self._answer(
             request.scope["request_id"], chat, format_class, talk.stream, talk.headers
         )
@@ -133,7 +133,7 @@ class OpenAIRoutes:
     ) -> Answer:
         formatter = format_class(
             request_id,
-            self._serving.model_name,
+            self._state.model_name,
             has_logprobs=asked.sampling.logprobs is not None,
             include_usage=asked.include_usage,
             output=asked.output,

@@ -14,12 +14,12 @@ from penstock.serve.page.live import LiveRoute
 from penstock.serve.state import ServerState
 
 
-def routes(serving: ServerState) -> list[Route]:
-    """Before those of health: who asks for HTML is shown the page, everybody else that a server is
-    there.
+def routes(state: ServerState) -> list[Route]:
+    """These come before the health routes: a client that asks for HTML gets the page, others the
+    health.
     """
-    live = Route("/live", LiveRoute(serving).stream)
-    if not serving.config.page:
+    live = Route("/live", LiveRoute(state).stream)
+    if not state.config.page:
         return [live]
     files = {name: StaticFile.read(FOLDER / name) for name in file_names()}
 

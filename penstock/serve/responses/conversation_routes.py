@@ -38,8 +38,8 @@ class ItemsBody(msgspec.Struct, kw_only=True):
     items: Items
 
 
-def routes(serving: ServerState, store: ResponseStore) -> list[Route]:
-    api = ConversationRoutes(serving, store)
+def routes(state: ServerState, store: ResponseStore) -> list[Route]:
+    api = ConversationRoutes(state, store)
     one, items = "/v1/conversations/{id}", "/v1/conversations/{id}/items"
     return [
         Route("/v1/conversations", api.create, methods=["POST"]),
@@ -54,9 +54,9 @@ def routes(serving: ServerState, store: ResponseStore) -> list[Route]:
 
 
 class ConversationRoutes:
-    def __init__(self, serving: ServerState, store: ResponseStore) -> None:
+    def __init__(self, state: ServerState, store: ResponseStore) -> None:
         self._store = store
-        self._table = CONVERSATIONS.ignoring(serving.config.ignore_field)
+        self._table = CONVERSATIONS.ignoring(state.config.ignore_field)
 
     async def create(self, request: Request) -> Response:
         body = await read_body(request, for_reply=False)

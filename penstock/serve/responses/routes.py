@@ -43,8 +43,8 @@ from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 
 
-def routes(serving: ServerState, store: ResponseStore) -> list[Route]:
-    api = ResponsesRoutes(serving, store)
+def routes(state: ServerState, store: ResponseStore) -> list[Route]:
+    api = ResponsesRoutes(state, store)
     return [
         Route("/v1/responses", api.respond, methods=["POST"]),
         Route("/v1/responses/input_tokens", api.count_tokens, methods=["POST"]),
@@ -57,21 +57,21 @@ def routes(serving: ServerState, store: ResponseStore) -> list[Route]:
 
 
 class ResponsesRoutes:
-    def __init__(self, serving: ServerState, store: ResponseStore) -> None:
-        self._serving = serving
+    def __init__(self, state: ServerState, store: ResponseStore) -> None:
+        self._state = state
         self._store = store
         self._runs = Runs()
-        self._table = RESPONSES.ignoring(serving.config.ignore_field)
-        self._compact_table = COMPACT.ignoring(serving.config.ignore_field)
+        self._table = RESPONSES.ignoring(state.config.ignore_field)
+        self._compact_table = COMPACT.ignoring(state.config.ignore_field)
 
     async def respond(self, request: Request) -> OwnNames | Response:
         fields = parse_response(await read_body(request), self._table)
         asked = self._asked(fields, request)
-        talk = SessionChat(asked.chat, request, self._serving)
+        talk = SessionChat(asked.chat, request, self._state)
         tenant, id = tenant_of(request.scope), new_id()
         said = [*items_of(talk.held), *asked.items]
         keep = self._keeper(id, said if asked.is_stored else None, fields, tenant)
-        formatter = ResponseReplyFormat(id, self._serving.model_name, asked.echo, keep, asked.form)
+        formatter = ResponseReplyFormat(id, self._state.model_name, asked.echo, keep, asked.form)
         chat = asked.chat
         if asked.is_background:
             run = Run(
@@ -116,11 +116,11 @@ class ResponsesRoutes:
     ) -> Response:
         """Starts a reply that continues without its client. An error in the request is reported at
         once."""
-        require_open(self._serving)
+        require_open(self._state)
         with own_names():
             stream = await talk.stream(run.deliver)
         self._runs.add(id, tenant_of(request.scope), run)
-        run.follow(stream, shorter(timeout_s, self._serving.config.request_timeout))
+        run.follow(stream, shorter(timeout_s, self._state.config.request_timeout))
         if run.events is not None:
             return stream_events(run.events)
         return Response(run.body(), headers=talk.headers, media_type=JSON_TYPE)
@@ -143,8 +143,8 @@ class ResponsesRoutes:
         if isinstance(fields.input, list):
             fields.input = resolved(fields.input, self._store, tenant, place)
         key = session_key(fields.session_id, request)
-        called = {} if key is None else self._serving.conversations.names_of_calls(key)
-        return response_request(fields, history, called, self._serving.config.sampling_defaults)
+        called = {} if key is None else self._state.conversations.names_of_calls(key)
+        return response_request(fields, history, called, self._state.config.sampling_defaults)
 
     def _require_ended(self, id: str, tenant: str, param: str) -> None:
         if self._runs.find(id, tenant) is not None:
@@ -212,7 +212,7 @@ class ResponsesRoutes:
         chat = self._asked(fields, request).chat
         asked = TokenizeRequest("", chat, add_special_tokens=False, shows_texts=False)
         with own_names():
-            tokens = await self._serving.text.tokenize(
+            tokens = await self._state.text.tokenize(
                 asked, tenant_of(request.scope), place_of(request.scope).num_bytes
             )
         return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
@@ -225,7 +225,7 @@ class ResponsesRoutes:
         id, place = request.scope["request_id"], place_of(request.scope)
         return OwnNames(
             Answer(
-                lambda deliver: self._serving.text.stream_chat(id, chat, deliver, place),
+                lambda deliver: self._state.text.stream_chat(id, chat, deliver, place),
                 CompactionFormat(asked.items),
                 is_stream=False,
             )

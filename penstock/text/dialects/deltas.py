@@ -3,27 +3,23 @@
 Between a call's start and its end come only its own arguments, so every delta belongs to the last
 thing opened and an encoder needs no memory but that:
 
-                     chat chunk                  responses event                     Anthropic event
-    ContentDelta     delta.content               output_text.delta                   text_delta
-    ReasoningDelta   delta.reasoning_content     reasoning_text.delta                thinking_delta
-    ToolCallStart    tool_calls[i] id, name      output_item.added
-    content_block_start
-    ToolArguments    tool_calls[i] arguments     function_call_arguments.delta
-    input_json_delta
-    ToolCallEnd      (nothing)                   arguments.done, output_item.done
-    content_block_stop
-    ReplyEnd         finish_reason               response.completed or .incomplete   message_delta
-    stop_reason
+                   chat chunk               responses event                  Anthropic event
+    ContentDelta   delta.content            output_text.delta                text_delta
+    ReasoningDelta delta.reasoning_content  reasoning_text.delta             thinking_delta
+    ToolCallStart  tool_calls[i] id, name   output_item.added                content_block_start
+    ToolArguments  tool_calls[i] arguments  function_call_arguments.delta    input_json_delta
+    ToolCallEnd    (nothing)                arguments.done, output_item.done content_block_stop
+    ReplyEnd       finish_reason            response.completed, .incomplete  message_delta
 
 Where items or blocks are numbered, a delta of another kind than the last closes one and opens the
 next; such a block may start with white space that the whole content needs and the block does not.
 
-A call is told while it is written and may still come to nothing: what follows is no call. Its end
-then says `is_broken`, and all the model wrote of it comes again as text. A body that is sent whole
+A call is reported while it is written and may still turn out to be invalid. Its end then says
+`is_broken`, and everything the model wrote of it is repeated as text. A body that is sent whole
 drops such a call, as `ParsedReply` does; a stream that has sent its start can only close it.
 
-A call in which the reply reaches its limit stays one, as every API has it: its arguments are the
-beginning of a JSON object, its end says `is_cut`, and nothing of it comes again.
+A call in which the reply reaches its limit stays a call, as in every API: its arguments are the
+beginning of a JSON object, its end says `is_cut`, and nothing of it is repeated.
 """
 
 from __future__ import annotations

@@ -1,3 +1,1 @@
-"""Quantised safetensors, a module for each format. They say how parts make a weight; none opens a
-file.
-"""
+"""Quantised safetensors, one module per format. They turn parts into weights; none opens a file."""

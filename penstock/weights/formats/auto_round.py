@@ -1,4 +1,4 @@
-"""AutoRound, which packs as GPTQ or AWQ do and has a config of its own."""
+"""AutoRound: packed like GPTQ or AWQ, with a config of its own."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ def read_config(config: Mapping[str, Any]) -> Format:
 
 
 def _read_exceptions(modules: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Bits and groups of some modules, as GPTQ's `dynamic`; one that is not quantised has no
-    parts.
-    """
+    """Bits and groups of single modules, like `dynamic` of GPTQ; unquantised ones have no parts."""
     exceptions = {}
     for module, settings in modules.items():
         if not isinstance(settings, dict):

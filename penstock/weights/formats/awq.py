@@ -1,7 +1,7 @@
-"""AWQ, as AutoAWQ stores it (version "gemm"): transposed, packed along the outputs in an order of
-its own.
+"""AWQ as AutoAWQ stores it (version "gemm"): transposed, and packed along the outputs in its own
+order.
 
-qweight [K, N / 8]   qzeros [K / group, N / 8]   scales [K / group, N]
+    qweight [K, N / 8]   qzeros [K / group, N / 8]   scales [K / group, N]
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _open(parts: Parts, group_size: int | None, has_zeros: bool) -> StoredTensor
 
 
 def _unpack(packed: Tensor, first: int, end: int) -> Tensor:  # [K, N / 8] -> [rows, K]
-    """Of the words that hold these outputs alone."""
+    """Unpacks only the words that hold these outputs."""
     words = packed[:, first // PER_WORD : math.ceil(end / PER_WORD)]
     codes = unpack(words, BITS, words.shape[1] * PER_WORD).unflatten(-1, (-1, PER_WORD))
     in_order = codes[..., PLACES].flatten(-2)

@@ -1,7 +1,7 @@
-"""compressed-tensors, as llm-compressor writes it: packed and plain integers, FP8, NVFP4, MXFP4,
+"""compressed-tensors, written by llm-compressor: packed and plain integers, FP8, NVFP4, MXFP4,
 MXFP8.
 
-Groups of config.json say which modules are quantised how: by name, by pattern, by class.
+Groups in config.json say how modules are quantised: by name, by pattern, by class.
 """
 
 from __future__ import annotations
@@ -170,9 +170,7 @@ def find_group(module: str, groups: Sequence[Group]) -> Group:
             return found[0]
     if len(groups) == 1:
         return groups[0]
-    raise CheckpointError(
-        f"{module} is quantised, and no group of config_groups has it as a target"
-    )
+    raise CheckpointError(f"{module} is quantised, but no group of config_groups targets it")
 
 
 def _open(parts: Parts, groups: Sequence[Group]) -> StoredTensor:

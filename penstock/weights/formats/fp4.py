@@ -1,5 +1,5 @@
-"""FP4 E2M1 codes, two to a byte: NVFP4 (scales E4M3 for 16, and one for all) and MXFP4 (E8M0 for
-32).
+"""FP4 E2M1 codes, two to a byte: NVFP4 (an E4M3 scale per 16, and one per tensor) and MXFP4 (E8M0
+per 32).
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ def as_e4m3(stored: Tensor) -> Tensor:
 def open_nvfp4(
     parts: Parts, scale: str, coarse: str, divides: bool, group: int = 16
 ) -> StoredTensor:
-    """`divides`: whether the number for all is what the others were divided by, or what they
-    are.
-    """
+    """`divides`: whether the scale of the tensor divides the others instead of multiplying them."""
     codes = parts.take(CODES, BYTES)
     shape = (*codes.shape[:-1], codes.shape[-1] * 2)
     grid = Grid.of(parts, scale, shape, (1, group), E4M3)

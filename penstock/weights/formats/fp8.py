@@ -1,4 +1,4 @@
-"""FP8 E4M3 as the official Qwen releases store it (`quant_method: fp8`): a scale for each block or
+"""FP8 E4M3 as in the official Qwen releases (`quant_method: fp8`), with a scale per block or
 tensor.
 """
 
@@ -50,7 +50,7 @@ def read_config(config: Mapping[str, Any]) -> Format:
 
 
 def read_block(config: Mapping[str, Any], key: str) -> tuple[int, int] | None:
-    """Rows and columns; early files of compressed-tensors have them as "128x128"."""
+    """Rows and columns; early files of compressed-tensors write "128x128"."""
     block = config.get(key)
     if block is None:
         return None

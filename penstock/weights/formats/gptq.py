@@ -1,6 +1,7 @@
-"""GPTQ, as AutoGPTQ and GPTQModel store it: everything transposed, packed along the inputs.
+"""GPTQ as AutoGPTQ and GPTQModel store it: transposed, packed along the inputs.
 
-qweight [K * bits / 32, N]   qzeros [K / group, N * bits / 32]   scales [K / group, N]   g_idx [K]
+qweight [K * bits / 32, N]   qzeros [K / group, N * bits / 32]
+scales [K / group, N]        g_idx [K]
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ENDINGS = {
     ".scales": (".weight", "scales"),
     ".g_idx": (".weight", "g_idx"),
 }
-# What was done to find the codes, and by which tool; the file says the same whatever these are.
+# How the codes were computed; these do not change how they are stored.
 FIELDS = (
     *(
         "quant_method",
@@ -84,7 +85,7 @@ FIELDS = (
 class GPTQ:
     bits: int
     group_size: int | None
-    zero_offset: int  # version 1 stores a zero less one
+    zero_offset: int  # version 1 stores zero - 1
 
 
 def read_config(config: Mapping[str, Any]) -> Format:
@@ -104,7 +105,7 @@ def read_config(config: Mapping[str, Any]) -> Format:
 
 
 def _for_module(module: str, given: GPTQ, exceptions: Mapping[str, Any]) -> GPTQ:
-    """`dynamic`: the first pattern that a module's name begins with changes its bits or group."""
+    """`dynamic`: the first pattern that matches the start of a module name sets bits and group."""
     for pattern, changes in exceptions.items():
         if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), module):
             if not isinstance(changes, dict):

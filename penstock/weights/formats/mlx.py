@@ -1,6 +1,4 @@
-"""MLX: codes in words of 32 bits with a scale and a bias for each group, or the FP4 and FP8 of its
-modes.
-"""
+"""MLX: codes in 32-bit words with a scale and a bias per group, or its FP4 and FP8 modes."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ SETTINGS = ("bits", "group_size", "mode")
 
 
 def read_config(config: Mapping[str, Any]) -> Format:
-    """What else the config holds are modules' names, each with settings of its own (or false)."""
+    """The other keys of the config are module names, each with its own settings (or false)."""
     for module, settings in config.items():
         if module in (*SETTINGS, "quant_method"):
             continue

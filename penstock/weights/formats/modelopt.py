@@ -47,7 +47,7 @@ def read_config(config: Mapping[str, Any]) -> Format:
 def _open(parts: Parts) -> StoredTensor:
     if BEFORE in parts:
         raise CheckpointError(
-            f"{parts.name} has a {BEFORE}, which multiplies activations and is not read"
+            f"{parts.name} has a {BEFORE}, which scales activations and is not supported"
         )
     if parts.take(CODES, (torch.uint8, torch.float8_e4m3fn)).dtype == torch.uint8:
         return open_nvfp4(parts, SCALE, COARSE, divides=False)

@@ -1,8 +1,8 @@
-"""What the packed formats share: the parts of a weight, checked, and read for the rows that are
-asked for.
+"""Shared by the packed formats: finds the parts of a weight, checks them and reads the rows
+requested.
 
-A format says what the names of its parts end in and how they make a `StoredTensor`. Everything
-about a part that its header tells (presence, dtype, shape) is checked before a byte is read.
+A format lists the suffixes of its parts and how they make a `StoredTensor`. Everything in the
+header (presence, dtype, shape) is checked before a byte of data is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INT32 = (torch.int32, torch.uint32)
 BYTES = (torch.uint8, torch.int8)
 CODES = "codes"  # the role of the part that holds a code for each element
 
-# About activations and the KV cache, which stay in the model's own dtype.
+# Parts for activations and the KV cache, which stay in the dtype of the model.
 UNUSED = frozenset(
     f"{what}_{kind}"
     for what in ("input", "activation", "output", "q", "k", "v", "kv")
@@ -36,7 +36,7 @@ UNUSED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What the names of a weight's parts end in, and what they make together."""
+    """The suffixes of the parts of a weight, and what they make together."""
 
     endings: Mapping[
         str, tuple[str, str]
@@ -64,7 +64,7 @@ class Parts:
         dtypes: Collection[torch.dtype],
         shape: tuple[int | None, ...] | None = None,
     ) -> StoredTensor:
-        """The part of a role, of one of these dtypes and of this shape (None: whatever size)."""
+        """The part with a role, checked for dtype and shape (None: any size)."""
         part = self.by_role.get(role)
         if part is None:
             present = ", ".join(sorted(part.name for part in self.by_role.values()))
@@ -85,7 +85,7 @@ class Parts:
                 f"{part.name} is {list(part.shape)}, expected two dimensions or three"
             )
         if 0 in part.shape:
-            raise CheckpointError(f"{part.name} is {list(part.shape)}, which holds nothing")
+            raise CheckpointError(f"{part.name} is {list(part.shape)}, which has no elements")
         return part
 
     def make(
@@ -125,7 +125,7 @@ class Grid:
         dtypes: Collection[torch.dtype] = FLOATS,
     ) -> Grid:
         grid = cls(parts.take(role, dtypes), shape, block)
-        # A number a tensor is stored as [], [1] or [1, 1], and one a row as [N] or [N, 1].
+        # One number per tensor is stored as [], [1] or [1, 1]; one per row as [N] or [N, 1].
         if _without_ones(grid.part.shape) != _without_ones(grid.stored_shape):
             raise wrong_shape(grid.part, grid.stored_shape)
         return grid
@@ -164,7 +164,7 @@ def bounds(rows: slice | None, num_rows: int) -> tuple[int, int]:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:  # [..., words] -> [..., count] uint8
-    """Codes out of a little-endian stream of bits, the lowest first."""
+    """Unpacks codes from a little-endian bit stream, lowest bits first."""
     num_bytes = packed.shape[-1] * packed.itemsize
     stream = packed.contiguous().flatten().view(torch.uint8).view(*packed.shape[:-1], num_bytes)
     if bits == 8:
@@ -180,7 +180,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:  # [..., words] -> 
 
 
 def check_width(part: StoredTensor, bits: int, num_columns: int) -> None:
-    """That the last dimension holds as many codes, in words of 32 bits."""
+    """Checks that the last dimension holds this many codes, in 32-bit words."""
     words = math.ceil(num_columns * bits / 32)
     if part.shape[-1] != words:
         raise wrong_shape(part, (*part.shape[:-1], words))
@@ -195,7 +195,7 @@ def describe(kind: str, shape: tuple[int, ...], block: tuple[int, int]) -> str:
 
 
 def group_order(group_of: Tensor, group: int, name: str) -> Tensor | None:  # [K] -> [K]
-    """The columns sorted by group, where groups are not stretches of neighbours; None: they are."""
+    """The columns sorted by group, or None if groups are contiguous."""
     num_columns = group_of.numel()
     in_order = torch.arange(num_columns) // group
     groups = group_of.long()
@@ -226,21 +226,21 @@ def read_bits(config: Mapping[str, Any], allowed: Collection[int], key: str = "b
 
 
 def check_fields(method: str, config: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuses by name a field that might change what the stored numbers mean."""
+    """Refuses, by name, a field that may change the meaning of the stored numbers."""
     unknown = sorted(key for key, value in config.items() if value and key not in known)
     if unknown:
         raise CheckpointError(
             f"quantization_config of {method} has {', '.join(unknown[:20])}, which is not known "
             "here",
-            "A field that is not known may change what the stored numbers mean.",
-            "Remove it from config.json if it says nothing about how the weights are stored.",
+            "An unknown field may change the meaning of the stored numbers.",
+            "Remove it from config.json if it does not affect how the weights are stored.",
         )
 
 
 def check_values(
     method: str, config: Mapping[str, Any], expected: Mapping[str, Collection[Any]]
 ) -> None:
-    """Fields that have one meaning here; an absent one has it."""
+    """Fields with only one supported value, which is also their default."""
     for key, values in expected.items():
         value = config.get(key)
         if value is not None and value not in values:
@@ -248,13 +248,13 @@ def check_values(
 
 
 def spellings(module: str) -> tuple[str, ...]:
-    """Tools call the text model of a larger one by several names."""
+    """Undoes the prefixes that tools put before the text model of a larger model."""
     bare = module.removeprefix("model.language_model.").removeprefix("model.")
     return (module, f"model.{bare}", f"model.language_model.{bare}", f"language_model.model.{bare}")
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a name of the module begins with what a pattern of config.json means."""
+    """Whether a pattern of config.json matches the start of a name of the module."""
     try:
         return any(re.match(pattern, name) for name in spellings(module))
     except (re.error, OverflowError, RecursionError) as error:

@@ -129,7 +129,7 @@ export class Chat {
     if (this.isAtEnd) this.list.scrollTop = this.list.scrollHeight;
   }
 
-  /** One answer at a time: says so to whoever asks for another. */
+  /** One answer at a time: says so when another is requested. */
   isBusy() {
     if (this.running) announce("An answer is still coming. Stop it first, with Esc.");
     return Boolean(this.running);

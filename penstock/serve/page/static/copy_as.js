@@ -1,4 +1,4 @@
-// A request of the page as code that anybody can run: curl, Python, JavaScript.
+// A request of the page as code that runs anywhere: curl, Python, JavaScript.
 
 import { button, byId, copyText, make } from "./dom.js";
 import { apiKey, base } from "./server.js";

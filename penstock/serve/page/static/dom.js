@@ -40,7 +40,7 @@ export function labelled(text, control, hint) {
   );
 }
 
-/** Says something to everybody, screen readers too. */
+/** Announces something, to screen readers too. */
 export function announce(text) {
   byId("announcer").textContent = text;
 }

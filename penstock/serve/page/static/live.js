@@ -218,7 +218,7 @@ function describe({ engine, model, phase }) {
   );
 }
 
-/** Parts of 1. One page and one slot belong to nobody. */
+/** Parts of 1. One page and one slot are reserved for padding. */
 function usage(stats) {
   const part = (free, all) => (all > 1 ? 1 - free / (all - 1) : 0);
   return {

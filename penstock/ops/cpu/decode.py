@@ -1,11 +1,10 @@
-"""One token alone on a CPU, in float32: what the ops compute for many, in the fewest calls of
-torch.
+"""Fast path for one token on a CPU in float32, in as few calls of torch as possible.
 
-A small model's token costs its calls of torch, not its arithmetic: an operation on ten numbers
-takes as long as one on ten thousand. So here a row is a vector, state changes where it lies, and
-the numbers that steer the work are read on the host, for which a GPU would have to stop. The plain
-forms are the specification, and the tests hold each of these against its own. Never with
-`deterministic`: other shapes have other last bits.
+For a small model, a token costs its calls of torch and not its arithmetic: an operation on ten
+numbers takes as long as one on ten thousand. So a row is a vector here, state changes in place, and
+control flow reads tensors on the host, for which a GPU would have to synchronise. `ops/reference`
+is the specification, and tests compare each function with it. Not used with `deterministic`, since
+other shapes round differently.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from torch import Tensor
 
 
 def is_alone(x: Tensor, deterministic: bool) -> bool:
-    """Whether a step of x [T, ..] may take the forms of this file."""
+    """Whether a step of x [T, ..] may take this fast path."""
     return not deterministic and x.is_cpu and x.shape[0] == 1 and x.dtype == torch.float32
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [1, M] -> [1, M]
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [1, K] -> [1, K]
     row = x[0]
     mean_square = torch.dot(row, row).item() / row.shape[0]
     return torch.addcmul(_constant(0.0), x, weight, value=(mean_square + eps) ** -0.5)
@@ -30,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [1, M] -> [1, 
 
 def add_linear(
     residual: Tensor, x: Tensor, weight: Tensor
-) -> Tensor:  # [1, N], [1, M], [N, M] -> [1, N]
+) -> Tensor:  # [1, N], [1, K], [N, K] -> [1, N]
     return torch.addmm(residual, x, weight.t())
 
 
@@ -134,7 +133,7 @@ def gated_delta_net(
 def _take_over(
     conv: Tensor, recurrent: Tensor, slot: int, initial_slot: int, position: int
 ) -> tuple[Tensor, Tensor]:  # [W, C], [Hv, K, V]
-    """The ring and the state of the slot, once they are what the row starts from."""
+    """The ring and the state of the slot, after copying what the row starts from."""
     ring, state = conv[slot], recurrent[slot]
     if position == 0:
         state.zero_()
@@ -156,7 +155,7 @@ def _convolve(
     return F.silu(total, inplace=True)
 
 
-def _inverse_rms(x: Tensor, eps: float, mean_of: int | None = None) -> Tensor:  # [.., M] -> [.., 1]
+def _inverse_rms(x: Tensor, eps: float, mean_of: int | None = None) -> Tensor:  # [.., K] -> [.., 1]
     """1 / sqrt(mean of squares + eps); with `mean_of` 1, of their sum."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.addcmul(
@@ -166,5 +165,5 @@ def _inverse_rms(x: Tensor, eps: float, mean_of: int | None = None) -> Tensor:  
 
 @functools.cache
 def _constant(value: float) -> Tensor:
-    """Once for each value: torch takes longer to wrap a number of Python's than to add it."""
+    """Cached per value: torch takes longer to wrap a Python number than to add it."""
     return torch.tensor(value, dtype=torch.float32, device="cpu")

@@ -1,9 +1,8 @@
 // Products of a few tokens with a bf16 weight: out[t, n] = sum over k of x[t, k] * weight[n, k].
 //
-// Such a product costs what reading the weight costs. Rows of the weight lie as a checkpoint has them and are
-// read once, some at a time, and are asked for long before they are needed: the hardware alone looks too short a
-// way ahead and gets half of what memory gives. Sums are float32 and come in one order, so a token has the same
-// result whatever stands beside it.
+// Such a product costs what reading the weight costs. The weight is in the order of the checkpoint and is read
+// once, a few rows at a time, and prefetched far ahead: the hardware prefetcher alone reaches half of the memory
+// bandwidth. Sums are float32 in a fixed order, so a token has the same result in every batch.
 
 #include <algorithm>
 #include <cstdint>
@@ -116,7 +115,7 @@ void multiply(long num_tokens, const Input* x, const bf16* weight, long K, float
 
 } // namespace
 
-extern "C" void few_rows(
+extern "C" void skinny_gemm(
     const bf16* x,        // [T, K]
     const bf16* weight,   // [N, K]
     const bf16* bias,     // [N] or null

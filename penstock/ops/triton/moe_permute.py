@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Which pairs an expert has, and in which tiles they are multiplied. Knows nothing of weights.
+"""Sorts pairs by expert and cuts them into tiles. Knows nothing of weights.
 
-A pair is a token with one of its experts: pair t * slots + j is slot j of token t. Where there is a
-shared expert it is every token's last slot, and counts as expert E. The list is made on the device,
-in one launch; the host knows no more than how many tiles the worst routing would have.
+A pair is a token with one of its experts: pair t * slots + j is slot j of token t. A shared expert
+is the last slot of every token, and counts as expert E. The list is made on the device, in one
+launch; the host knows only how many tiles the worst routing needs.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from penstock.ops.triton.launch import (
     CompileCase,
+    arrives_last,
     cdiv,
     launch_options,
     let_next_start,
     next_power_of_2,
     wait_for_previous,
 )
-from penstock.ops.triton.moe_route import arrives_last, zeroed
+from penstock.ops.triton.moe_route import zeroed
 from penstock.ops.triton.tuning import bucket
 
 
@@ -41,15 +42,14 @@ def list_pairs(
     block = 256 if bucket(num_tokens) <= 2048 else 1024
     _list_tiles_kernel[cdiv(num_tokens * slots, block),](
         ids,
-        zeroed(
-            counters, num_experts + 1, ids.device
-        ),  # the pairs of every expert, and programs that are done
+        # the pairs of every expert, and programs that are done
+        zeroed(counters, num_experts + 1, ids.device),
         order,
         tiles,
         num_tokens,
         num_tiles,
         E=num_experts,
-        K=k,
+        TOP_K=k,
         SLOTS=slots,
         BLOCK=block,
         BLOCK_E=next_power_of_2(num_experts),
@@ -69,7 +69,7 @@ def _list_tiles_kernel(
     num_tokens,
     num_tiles,
     E: tl.constexpr,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -84,13 +84,13 @@ def _list_tiles_kernel(
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tokens, slots = pairs // SLOTS, pairs % SLOTS
     is_pair = tokens < num_tokens
-    is_routed = is_pair & (slots < K)
-    experts = tl.load(ids + tokens * K + slots, mask=is_routed, other=E).to(tl.int32)
+    is_routed = is_pair & (slots < TOP_K)
+    experts = tl.load(ids + tokens * TOP_K + slots, mask=is_routed, other=E).to(tl.int32)
     places = tl.atomic_add(counts + experts, 1, mask=is_routed, sem="relaxed")
     places = tl.where(is_routed, places, tokens)
     tl.store(order + experts * num_tokens + places, pairs, mask=is_pair & (places < num_tokens))
     if arrives_last(counts + E, tl.num_programs(0)):
-        _cut_tiles(counts, tiles, num_tokens, num_tiles, E, K, SLOTS, BLOCK_E, BLOCK_M)
+        _cut_tiles(counts, tiles, num_tokens, num_tiles, E, TOP_K, SLOTS, BLOCK_E, BLOCK_M)
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def _cut_tiles(
     num_tokens,
     num_tiles,
     E: tl.constexpr,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -116,13 +116,13 @@ def _cut_tiles(
     at = tl.cumsum(needed, axis=0) - needed
 
     num_shared = 0
-    if SLOTS > K:
+    if SLOTS > TOP_K:
         num_shared = (num_tokens + BLOCK_M - 1) // BLOCK_M
         for first in range(0, num_shared, BLOCK_E):
             i_tile = first + experts
             place = i_tile * BLOCK_M
             left = tl.minimum(num_tokens - place, BLOCK_M)
-            row = num_tokens * K + place
+            row = num_tokens * TOP_K + place
             _store_tile(tiles, i_tile, E, E * num_tokens + place, row, left, i_tile < num_shared)
     for i in range(tl.max(needed, axis=0)):
         place = i * BLOCK_M
@@ -158,7 +158,7 @@ def compile_cases() -> list[CompileCase]:
     types |= {"num_tokens": "i32", "num_tiles": "i32"}
     constants = {
         "E": 256,
-        "K": 8,
+        "TOP_K": 8,
         "SLOTS": 9,
         "BLOCK": 1024,
         "BLOCK_E": 256,

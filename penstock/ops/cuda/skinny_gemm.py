@@ -1,7 +1,6 @@
-"""Products of up to 8 tokens and a dense weight whose bytes go straight from memory to the tensor
-cores.
+"""Products of up to 8 tokens with a dense weight, which goes straight from memory to tensor cores.
 
-How the kernel works is told in `few_rows.cu`. Here: which products it is made for, its tiles, its
+`skinny_gemm.cu` explains the kernel. This file holds the products it can take, its tiles and its
 launch.
 """
 
@@ -26,12 +25,10 @@ STEP_COLUMNS = 32  # that a warp multiplies at a time
 TILE_ROWS = 16  # of one instruction
 MOST_HELD = 16  # steps of one tile of rows: 128 registers of a thread
 WIDE_ROWS = 1 << 12
-MAX_NORMED = (
-    1 << 13
-)  # columns of a norm that fit beside the sums in what memory a block has without asking
+MAX_NORMED = 1 << 13  # columns of a norm that fit the default shared memory beside the sums
 REGISTERS = 65536  # of a multiprocessor
 DTYPES = (torch.bfloat16, torch.float16)
-SOURCE = Path(__file__).with_name("few_rows.cu")
+SOURCE = Path(__file__).with_name("skinny_gemm.cu")
 
 
 def can_multiply(product: Product) -> bool:
@@ -50,13 +47,13 @@ def can_multiply(product: Product) -> bool:
     )
 
 
-def multiply_few_rows(product: Product, tile: Tile) -> Tensor:
+def multiply_skinny(product: Product, tile: Tile) -> Tensor:
     """tile: row_tiles, num_warps, held, blocks."""
-    N, M = product.shape
+    N, K = product.shape
     out = product.new_out()  # [T, N]
     x_stride, residual_stride = product.row_strides
     constants = {
-        "COLUMNS": M,
+        "K": K,
         "WARPS": tile["num_warps"],
         "ROW_TILES": tile["row_tiles"],
         "HELD": tile["held"],
@@ -68,7 +65,7 @@ def multiply_few_rows(product: Product, tile: Tile) -> Tensor:
         "IS_OUT_FLOAT": int(out.dtype == torch.float32),
     }
     device = product.x.device
-    program(SOURCE, "few_rows", tuple(constants.items()), device).launch(
+    program(SOURCE, "skinny_gemm", tuple(constants.items()), device).launch(
         cdiv(N, TILE_ROWS * tile["row_tiles"]),
         32 * tile["num_warps"],
         torch._C._cuda_getCurrentRawStream(device.index or 0),
@@ -91,10 +88,9 @@ def _address(tensor: Tensor | None) -> ctypes._SimpleCData[Any]:
     return c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def few_rows_rule(shape: tuple[int, int]) -> Tile | None:
-    """Where there are rows for one block on each processor only, many warps that ask for everything
-    at once; else several small blocks, with more rows for each byte of the tokens. None: the
-    columns do not divide.
+def skinny_rule(shape: tuple[int, int]) -> Tile | None:
+    """For few rows, one block per multiprocessor with many warps that load everything at once; else
+    several small blocks, with more rows per byte of the tokens. None if the columns do not divide.
     """
     is_wide = shape[0] > WIDE_ROWS
     row_tiles, num_warps, held, blocks = (2, 4, 4, 3) if is_wide else (1, 8, 16, 1)
@@ -103,10 +99,8 @@ def few_rows_rule(shape: tuple[int, int]) -> Tile | None:
     return {"row_tiles": row_tiles, "num_warps": num_warps, "held": held, "blocks": blocks}
 
 
-def few_rows_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """Warps that share the columns evenly, steps that they hold, and blocks that these leave room
-    for.
-    """
+def skinny_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+    """Warps that divide the columns evenly, steps that they hold, and blocks that still fit."""
     if num_tokens > MAX_TOKENS:
         return []
     tiles: list[Tile] = []
@@ -123,18 +117,18 @@ def few_rows_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
 
 
 def _most_blocks(row_tiles: int, num_warps: int, held: int) -> int:
-    """That fit on a multiprocessor, by a generous count of the registers a thread needs."""
+    """Blocks that fit a multiprocessor, by a generous estimate of the registers of a thread."""
     needed = 8 * held * row_tiles + 4 * row_tiles + 64
     return max(1, min(8, REGISTERS // (32 * num_warps * min(needed, 255))))
 
 
 def compile_cases() -> list[dict[str, int]]:
-    """Constants of the kernel as Qwen3.5-35B-A3B needs it in bf16, a model in fp16, and one with
+    """Constants of the kernel for Qwen3.5-35B-A3B in bf16, for a model in fp16, and for one with
     biases.
     """
     plain = dict.fromkeys(("HAS_NORM", "HAS_BIAS", "HAS_RESIDUAL", "IS_OUT_FLOAT"), 0)
     wide = {
-        "COLUMNS": 2048,
+        "K": 2048,
         "ROW_TILES": 2,
         "WARPS": 4,
         "HELD": 4,
@@ -143,7 +137,7 @@ def compile_cases() -> list[dict[str, int]]:
         "IS_BFLOAT": 1,
     }
     few = {
-        "COLUMNS": 4096,
+        "K": 4096,
         "ROW_TILES": 1,
         "WARPS": 8,
         "HELD": 16,

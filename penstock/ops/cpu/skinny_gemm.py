@@ -1,6 +1,4 @@
-"""Products of a few tokens with a bf16 weight on a CPU (`few_rows.cpp`), rounded once or not at
-all.
-"""
+"""Products of a few tokens with a bf16 weight on a CPU (`skinny_gemm.cpp`)."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from torch import Tensor
 
 from penstock.ops.cpu import library
 
-MOST_TOKENS = 8  # for more, a product costs its arithmetic, which torch's libraries do as well
+MOST_TOKENS = 8  # for more, arithmetic dominates, and the libraries of torch are as fast
 
 
 def is_better(x: Tensor, weight: Tensor) -> bool:
-    """Whether `multiply` is to be preferred for x [T, K] and a weight [N, K]."""
+    """Whether `multiply` is faster for x [T, K] and a weight [N, K]."""
     return (
         weight.dtype == torch.bfloat16
         and x.dtype == torch.bfloat16
@@ -67,7 +65,7 @@ def _function() -> Callable[..., None] | None:
     loaded = library.load(Path(__file__).with_suffix(".cpp"))
     if loaded is None:
         return None
-    function = loaded.few_rows
+    function = loaded.skinny_gemm
     function.argtypes = [c_void_p] * 5 + [c_int] + [c_long] * 3
     function.restype = None
     return function
