@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops.cuda.program import is_available, program
-from penstock.ops.triton.launch import cdiv
-from penstock.ops.triton.matmul_product import Product
-from penstock.ops.triton.tuning import Tile
+from penstock.ops.product import Product, Tile
 
 MAX_TOKENS = 8
 STEP_COLUMNS = 32  # that a warp multiplies at a time
@@ -66,7 +64,7 @@ def multiply_skinny(product: Product, tile: Tile) -> Tensor:
     }
     device = product.x.device
     program(SOURCE, "skinny_gemm", tuple(constants.items()), device).launch(
-        cdiv(N, TILE_ROWS * tile["row_tiles"]),
+        -(-N // (TILE_ROWS * tile["row_tiles"])),
         32 * tile["num_warps"],
         torch._C._cuda_getCurrentRawStream(device.index or 0),
         _address(product.x),

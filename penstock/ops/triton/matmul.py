@@ -27,6 +27,7 @@ from penstock.ops.cuda.skinny_gemm import (
     skinny_candidates,
     skinny_rule,
 )
+from penstock.ops.product import Product
 from penstock.ops.triton.launch import (
     CompileCase,
     cdiv,
@@ -40,7 +41,7 @@ from penstock.ops.triton.matmul_gemv import (
     gemv_rule,
     multiply_gemv,
 )
-from penstock.ops.triton.matmul_product import Product, compile_case, load_activations
+from penstock.ops.triton.matmul_product import compile_case, load_activations
 from penstock.ops.triton.matmul_small_gemm import (
     FIXED_TILE,
     multiply_small_gemm,

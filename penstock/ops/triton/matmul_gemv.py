@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.product import Product
 from penstock.ops.triton.launch import (
     CompileCase,
     cdiv,
@@ -25,7 +26,6 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.matmul_product import (
-    Product,
     columns_of,
     compile_case,
     load_activations,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.product import Product
 from penstock.ops.triton.launch import (
     LARGE_MEMORY,
     SMALL_MEMORY,
@@ -27,7 +28,6 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.matmul_product import (
-    Product,
     columns_of,
     compile_case,
     load_inside,
