@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from compile_cases import skinny_gemm_cases
 from penstock.ops.cuda import skinny_gemm
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc
 
@@ -32,7 +33,6 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from penstock.ops.triton import attention, decode_rows, delta_net, masking, matmul, moe, norm
 from compile_cases import all_cases
 
 first, *others = map(int, sys.argv[1].split(","))
@@ -53,8 +53,7 @@ def shared_memory(capability, kernel, signature, constexprs, options):
 
 
 seen = {capability: {} for capability in (first, *others)}
-modules = (attention, decode_rows, delta_net, masking, matmul, moe, norm)
-for case in [*all_cases(), *(case for module in modules for case in module.compile_cases())]:
+for case in all_cases():
     name = f"{case[0].fn.__module__}.{case[0].fn.__name__}{case[2].get('STAGE', '')}"
     if name in seen[first] and forms == "one":
         continue
@@ -102,14 +101,14 @@ def test_the_cuda_source_compiles_too(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for constants in skinny_gemm.compile_cases():
+    for constants in skinny_gemm_cases():
         image = compile_source(skinny_gemm.SOURCE.read_text(), constants, f"sm_{capability}")
         assert image.startswith(b"\x7fELF")
         assert image == compile_source(
             skinny_gemm.SOURCE.read_text(), constants, f"sm_{capability}"
         )
     kept = list((tmp_path / "penstock" / "kernels").glob("*.cubin"))
-    assert len(kept) == len(skinny_gemm.compile_cases())
+    assert len(kept) == len(skinny_gemm_cases())
 
 
 @pytest.mark.skipif(

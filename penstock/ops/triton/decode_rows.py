@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.launch import (
-    CompileCase,
     cdiv,
     launch_options,
     let_next_start,
@@ -87,21 +86,3 @@ def decode_rows_kernel(
         tl.store(p_token_ids + i_row, tl.load(p_last_token + row))
         tl.store(p_kv_index + i_row, last_page * PAGE_SIZE + position % PAGE_SIZE)
         tl.store(p_context_lens + i_row, position + 1)
-
-
-def compile_cases() -> list[CompileCase]:
-    """(kernel, signature, constexprs, options)."""
-    signature = dict.fromkeys(
-        ("p_packed", "p_last_token", "p_token_ids", "p_kv_index", "p_context_lens"), "*i64"
-    )
-    signature |= dict.fromkeys(("p_page_table", "p_row_pages"), "*i32")
-    signature |= dict.fromkeys(("packed_stride", "num_pages"), "i32")
-    constexprs = {"PAGE_SIZE": 16, "BLOCK": _TILE["BLOCK"], "PDL": False}
-    return [
-        (
-            decode_rows_kernel,
-            signature,
-            constexprs,
-            {"num_warps": _TILE["num_warps"], "num_stages": 1},
-        )
-    ]

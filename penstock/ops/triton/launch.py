@@ -28,10 +28,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-# A kernel, the types of its arguments, the values of its constexprs, and num_warps and num_stages:
-# what every file of kernels gives the test that compiles them for other cards.
-CompileCase = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
-
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):

@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from penstock.ops.triton.activation import silu
-from penstock.ops.triton.launch import CompileCase
 
 
 def columns_of(block_k: int, dtype: torch.dtype) -> int:
@@ -35,29 +32,3 @@ def load_activations(p_x, inside, K: tl.constexpr, IS_SWIGLU: tl.constexpr, IS_W
         b_up = load_inside(p_x + K, inside, IS_WHOLE).to(tl.float32)
         b_x = silu(b_x) * b_up
     return b_x
-
-
-# Of the arguments that kernels of products share, for a model in bf16.
-_ARGUMENT_TYPES = {
-    "p_x": "*bf16",
-    "p_norm": "*fp32",
-    "p_weight": "*bf16",
-    "p_bias": "*bf16",
-    "p_residual": "*bf16",
-    "p_parts": "*fp32",
-    "p_out": "*bf16",
-    "num_tokens": "i32",
-    "N": "i32",
-    "x_stride": "i32",
-    "residual_stride": "i32",
-    "eps": "fp32",
-}
-
-
-def compile_case(kernel: Any, constexprs: dict[str, Any], **options: int) -> CompileCase:
-    """A kernel, the types of its arguments, the values of the others, and how it is launched."""
-    values = {**constexprs, "PDL": False}
-    types = {
-        name: "constexpr" if name in values else _ARGUMENT_TYPES[name] for name in kernel.arg_names
-    }
-    return kernel, types, values, options

@@ -18,10 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton import moe_permute
 from penstock.ops.triton.activation import silu
 from penstock.ops.triton.launch import (
-    CompileCase,
     cdiv,
     has_dependent_launch,
     launch_options,
@@ -366,33 +364,3 @@ def _add_pairs_kernel(
         b_shared = tl.load(own + TOP_K * H, mask=is_column, other=0.0).to(tl.float32)
         total += b_shared * tl.load(shared_weight + token)
     tl.store(out + token * H + columns, total.to(out.dtype.element_ty), mask=is_column)
-
-
-def compile_cases() -> list[CompileCase]:
-    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options). Small tiles come
-    first.
-    """
-    places = {"order": "*i32", "tiles": "*i32"}
-    gate_up = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16") | places
-    down = dict.fromkeys(("inner", "down", "shared_down", "outputs"), "*bf16") | places
-    total = dict.fromkeys(("outputs", "residual", "out"), "*bf16")
-    total |= dict.fromkeys(("weights", "shared_weight"), "*fp32")
-    cases: list[CompileCase] = [
-        *moe_permute.compile_cases(),
-        (
-            _add_pairs_kernel,
-            total,
-            {"TOP_K": 8, "H": 2048, "HAS_SHARED": True, "BLOCK_H": 1024, "PDL": False},
-            {"num_warps": 4, "num_stages": 1},
-        ),
-    ]
-    dims = {"E": 256, "SLOTS": 9, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
-    for rules in (_rules(256, 2, False), _rules(32, 2, True), _rules(256, 2, True)):
-        for kernel, types, tile in (
-            (_grouped_gate_up_kernel, gate_up, rules["gate_up"]),
-            (_grouped_down_kernel, down, rules["down"]),
-        ):
-            options = {key: tile[key] for key in ("num_warps", "num_stages")}
-            blocks = {key: value for key, value in tile.items() if key not in options}
-            cases.append((kernel, types, {**dims, **rules["list"], **blocks}, options))
-    return cases

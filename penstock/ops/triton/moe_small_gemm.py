@@ -25,7 +25,6 @@ from torch import Tensor
 
 from penstock.ops.triton.activation import silu
 from penstock.ops.triton.launch import (
-    CompileCase,
     cdiv,
     launch_options,
     let_next_start,
@@ -433,48 +432,3 @@ def _sum_kernel(
         )
         total += b_shared.to(tl.float32) * tl.load(shared_weight + token)
     tl.store(out + token * H + columns, total, mask=is_column)
-
-
-def compile_cases() -> list[CompileCase]:
-    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options)."""
-    dims = {"TOP_K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
-    lists = dict.fromkeys(("ids", "order", "starts"), "*i32")
-    counts = dict.fromkeys(("num_tokens", "num_shared"), "i32")
-    gate_up = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16") | lists | counts
-    down = (
-        dict.fromkeys(("inner", "down", "shared_down"), "*bf16")
-        | {"outputs": "*fp32"}
-        | lists
-        | counts
-    )
-    total = dict.fromkeys(("outputs", "weights", "shared_weight"), "*fp32")
-    total |= {"residual": "*bf16", "out": "*bf16", "num_tokens": "i32"}
-    cases: list[CompileCase] = [
-        (
-            _sum_kernel,
-            total,
-            {"TOP_K": 8, "H": 2048, "HAS_SHARED": True, "BLOCK_H": 512, "PDL": False},
-            {"num_warps": 4, "num_stages": 1},
-        ),
-        (
-            _list_pairs_kernel,
-            {**lists, "num_pairs": "i32"},
-            {"E": 256, "BLOCK": 4096, "PDL": False},
-            {"num_warps": 8, "num_stages": 1},
-        ),
-    ]
-    for is_listed, splits, tile in (
-        (False, 1, _rule(0, 2)),
-        (True, 1, _rule(16, 2)),
-        (True, 1, _rule(32, 2)),
-        (True, 4, _rule(256, 2)),
-        (True, 1, DETERMINISTIC_TILE),
-    ):
-        options = {key: tile[key] for key in ("num_warps", "num_stages")}
-        blocks = {key: value for key, value in tile.items() if key not in options}
-        constants = {**dims, **blocks, "IS_LISTED": is_listed, "SPLITS": splits, "BLOCK_IDS": 256}
-        cases += [
-            (_gate_up_kernel, gate_up, constants, options),
-            (_down_kernel, down, constants, options),
-        ]
-    return cases
