@@ -365,9 +365,8 @@ def moe_grouped_gemm_cases() -> list[CompileCase]:
     """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options). Small tiles come
     first.
     """
-    places = {"order": "*i32", "tiles": "*i32"}
-    gate_up = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16") | places
-    down = dict.fromkeys(("inner", "down", "shared_down", "outputs"), "*bf16") | places
+    types = dict.fromkeys(("source", "experts", "shared", "result"), "*bf16")
+    types |= {"order": "*i32", "tiles": "*i32"}
     total = dict.fromkeys(("outputs", "residual", "out"), "*bf16")
     total |= dict.fromkeys(("weights", "shared_weight"), "*fp32")
     cases: list[CompileCase] = [
@@ -385,13 +384,10 @@ def moe_grouped_gemm_cases() -> list[CompileCase]:
         moe_grouped_gemm._rules(32, 2, True),
         moe_grouped_gemm._rules(256, 2, True),
     ):
-        for kernel, types, tile in (
-            (moe_grouped_gemm._grouped_gate_up_kernel, gate_up, rules["gate_up"]),
-            (moe_grouped_gemm._grouped_down_kernel, down, rules["down"]),
-        ):
-            options = {key: tile[key] for key in ("num_warps", "num_stages")}
-            blocks = {key: value for key, value in tile.items() if key not in options}
-            cases.append((kernel, types, {**dims, **rules["list"], **blocks}, options))
+        for name in ("gate_up", "down"):
+            blocks, options = _split_tile(rules[name])
+            form = {**dims, "IS_DOWN": name == "down", **rules["list"], **blocks}
+            cases.append((moe_grouped_gemm.grouped_kernel, types, form, options))
     return cases
 
 
@@ -451,13 +447,7 @@ def moe_small_gemm_cases() -> list[CompileCase]:
     dims = {"TOP_K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
     lists = dict.fromkeys(("ids", "order", "starts"), "*i32")
     counts = dict.fromkeys(("num_tokens", "num_shared"), "i32")
-    gate_up = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16") | lists | counts
-    down = (
-        dict.fromkeys(("inner", "down", "shared_down"), "*bf16")
-        | {"outputs": "*fp32"}
-        | lists
-        | counts
-    )
+    product = dict.fromkeys(("source", "experts", "shared"), "*bf16") | lists | counts
     total = dict.fromkeys(("outputs", "weights", "shared_weight"), "*fp32")
     total |= {"residual": "*bf16", "out": "*bf16", "num_tokens": "i32"}
     cases: list[CompileCase] = [
@@ -484,10 +474,10 @@ def moe_small_gemm_cases() -> list[CompileCase]:
         options = {key: tile[key] for key in ("num_warps", "num_stages")}
         blocks = {key: value for key, value in tile.items() if key not in options}
         constants = {**dims, **blocks, "IS_LISTED": is_listed, "SPLITS": splits, "BLOCK_IDS": 256}
-        cases += [
-            (moe_small_gemm._gate_up_kernel, gate_up, constants, options),
-            (moe_small_gemm._down_kernel, down, constants, options),
-        ]
+        for outputs in ("*bf16", "*fp32"):
+            types, is_down = product | {"result": outputs}, outputs == "*fp32"
+            form = {**constants, "IS_DOWN": is_down}
+            cases.append((moe_small_gemm.product_kernel, types, form, options))
     return cases
 
 

@@ -54,7 +54,8 @@ def shared_memory(capability, kernel, signature, constexprs, options):
 
 seen = {capability: {} for capability in (first, *others)}
 for case in all_cases():
-    name = f"{case[0].fn.__module__}.{case[0].fn.__name__}{case[2].get('STAGE', '')}"
+    form = case[2].get("STAGE", case[2].get("IS_DOWN", ""))
+    name = f"{case[0].fn.__module__}.{case[0].fn.__name__} {form}"
     if name in seen[first] and forms == "one":
         continue
     size = shared_memory(first, *case)
