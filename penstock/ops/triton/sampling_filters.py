@@ -72,7 +72,7 @@ def draw_filtered(
     num_chunks = launch.cdiv(vocab, tile["CHUNK"])
     device, grid = logits.device, (num_rows, num_chunks)
     counts = torch.empty(*grid, BINS.value, dtype=torch.int16, device=device)
-    parts = torch.empty(*grid, 2, dtype=torch.float32, device=device)
+    parts = torch.empty(*grid, 4, dtype=torch.float32, device=device)
     shared = torch.empty(num_rows, SHARED.value, dtype=torch.int64, device=device)
     arguments = (logits, vocab, logits.stride(0), *settings, counts, parts, shared, token_ids)
     options = {**tile, **REGISTERS, **launch.launch_options(device)}
@@ -94,7 +94,7 @@ def filter_kernel(
     p_seeds,  # [L]
     p_positions,  # [L]
     p_counts,  # [L, chunks, BINS] int16
-    p_parts,  # [L, chunks, 2] float32: the largest logit, and the mass relative to it
+    p_parts,  # [L, chunks, 4] float32: largest logit, mass relative to it; the grid: top, scale
     p_shared,  # [L, SHARED] int64
     p_token_ids,  # [L], written
     STAGE: tl.constexpr,
@@ -108,19 +108,18 @@ def filter_kernel(
     i_row, num_chunks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     p_row, p_row_shared = p_logits + i_row * logits_stride, p_shared + i_row * SHARED
     p_row_counts = p_counts + i_row * num_chunks * BINS
-    p_row_parts, row = p_parts + i_row * num_chunks * 2, (p_row, vocab, p_row_shared)
+    p_row_parts, row = p_parts + i_row * num_chunks * 4, (p_row, vocab, p_row_shared)
     temperature, top_k, top_p = _filters_of(i_row, vocab, p_temperature, p_top_k, p_top_p)
-    top, levels_a_unit = _grid_of(p_row, vocab, temperature)
     if STAGE == SURVEY:
-        grid = top, levels_a_unit, 0, BIN_SHIFT
-        _survey(row, (p_row_counts, p_row_parts), grid, temperature, CHUNK, BLOCK)
+        _survey(row, p_row_counts, p_row_parts, temperature, CHUNK, BLOCK)
         return
 
     chunk, b_bin = tl.arange(0, MAX_CHUNKS), tl.arange(0, BINS)
     p_bins, is_chunk = p_row_counts + chunk[:, None] * BINS + b_bin[None, :], chunk < num_chunks
     b_counts = tl.sum(tl.load(p_bins, mask=is_chunk[:, None], other=0).to(tl.int32), axis=0)
-    b_peak = tl.load(p_row_parts + chunk * 2, mask=is_chunk, other=FLOOR)
-    b_mass = tl.load(p_row_parts + chunk * 2 + 1, mask=is_chunk, other=0.0)
+    top, levels_a_unit = tl.load(p_row_parts + 2), tl.load(p_row_parts + 3)
+    b_peak = tl.load(p_row_parts + chunk * 4, mask=is_chunk, other=FLOOR)
+    b_mass = tl.load(p_row_parts + chunk * 4 + 1, mask=is_chunk, other=0.0)
     peak = tl.max(b_peak, axis=0)
     total = tl.sum(b_mass * _share_of(b_peak, peak, temperature), axis=0)
     b_before, b_after = _mass_bounds(b_counts, total, peak, top, levels_a_unit, temperature)
@@ -158,9 +157,10 @@ def filter_kernel(
 
 
 @triton.jit
-def _survey(row, parts, grid, temperature, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    (p_row, vocab, p_row_shared), (p_row_counts, p_row_parts) = row, parts
-    i_chunk = tl.program_id(1)
+def _survey(row, p_row_counts, p_row_parts, temperature, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    (p_row, vocab, p_row_shared), i_chunk = row, tl.program_id(1)
+    top, levels_a_unit = _grid_of(p_row, vocab, temperature)
+    grid = top, levels_a_unit, 0, BIN_SHIFT
     peak, mass = tl.full([], FLOOR, tl.float32), 0.0
     b_counts = tl.zeros([BINS], tl.int32)
     for start in range(i_chunk * CHUNK, (i_chunk + 1) * CHUNK, BLOCK):
@@ -171,8 +171,11 @@ def _survey(row, parts, grid, temperature, CHUNK: tl.constexpr, BLOCK: tl.conste
         mass = mass * _share_of(peak, higher, temperature) + tl.sum(b_share, axis=0)
         peak = higher
     tl.store(p_row_counts + i_chunk * BINS + tl.arange(0, BINS), b_counts.to(tl.int16))
-    tl.store(p_row_parts + i_chunk * 2, peak)
-    tl.store(p_row_parts + i_chunk * 2 + 1, mass)
+    p_part = p_row_parts + i_chunk * 4
+    tl.store(p_part, peak)
+    tl.store(p_part + 1, mass)
+    tl.store(p_part + 2, top)
+    tl.store(p_part + 3, levels_a_unit)
     if i_chunk == 0:  # what the later stages add to
         fine, sums = tl.arange(0, 2 * FINE), tl.arange(0, SHARED - DRAWN)
         tl.store(p_row_shared + fine, tl.zeros([2 * FINE], tl.int64))
@@ -272,14 +275,15 @@ def _grid_of(p_row, vocab, temperature):
     """The value of level 0 and the levels of a unit, by a sample of the row.
 
     Any grid gives the same token. A good one leaves few tokens in a bin: it reaches from above the
-    largest value to the smallest, but a few tokens far below all others do not widen it.
+    largest value to the smallest, but tokens far below all others widen it by little.
     """
     b_group = tl.arange(0, 64)[:, None] * tl.maximum(vocab // 64, 1)
     b_logit, is_possible = _load_logits(p_row, b_group + tl.arange(0, 16)[None, :], vocab)
     highest = tl.max(tl.max(b_logit, axis=1), axis=0)
-    b_lowest = tl.min(tl.where(is_possible, b_logit, float("inf")), axis=1)
-    usual = tl.max(tl.where(b_lowest < float("inf"), b_lowest, float("-inf")), axis=0)
-    reach = tl.where(highest > usual, 2.5 * (highest - usual), 8 * temperature)
+    b_depth = tl.where(is_possible, tl.minimum(highest - b_logit, 64.0), 0.0)
+    num_possible = tl.sum(tl.sum(is_possible.to(tl.float32), axis=1), axis=0)
+    reach = 3 * tl.sum(tl.sum(b_depth, axis=1), axis=0) / tl.maximum(num_possible, 1.0)
+    reach = tl.where(reach > 0, reach, 8 * temperature)
     return tl.where(highest > float("-inf"), highest, 0.0) + 0.2 * reach, 1 / reach * LEVELS
 
 
