@@ -241,14 +241,14 @@ def grouped_kernel(
     let_next_start(PDL)
     wait_for_previous(PDL)
     LOW: tl.constexpr = min(BLOCK_M, LOW_PAIRS)
+    PADDED: tl.constexpr = I % BLOCK_K + SHARED_I % BLOCK_K if IS_DOWN else H % BLOCK_K
+    IS_WHOLE: tl.constexpr = PADDED == 0
     expert, place, row, num_pairs = load_tile(tiles)
     own, width = order + place, I
     if IS_DOWN:
-        IS_WHOLE: tl.constexpr = I % BLOCK_K == 0 and SHARED_I % BLOCK_K == 0
         source += row.to(tl.int64) * INNER
         weights = experts + expert * (H * I)
     else:
-        IS_WHOLE: tl.constexpr = H % BLOCK_K == 0
         result += row.to(tl.int64) * INNER
         weights = experts + expert * (2 * I * H)
     if SHARED_I > 0:
