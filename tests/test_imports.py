@@ -128,3 +128,9 @@ def test_policy_and_serving_never_import_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_cuda_kernels_import_nothing_of_tritons() -> None:
+    """`ops/triton` may choose a CUDA kernel; what both need is in `ops` itself."""
+    for path in sorted((PACKAGE / "ops" / "cuda").glob("*.py")):
+        assert "penstock.ops.triton" not in path.read_text(), path.name

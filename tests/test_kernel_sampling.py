@@ -233,6 +233,17 @@ def test_a_forbidden_token_is_never_drawn(device: str, filtered: bool) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_left", [60, 600])
+def test_what_the_sampled_logits_say_of_a_row_changes_no_draw(device: str, num_left: int) -> None:
+    """The kernels lay their bins by ids 0 to 15 of every 32, all forbidden here."""
+    vocab, settings = 2048, [SETTINGS[index] for index in (4, 6, 9)]
+    token_ids = torch.arange(vocab, device=device)
+    is_left = (token_ids % 32 >= 16) & (token_ids < num_left * 2)
+    logits = torch.where(is_left, random_logits(3, vocab, device) + 5, -torch.inf)
+    assert_same_draws(logits, knobs(settings, vocab, device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("filtered", [False, True])
 def test_where_all_is_forbidden_the_first_token_is_drawn(device: str, filtered: bool) -> None:
     settings = [SETTINGS[index] for index in (0, 2, 4, 6, 9)]

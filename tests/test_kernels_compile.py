@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from compile_cases import skinny_gemm_cases
 from penstock.ops.cuda import skinny_gemm
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc
 
@@ -34,7 +35,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
-from penstock.ops.triton import attention, decode_rows, delta_net, masking, matmul, moe, norm, sampling
+from compile_cases import all_cases
 
 first, *others = map(int, sys.argv[1].split(","))
 forms, much = sys.argv[2], int(sys.argv[3])
@@ -55,14 +56,14 @@ def shared_memory(capability, kernel, signature, constexprs, options):
 
 seen = {capability: {} for capability in (first, *others)}
 large = []
-for module in (attention, decode_rows, delta_net, masking, matmul, moe, norm, sampling):
-    for case in module.compile_cases():
-        name = f"{case[0].fn.__module__}.{case[0].fn.__name__}{case[2].get('STORED', '')}"
-        if name in seen[first] and forms == "one":
-            continue
-        size = shared_memory(first, *case)
-        seen[first].setdefault(name, []).append(size)
-        large += [(name, case)] if size >= much else []
+for case in all_cases():
+    form = [case[2].get(key, "") for key in ("STAGE", "IS_DOWN", "STORED")]
+    name = f"{case[0].fn.__module__}.{case[0].fn.__name__} {form}"
+    if name in seen[first] and forms == "one":
+        continue
+    size = shared_memory(first, *case)
+    seen[first].setdefault(name, []).append(size)
+    large += [(name, case)] if size >= much else []
 CUDABackend.make_cubin = lambda *words: b""
 for capability in others:
     for name, case in large:
@@ -80,7 +81,7 @@ def test_kernels_compile_and_fit(
     # Kept: Triton knows a kernel by its source, and compiles again those that have changed.
     assert pytestconfig.cache is not None
     kept = pytestconfig.cache.mkdir(f"kernels-{capabilities}-{forms}".replace(",", "-"))
-    environment |= {"TRITON_CACHE_DIR": str(kept), "PYTHONPATH": str(ROOT)}
+    environment |= {"TRITON_CACHE_DIR": str(kept), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     # What is not understood or does not fit shows without what LLVM would improve.
     if forms == "one":
         environment |= {"DISABLE_LLVM_OPT": "1", "TRITON_DISABLE_LINE_INFO": "1"}
@@ -111,14 +112,14 @@ def test_the_cuda_source_compiles_too(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for constants in skinny_gemm.compile_cases():
+    for constants in skinny_gemm_cases():
         image = compile_source(skinny_gemm.SOURCE.read_text(), constants, f"sm_{capability}")
         assert image.startswith(b"\x7fELF")
         assert image == compile_source(
             skinny_gemm.SOURCE.read_text(), constants, f"sm_{capability}"
         )
     kept = list((tmp_path / "penstock" / "kernels").glob("*.cubin"))
-    assert len(kept) == len(skinny_gemm.compile_cases())
+    assert len(kept) == len(skinny_gemm_cases())
 
 
 @pytest.mark.skipif(

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from penstock.ops.cache_folder import cache_folder, write_whole
-from penstock.ops.triton.launch import has_dependent_launch
 
 START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 FIRST_CAPABILITY = (8, 0)
@@ -70,7 +69,7 @@ class Program:
             self._driver.cuModuleGetFunction(byref(self._function), self._module, name.encode())
         )
         self._attributes = (_Attribute * 1)(_Attribute(START_EARLY, 0, 1))
-        self._num_attributes = int(has_dependent_launch(device))
+        self._num_attributes = int(torch.cuda.get_device_capability(device) >= (9, 0))
 
     def launch(self, num_blocks: int, num_threads: int, stream: int, *arguments: Any) -> None:
         launch = _Launch(

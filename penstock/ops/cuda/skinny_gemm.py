@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops.cuda.program import is_available, program
-from penstock.ops.triton.launch import cdiv
-from penstock.ops.triton.matmul_product import Product
-from penstock.ops.triton.tuning import Tile
+from penstock.ops.product import Product, Tile
 
 MAX_TOKENS = 8
 STEP_COLUMNS = 32  # that a warp multiplies at a time
@@ -66,7 +64,7 @@ def multiply_skinny(product: Product, tile: Tile) -> Tensor:
     }
     device = product.x.device
     program(SOURCE, "skinny_gemm", tuple(constants.items()), device).launch(
-        cdiv(N, TILE_ROWS * tile["row_tiles"]),
+        -(-N // (TILE_ROWS * tile["row_tiles"])),
         32 * tile["num_warps"],
         torch._C._cuda_getCurrentRawStream(device.index or 0),
         _address(product.x),
@@ -120,33 +118,3 @@ def _most_blocks(row_tiles: int, num_warps: int, held: int) -> int:
     """Blocks that fit a multiprocessor, by a generous estimate of the registers of a thread."""
     needed = 8 * held * row_tiles + 4 * row_tiles + 64
     return max(1, min(8, REGISTERS // (32 * num_warps * min(needed, 255))))
-
-
-def compile_cases() -> list[dict[str, int]]:
-    """Constants of the kernel for Qwen3.5-35B-A3B in bf16, for a model in fp16, and for one with
-    biases.
-    """
-    plain = dict.fromkeys(("HAS_NORM", "HAS_BIAS", "HAS_RESIDUAL", "IS_OUT_FLOAT"), 0)
-    wide = {
-        "K": 2048,
-        "ROW_TILES": 2,
-        "WARPS": 4,
-        "HELD": 4,
-        "BLOCKS": 3,
-        **plain,
-        "IS_BFLOAT": 1,
-    }
-    few = {
-        "K": 4096,
-        "ROW_TILES": 1,
-        "WARPS": 8,
-        "HELD": 16,
-        "BLOCKS": 1,
-        **plain,
-        "IS_BFLOAT": 1,
-    }
-    return [
-        {**wide, "HAS_NORM": 1},
-        {**wide, "HAS_NORM": 1, "IS_OUT_FLOAT": 1, "IS_BFLOAT": 0},
-        {**few, "HAS_RESIDUAL": 1, "HAS_BIAS": 1},
-    ]

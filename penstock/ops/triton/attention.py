@@ -9,7 +9,6 @@ inputs are written before its first kernel with an early start.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -20,9 +19,8 @@ from penstock.ops.reference import attention as reference
 from penstock.ops.reference.rows import LEAST_KEYS, Span, TokenBlocks, decode_runs
 from penstock.ops.triton import decode_attention as decodes
 from penstock.ops.triton import prefill_attention as prefills
-from penstock.ops.triton.kv_codes import encode, stored_as, stored_forms, view_codes
+from penstock.ops.triton.kv_codes import encode, stored_as, view_codes
 from penstock.ops.triton.launch import (
-    CompileCase,
     cdiv,
     launch_options,
     let_next_start,
@@ -157,29 +155,6 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     if kernel == "rope_and_store":
         return [{"BLOCK_HEADS": n, "num_warps": n, "num_stages": 1} for n in (1, 2, 4, 8)]
     return decodes.candidates(kernel, shape) + prefills.candidates(kernel, shape, num_tokens)
-
-
-def compile_cases() -> list[CompileCase]:
-    """(kernel, signature, constexprs, options): every form, as Qwen3.5-35B-A3B in bf16 launches
-    it.
-    """
-    signature = dict.fromkeys(("p_q", "p_k", "p_v", "p_out"), "*bf16")
-    signature |= dict.fromkeys(("p_q_norm", "p_k_norm", "p_rope"), "*fp32")
-    signature |= dict.fromkeys(("p_positions", "p_kv_index"), "*i64")
-    signature |= {"eps": "fp32", "q_stride": "i32", "k_stride": "i32", "v_stride": "i32"}
-    constexprs: dict[str, Any] = {
-        "NUM_HEADS": 16,
-        "NUM_KV_HEADS": 2,
-        "HEAD_DIM": 256,
-        "NUM_PAIRS": 32,
-    }
-    constexprs |= {"INTERLEAVED": False, "BLOCK_HEADS": 4, "BLOCK_D": 256, "PDL": False}
-    options = {"num_warps": 4, "num_stages": 1}
-    forms = [
-        (_rope_and_store_kernel, {**signature, **types}, {**constexprs, **given}, options)
-        for types, given in stored_forms("*u8")
-    ]
-    return [*forms, *decodes.compile_cases(), *prefills.compile_cases()]
 
 
 @triton.jit(do_not_specialize=["p_positions", "p_kv_index"])  # parts of one buffer, aligned anyhow

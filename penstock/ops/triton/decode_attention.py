@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.kv_codes import SCALE_UNIT, stored_as, stored_forms, view_codes, widen
+from penstock.ops.triton.kv_codes import SCALE_UNIT, stored_as, view_codes, widen
 from penstock.ops.triton.launch import (
-    CompileCase,
     cdiv,
     launch_options,
     let_next_start,
@@ -217,55 +215,6 @@ def candidates(kernel: str, shape: tuple[int, ...]) -> list[Tile]:
             if splits <= max_splits and width <= head_dim and splits * width <= 2 * MERGE_ELEMENTS
         ]
     return []
-
-
-def compile_cases() -> list[CompileCase]:
-    """Qwen3.5-35B-A3B in bf16, KV in bf16 and in codes: rows in one piece, rows in splits, and the
-    merging of these."""
-    tile = _decode_rule(256, 64, torch.bfloat16)
-    signature = dict.fromkeys(("p_q", "p_out"), "*bf16")
-    signature |= {"p_pages": "*i32", "p_context_lens": "*i64", "scale": "fp32"}
-    signature |= dict.fromkeys(("q_stride", "table_stride", "gate_stride", "min_share"), "i32")
-    constexprs: dict[str, Any] = {
-        "NUM_HEADS": 16,
-        "NUM_KV_HEADS": 2,
-        "HEAD_DIM": 256,
-        "PAGE_SIZE": 64,
-    }
-    constexprs |= {
-        "WINDOW": 0,
-        "BLOCK_KEYS": tile["BLOCK_KEYS"],
-        "BLOCK_M": 16,
-        "BLOCK_D": 256,
-        "PDL": False,
-    }
-    gate = {"p_gate": "*bf16"}
-    splits = {"p_partial": "*fp32", "p_log_sums": "*fp32"}
-    merge_signature = {**splits, **gate, "p_context_lens": "*i64", "p_out": "*bf16"}
-    merge_signature |= dict.fromkeys(("gate_stride", "min_share", "num_splits"), "i32")
-    merge_tile = dict(_merge_rule(1, 132, 256, torch.device("cpu")))
-    merge_options = {
-        "num_warps": merge_tile.pop("num_warps"),
-        "num_stages": merge_tile.pop("num_stages"),
-    }
-    merge = {
-        "HEAD_DIM": 256,
-        "WINDOW": 0,
-        "BLOCK_KEYS": tile["BLOCK_KEYS"],
-        **merge_tile,
-        "PDL": False,
-    }
-    options = {"num_warps": tile["num_warps"], "num_stages": 1}
-    forms: list[CompileCase] = []
-    for stored, given in stored_forms("*i32"):
-        dtype = torch.bfloat16 if given["STORED"] == "plain" else torch.int8
-        given = {**constexprs, **given, "BLOCK_KEYS": _decode_rule(256, 64, dtype)["BLOCK_KEYS"]}
-        types = {**signature, **stored}
-        forms += [
-            (_decode_kernel, {**types, **gate}, {**given, **dict.fromkeys(splits)}, options),
-            (_decode_kernel, {**types, **splits}, {**given, **dict.fromkeys(gate)}, options),
-        ]
-    return [*forms, (_merge_kernel, merge_signature, merge, merge_options)]
 
 
 @triton.jit

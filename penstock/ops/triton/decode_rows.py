@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.launch import (
-    CompileCase,
     cdiv,
     launch_options,
     let_next_start,
@@ -136,28 +135,3 @@ def advance_rows_kernel(
     context_len = tl.load(p_context_len + row, mask=gains, other=0)
     tl.store(p_last_token + row, token_id, mask=gains)
     tl.store(p_context_len + row, context_len + num_new, mask=gains)
-
-
-def compile_cases() -> list[CompileCase]:
-    """(kernel, signature, constexprs, options)."""
-    head = ("p_rows", "p_last_token", "p_context_len")
-    results = ("p_token_ids", "p_positions", "p_kv_index", "p_context_lens")
-    decode = dict.fromkeys((*head, *results), "*i64")
-    decode |= dict.fromkeys(("p_page_table", "p_row_pages"), "*i32")
-    tail = ("p_rows", "p_num_new", "p_token_ids", "p_last_token", "p_context_len")
-    advance = dict.fromkeys(tail, "*i64") | {"num_rows": "i32"}
-    options = {"num_warps": _TILE["num_warps"], "num_stages": 1}
-    return [
-        (
-            decode_rows_kernel,
-            decode | {"num_pages": "i32"},
-            {"PAGE_SIZE": 16, "BLOCK": _TILE["BLOCK"], "PDL": False},
-            options,
-        ),
-        (
-            advance_rows_kernel,
-            advance,
-            {"BLOCK": _ADVANCE_TILE["BLOCK"], "PDL": False},
-            options,
-        ),
-    ]

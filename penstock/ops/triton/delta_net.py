@@ -27,7 +27,6 @@ from penstock.ops.triton import delta_net_blocks
 from penstock.ops.triton.activation import silu, softplus
 from penstock.ops.triton.delta_net_blocks import rounded
 from penstock.ops.triton.launch import (
-    CompileCase,
     launch_options,
     let_next_start,
     next_power_of_2,
@@ -341,43 +340,3 @@ def _add_pairs(a, b, c, d):
 @triton.jit
 def _add_triples(a, b, c, d, e, f):
     return a + d, b + e, c + f
-
-
-def compile_cases() -> list[CompileCase]:
-    """The 35B-A3B mixer in bf16, with states in both dtypes: (kernel, signature, constexprs,
-    options).
-    """
-    pointers = {
-        "mixed": "*bf16",
-        "conv_weight": "*bf16",
-        "a_log": "*fp32",
-        "dt_bias": "*fp32",
-        "norm_weight": "*fp32",
-        "conv": "*bf16",
-        "recurrent": "*fp32",
-        "context_lens": "*i64",
-        "state_slots": "*i64",
-        "initial_slots": "*i64",
-        "out": "*bf16",
-    }
-    strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
-    constexprs = {
-        "NUM_KEY_HEADS": 16,
-        "NUM_VALUE_HEADS": 32,
-        "KEY_DIM": 128,
-        "VALUE_DIM": 128,
-        "NUM_TAPS": 4,
-        "RING": 4,
-        "BLOCK_RING": 4,
-        "BLOCK_K": 128,
-        "BLOCK_V": 128,
-        "PDL": False,
-    }
-    tile = dict(_rule(128, 128))
-    constexprs["WARP_V"] = tile.pop("WARP_V")
-    signature = {**pointers, "eps": "fp32", **strides}
-    decodes = [
-        (_decode_kernel, {**signature, "recurrent": states}, constexprs, tile)
-        for states in ("*fp32", "*fp16")
-    ]
-    return [*decodes, *delta_net_blocks.compile_cases()]

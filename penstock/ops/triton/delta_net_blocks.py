@@ -24,9 +24,6 @@ from penstock.ops.triton.activation import silu
 from penstock.ops.triton.delta_net_convolve import BLOCK_TOKENS, convolve_kernel
 from penstock.ops.triton.delta_net_prepare import num_scratch_elements, prepare_kernel, scratch_of
 from penstock.ops.triton.launch import (
-    LARGE_MEMORY,
-    SMALL_MEMORY,
-    CompileCase,
     cdiv,
     has_dependent_launch,
     launch_options,
@@ -444,47 +441,3 @@ def _norm_kernel(
         b_read, p_gate, norm_weight, eps, i_t, i_v, mask, mixed_stride, VALUE_DIM
     )
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
-
-
-def compile_cases() -> list[CompileCase]:
-    """The 35B-A3B mixer in bf16: (kernel, signature, constexprs, options)."""
-    shape = (16, 32, 128, 128)
-    constants = {
-        **_head_constants(shape),
-        "BLOCK_K": 128,
-        "PADDED_V": 128,
-        "BLOCK_C": 128,
-        "PDL": False,
-    }
-    constants |= {"NUM_TAPS": 4, "RING": 4, "BLOCK_RING": 4}
-    halves = dict.fromkeys(
-        ("mixed", "conv_weight", "conv", "convolved", "prepared", "out"), "*bf16"
-    )
-    floats = dict.fromkeys(("a_log", "dt_bias", "log_decays", "norm_weight", "recurrent"), "*fp32")
-    numbers = dict.fromkeys(("query_start", "context_lens", "state_slots", "initial_slots"), "*i64")
-    numbers |= {"blocks": "*i32", "row_blocks": "*i32"}
-    strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
-    types = {**halves, **floats, **numbers, **strides, "eps": "fp32"}
-    small, large = (_scan_rule(shape, 2, memory) for memory in (SMALL_MEMORY, LARGE_MEMORY))
-    cases = [
-        (convolve_kernel, CONVOLVE_TILE),
-        (prepare_kernel, PREPARE_TILE),
-        (prepare_kernel, HOPPER_PREPARE_TILE),
-        (_scan_kernel, small),
-        (_scan_kernel, large),
-        (_scan_kernel, {"BLOCK_V": 128, "num_warps": 8, "num_stages": 3}),
-        (_norm_kernel, {"num_warps": 4, "num_stages": 1}),
-    ]
-    return [
-        (
-            kernel,
-            {name: types[name] for name in kernel.arg_names if name in types},
-            {
-                name: value
-                for name, value in {**constants, **tile}.items()
-                if name in kernel.arg_names
-            },
-            {name: value for name, value in tile.items() if name not in kernel.arg_names},
-        )
-        for kernel, tile in cases
-    ]

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-(2**62) - 1)  # before every token's order
-HIGHEST = tl.constexpr(2**62)  # behind it
 
 
 @triton.jit

@@ -7,8 +7,6 @@ integers: cards before sm_89 have no instruction for it, and where there is one,
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -71,14 +69,6 @@ def view_codes(cache: Tensor, dtype: torch.dtype) -> Tensor:
     """A cache as kernels take it: codes are written as bytes, and read as words of four. What a
     loop carries is then a register for each word, not for each code."""
     return cache if stored_as(cache) == "plain" else cache.view(dtype)
-
-
-def stored_forms(codes: str) -> list[tuple[dict[str, str], dict[str, Any]]]:
-    """For `compile_cases`: the types of what is stored, and the constexprs."""
-    pools, scales = ("p_keys", "p_values"), ("p_key_scales", "p_value_scales")
-    plain = (dict.fromkeys(pools, "*bf16"), {"STORED": "plain", **dict.fromkeys(scales)})
-    types = {**dict.fromkeys(pools, codes), **dict.fromkeys(scales, "*fp32")}
-    return [plain, *((types, {"STORED": name}) for name in ("e4m3", "int8"))]
 
 
 @triton.jit

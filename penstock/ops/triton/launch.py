@@ -28,10 +28,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-# A kernel, the types of its arguments, the values of its constexprs, and num_warps and num_stages:
-# what every file of kernels gives the test that compiles them for other cards.
-CompileCase = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
-
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
@@ -43,6 +39,19 @@ def let_next_start(PDL: tl.constexpr):
 def wait_for_previous(PDL: tl.constexpr):
     if PDL:
         tl_cuda.gdc_wait()
+
+
+@triton.jit
+def arrives_last(arrived, num_programs):
+    """Whether all other programs have stored what they had to, which is then visible here.
+
+    The barrier puts the stores of all threads before the one thread's atomic, which releases them.
+    """
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+    if is_last:
+        tl.store(arrived, 0)
+    return is_last
 
 
 @triton.jit

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.launch import (
-    CompileCase,
     cdiv,
     launch_options,
     let_next_start,
@@ -64,18 +63,3 @@ def mask_logits_kernel(
     is_forbidden = ((b_word >> (b_token % 32)) & 1) == 0
     b_lowest = tl.full([BLOCK], float("-inf"), tl.float32)
     tl.store(p_logits + row * logits_stride + b_token, b_lowest, mask=is_inside & is_forbidden)
-
-
-def compile_cases() -> list[CompileCase]:
-    """(kernel, signature, constexprs, options)."""
-    signature = {"p_logits": "*fp32", "p_rows": "*i64", "p_allowed": "*i32"}
-    signature |= dict.fromkeys(("vocab", "logits_stride", "allowed_stride"), "i32")
-    constexprs = {"BLOCK": _TILE["BLOCK"], "PDL": False}
-    return [
-        (
-            mask_logits_kernel,
-            signature,
-            constexprs,
-            {"num_warps": _TILE["num_warps"], "num_stages": 1},
-        )
-    ]

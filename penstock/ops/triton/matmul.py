@@ -27,8 +27,8 @@ from penstock.ops.cuda.skinny_gemm import (
     skinny_candidates,
     skinny_rule,
 )
+from penstock.ops.product import Product
 from penstock.ops.triton.launch import (
-    CompileCase,
     cdiv,
     launch_options,
     let_next_start,
@@ -36,16 +36,14 @@ from penstock.ops.triton.launch import (
 )
 from penstock.ops.triton.matmul_gemv import (
     gemv_candidates,
-    gemv_compile_cases,
     gemv_rule,
     multiply_gemv,
 )
-from penstock.ops.triton.matmul_product import Product, compile_case, load_activations
+from penstock.ops.triton.matmul_product import load_activations
 from penstock.ops.triton.matmul_small_gemm import (
     FIXED_TILE,
     multiply_small_gemm,
     small_gemm_candidates,
-    small_gemm_compile_cases,
     small_gemm_rule,
 )
 from penstock.ops.triton.norm import rms_norm
@@ -211,9 +209,3 @@ def _swiglu_kernel(p_x, p_out, x_stride, K: tl.constexpr, BLOCK_K: tl.constexpr,
         p_x + i_token * x_stride + columns, columns < K, K, True, K % BLOCK_K == 0
     )
     tl.store(p_out + i_token * K + columns, b_x.to(p_out.dtype.element_ty), mask=columns < K)
-
-
-def compile_cases() -> list[CompileCase]:
-    """(kernel, signature, constexprs, options) of every form, as sizes of Qwen3.5 launch it."""
-    swiglu = compile_case(_swiglu_kernel, {"K": 9216, "BLOCK_K": SWIGLU_COLUMNS}, num_warps=4)
-    return [*gemv_compile_cases(), *small_gemm_compile_cases(), swiglu]

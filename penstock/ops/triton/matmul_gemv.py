@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.product import Product
 from penstock.ops.triton.launch import (
-    CompileCase,
     cdiv,
     launch_options,
     let_next_start,
@@ -25,9 +25,7 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.matmul_product import (
-    Product,
     columns_of,
-    compile_case,
     load_activations,
     load_inside,
 )
@@ -232,13 +230,3 @@ def _tile(block_n: int, block_k: int, K: int, num_tokens: int) -> Tile:
         range(most, most // 2, -1), key=lambda held: -num_blocks % held
     )  # few empty blocks at the end
     return {"block_n": block_n, "block_k": block_k, "held": held, "num_warps": num_warps}
-
-
-def gemv_compile_cases() -> list[CompileCase]:
-    """A norm before the product and nothing after it; SwiGLU before and a residual after."""
-    normed = {"K": 2048, "IS_SWIGLU": False, "BLOCK_M": 1, "BLOCK_N": 8, "BLOCK_K": 1024, "HELD": 2}
-    gated = {"K": 9216, "IS_SWIGLU": True, "BLOCK_M": 4, "BLOCK_N": 4, "BLOCK_K": 1024, "HELD": 3}
-    return [
-        compile_case(gemv_kernel, {**normed, "p_bias": None, "p_residual": None}, num_warps=4),
-        compile_case(gemv_kernel, {**gated, "p_norm": None, "p_bias": None}, num_warps=4),
-    ]

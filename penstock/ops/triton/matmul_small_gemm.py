@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.product import Product
 from penstock.ops.triton.launch import (
     LARGE_MEMORY,
     SMALL_MEMORY,
-    CompileCase,
     cdiv,
     launch_options,
     let_next_start,
@@ -27,9 +27,7 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.matmul_product import (
-    Product,
     columns_of,
-    compile_case,
     load_inside,
 )
 from penstock.ops.triton.tuning import Tile, bucket
@@ -245,25 +243,3 @@ def _tile(block_m: int, block_n: int, block_k: int, num_splits: int, shared_byte
         "num_warps": 4,
         "num_stages": min(MAX_STAGES, max(2, num_stages)),
     }
-
-
-def small_gemm_compile_cases() -> list[CompileCase]:
-    """A whole product and one in parts on small cards, a batch and a residual on large ones; the
-    parts.
-    """
-    without_both = dict.fromkeys(("p_bias", "p_residual"))
-    whole = _compile_case(2048, _tile(16, 64, 128, 1, SMALL_MEMORY), without_both)
-    split = _compile_case(9216, _tile(64, 64, 128, 3, SMALL_MEMORY), without_both)
-    wide = _compile_case(4096, _tile(128, 64, 64, 1, LARGE_MEMORY), {"p_bias": None})
-    parts = {"NUM_SPLITS": 3, "BLOCK_N": SUMMED_COLUMNS, "p_bias": None}
-    return [whole, split, wide, compile_case(sum_parts, parts, num_warps=4)]
-
-
-def _compile_case(K: int, tile: Tile, without: dict[str, None]) -> CompileCase:
-    names = ("block_m", "block_n", "block_k", "num_splits")
-    constants = {name.upper(): tile[name] for name in names} | {
-        "K": K,
-        "PREFETCHED": PREFETCHED_BYTES,
-    }
-    options = {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}
-    return compile_case(small_gemm_kernel, {**constants, **without}, **options)

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from penstock.ops.triton import moe_gemv, moe_grouped_gemm, moe_route, moe_small_gemm
-from penstock.ops.triton.launch import CompileCase
 from penstock.ops.triton.moe_route import norm_route
 from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
-__all__ = ["candidates", "compile_cases", "norm_route", "sparse_mlp"]
+__all__ = ["candidates", "norm_route", "sparse_mlp"]
 
 GEMV, SMALL_GEMM, GROUPED_GEMM = 0, 1, 2  # the "form" of a tile
 
@@ -101,8 +100,3 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     if kernel in ("moe_permute", "moe_gate_up_grouped_gemm", "moe_down_grouped_gemm"):
         return moe_grouped_gemm.candidates(kernel, shape, num_tokens)
     return []
-
-
-def compile_cases() -> list[CompileCase]:
-    files = (moe_route, moe_gemv, moe_small_gemm, moe_grouped_gemm)
-    return [case for file in files for case in file.compile_cases()]

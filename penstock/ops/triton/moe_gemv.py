@@ -16,7 +16,6 @@ from torch import Tensor
 
 from penstock.ops.triton.activation import silu
 from penstock.ops.triton.launch import (
-    CompileCase,
     cdiv,
     launch_options,
     let_next_start,
@@ -218,20 +217,3 @@ def _down_kernel(
         shared = tl.sum(b_shared.to(tl.float32) * b_shared_inner.to(tl.float32)[None, :], axis=1)
         total += shared * b_shared_weight
     tl.store(out + places, b_residual + total, mask=is_row)
-
-
-def compile_cases() -> list[CompileCase]:
-    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options)."""
-    dims = {"TOP_K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
-    halves = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16")
-    gate_up = {**halves, "ids": "*i32", "num_tokens": "i32"}
-    halves = dict.fromkeys(("inner", "down", "residual", "shared_down", "out"), "*bf16")
-    down = {**halves, "ids": "*i32", "weights": "*fp32", "shared_weight": "*fp32"}
-    cases: list[CompileCase] = []
-    for kernel, signature, blocks, tile in (
-        (_gate_up_kernel, gate_up, {"BLOCK_H": 2048}, _gate_up_rule(2048)),
-        (_down_kernel, down, {"BLOCK_I": 512, "BLOCK_SHARED": 512}, _down_rule(8, 512)),
-    ):
-        options = {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}
-        cases.append((kernel, signature, {**dims, **blocks, "ROWS": tile["ROWS"]}, options))
-    return cases

@@ -18,10 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton import moe_permute
 from penstock.ops.triton.activation import silu
 from penstock.ops.triton.launch import (
-    CompileCase,
     cdiv,
     has_dependent_launch,
     launch_options,
@@ -73,15 +71,15 @@ def run(
     }
     options = launch_options(x.device)
 
-    tile = choose("moe_gate_up_grouped_gemm", shape, num_tokens, rules["gate_up"], x.device)
-    some = gate_up if shared_gate_up is None else shared_gate_up
-    grid = (cdiv(2 * widest, tile["BLOCK_N"]), len(tiles))
-    _grouped_gate_up_kernel[grid](x, order, tiles, gate_up, some, inner, **dims, **tile, **options)
-
-    tile = choose("moe_down_grouped_gemm", shape, num_tokens, rules["down"], x.device)
-    some = down if shared_down is None else shared_down
-    grid = (cdiv(width, tile["BLOCK_N"]), len(tiles))
-    _grouped_down_kernel[grid](inner, order, tiles, down, some, outputs, **dims, **tile, **options)
+    for name, source, experts, shared, result, num_columns in (
+        ("gate_up", x, gate_up, shared_gate_up, inner, 2 * widest),
+        ("down", inner, down, shared_down, outputs, width),
+    ):
+        tile = choose(f"moe_{name}_grouped_gemm", shape, num_tokens, rules[name], x.device)
+        some = experts if shared is None else shared
+        constants = {**dims, "IS_DOWN": name == "down", **tile, **options}
+        grid = (cdiv(num_columns, tile["BLOCK_N"]), len(tiles))
+        grouped_kernel[grid](source, order, tiles, experts, some, result, **constants)
 
     _add_pairs(out, outputs, weights, shared_weight, residual)
 
@@ -174,13 +172,15 @@ def _multiply(
 
 
 @triton.jit
-def _gate_up_tile(
-    x,
+def _multiply_tile(
+    source,  # x, or the tile's own inner activations
     order,  # the tile's own
     weights,
-    inner,  # the tile's own
+    result,  # the tile's own inner activations, or the outputs
     num_pairs,
     width,
+    IS_DOWN: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     SLOTS: tl.constexpr,
     H: tl.constexpr,
     INNER: tl.constexpr,
@@ -192,27 +192,38 @@ def _gate_up_tile(
     other.
     """
     HALF: tl.constexpr = BLOCK_N // 2
-    lanes = tl.arange(0, BLOCK_N)
-    rows = tl.minimum(tl.program_id(0) * HALF + lanes // 2, width - 1) + lanes % 2 * width
-    pairs = tl.arange(0, M)
-    is_pair = pairs < num_pairs
-    tokens = tl.load(order + pairs, mask=is_pair, other=0) // SLOTS
-    both = _multiply(x, tokens * H, is_pair, weights, rows * H, H, H % BLOCK_K == 0, BLOCK_K)
-    gate, up = tl.split(tl.reshape(both, [M, HALF, 2]))
-    b_inner = (silu(gate) * up).to(inner.dtype.element_ty)
-    columns = tl.program_id(0) * HALF + tl.arange(0, HALF)
-    is_inner = is_pair[:, None] & (columns < width)[None, :]
-    tl.store(inner + pairs[:, None] * INNER + columns[None, :], b_inner, mask=is_inner)
+    places, lanes = tl.arange(0, M), tl.arange(0, BLOCK_N)
+    is_pair = places < num_pairs
+    pairs = tl.load(order + places, mask=is_pair, other=0)
+    if IS_DOWN:
+        rows = tl.program_id(0) * BLOCK_N + lanes
+        row_starts = tl.minimum(rows, H - 1) * width
+        b_outputs = _multiply(
+            source, places * INNER, is_pair, weights, row_starts, width, IS_WHOLE, BLOCK_K
+        )
+        is_output = is_pair[:, None] & (rows < H)[None, :]
+        p_outputs = result + pairs.to(tl.int64)[:, None] * H + rows[None, :]
+        tl.store(p_outputs, b_outputs.to(result.dtype.element_ty), mask=is_output)
+    else:
+        rows = tl.minimum(tl.program_id(0) * HALF + lanes // 2, width - 1) + lanes % 2 * width
+        tokens = pairs // SLOTS
+        both = _multiply(source, tokens * H, is_pair, weights, rows * H, H, IS_WHOLE, BLOCK_K)
+        gate, up = tl.split(tl.reshape(both, [M, HALF, 2]))
+        b_inner = (silu(gate) * up).to(result.dtype.element_ty)
+        columns = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        is_inner = is_pair[:, None] & (columns < width)[None, :]
+        tl.store(result + places[:, None] * INNER + columns[None, :], b_inner, mask=is_inner)
 
 
 @triton.jit
-def _grouped_gate_up_kernel(
-    x,
+def grouped_kernel(
+    source,
     order,
     tiles,
-    gate_up,
-    shared_gate_up,
-    inner,
+    experts,
+    shared,
+    result,
+    IS_DOWN: tl.constexpr,
     E: tl.constexpr,
     SLOTS: tl.constexpr,
     H: tl.constexpr,
@@ -224,118 +235,36 @@ def _grouped_gate_up_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (n, i): for tile i, BLOCK_N rows of its expert: gates, and the ups of the same
-    columns.
+    """Program (n, i): for tile i, BLOCK_N rows of its expert's `down`, or of its `gate_up`: gates,
+    and the ups of the same columns.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
     LOW: tl.constexpr = min(BLOCK_M, LOW_PAIRS)
+    PADDED: tl.constexpr = I % BLOCK_K + SHARED_I % BLOCK_K if IS_DOWN else H % BLOCK_K
+    IS_WHOLE: tl.constexpr = PADDED == 0
     expert, place, row, num_pairs = load_tile(tiles)
-    own, target = order + place, inner + row.to(tl.int64) * INNER
-    weights, width = gate_up + expert * (2 * I * H), I
+    own, width = order + place, I
+    if IS_DOWN:
+        source += row.to(tl.int64) * INNER
+        weights = experts + expert * (H * I)
+    else:
+        result += row.to(tl.int64) * INNER
+        weights = experts + expert * (2 * I * H)
     if SHARED_I > 0:
-        weights = tl.where(expert == E, shared_gate_up, weights)
+        weights = tl.where(expert == E, shared, weights)
         if SHARED_I != I:
             width = tl.where(expert == E, SHARED_I, I)
     if BLOCK_M > LOW and num_pairs > LOW:
-        _gate_up_tile(
-            x, own, weights, target, num_pairs, width, SLOTS, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        _multiply_tile(
+            source, own, weights, result, num_pairs, width,
+            IS_DOWN, IS_WHOLE, SLOTS, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     if (num_pairs > 0) & (num_pairs <= LOW):
-        _gate_up_tile(
-            x, own, weights, target, num_pairs, width, SLOTS, H, INNER, LOW, BLOCK_N, BLOCK_K
-        )
-
-
-@triton.jit
-def _down_tile(
-    inner,  # the tile's own
-    order,  # the tile's own
-    weights,
-    outputs,
-    num_pairs,
-    width,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    lanes = tl.arange(0, M)
-    is_pair = lanes < num_pairs
-    pairs = tl.load(order + lanes, mask=is_pair, other=0).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_starts = tl.minimum(rows, H - 1) * width
-    b_outputs = _multiply(
-        inner, lanes * INNER, is_pair, weights, row_starts, width, IS_WHOLE, BLOCK_K
-    )
-    is_output = is_pair[:, None] & (rows < H)[None, :]
-    places = outputs + pairs[:, None] * H + rows[None, :]
-    tl.store(places, b_outputs.to(outputs.dtype.element_ty), mask=is_output)
-
-
-@triton.jit
-def _grouped_down_kernel(
-    inner,
-    order,
-    tiles,
-    down,
-    shared_down,
-    outputs,
-    E: tl.constexpr,
-    SLOTS: tl.constexpr,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    SHARED_I: tl.constexpr,
-    INNER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (n, i): for tile i, BLOCK_N output columns."""
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    LOW: tl.constexpr = min(BLOCK_M, LOW_PAIRS)
-    IS_WHOLE: tl.constexpr = I % BLOCK_K == 0 and SHARED_I % BLOCK_K == 0
-    expert, place, row, num_pairs = load_tile(tiles)
-    own, source = order + place, inner + row.to(tl.int64) * INNER
-    weights, width = down + expert * (H * I), I
-    if SHARED_I > 0:
-        weights = tl.where(expert == E, shared_down, weights)
-        if SHARED_I != I:
-            width = tl.where(expert == E, SHARED_I, I)
-    if BLOCK_M > LOW and num_pairs > LOW:
-        _down_tile(
-            source,
-            own,
-            weights,
-            outputs,
-            num_pairs,
-            width,
-            H,
-            INNER,
-            IS_WHOLE,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
-    if (num_pairs > 0) & (num_pairs <= LOW):
-        _down_tile(
-            source,
-            own,
-            weights,
-            outputs,
-            num_pairs,
-            width,
-            H,
-            INNER,
-            IS_WHOLE,
-            LOW,
-            BLOCK_N,
-            BLOCK_K,
-        )
+        _multiply_tile(
+            source, own, weights, result, num_pairs, width,
+            IS_DOWN, IS_WHOLE, SLOTS, H, INNER, LOW, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -366,33 +295,3 @@ def _add_pairs_kernel(
         b_shared = tl.load(own + TOP_K * H, mask=is_column, other=0.0).to(tl.float32)
         total += b_shared * tl.load(shared_weight + token)
     tl.store(out + token * H + columns, total.to(out.dtype.element_ty), mask=is_column)
-
-
-def compile_cases() -> list[CompileCase]:
-    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options). Small tiles come
-    first.
-    """
-    places = {"order": "*i32", "tiles": "*i32"}
-    gate_up = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16") | places
-    down = dict.fromkeys(("inner", "down", "shared_down", "outputs"), "*bf16") | places
-    total = dict.fromkeys(("outputs", "residual", "out"), "*bf16")
-    total |= dict.fromkeys(("weights", "shared_weight"), "*fp32")
-    cases: list[CompileCase] = [
-        *moe_permute.compile_cases(),
-        (
-            _add_pairs_kernel,
-            total,
-            {"TOP_K": 8, "H": 2048, "HAS_SHARED": True, "BLOCK_H": 1024, "PDL": False},
-            {"num_warps": 4, "num_stages": 1},
-        ),
-    ]
-    dims = {"E": 256, "SLOTS": 9, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
-    for rules in (_rules(256, 2, False), _rules(32, 2, True), _rules(256, 2, True)):
-        for kernel, types, tile in (
-            (_grouped_gate_up_kernel, gate_up, rules["gate_up"]),
-            (_grouped_down_kernel, down, rules["down"]),
-        ):
-            options = {key: tile[key] for key in ("num_warps", "num_stages")}
-            blocks = {key: value for key, value in tile.items() if key not in options}
-            cases.append((kernel, types, {**dims, **rules["list"], **blocks}, options))
-    return cases

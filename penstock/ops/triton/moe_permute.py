@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.launch import (
-    CompileCase,
+    arrives_last,
     cdiv,
     launch_options,
     let_next_start,
     next_power_of_2,
     wait_for_previous,
 )
-from penstock.ops.triton.moe_route import arrives_last, zeroed
+from penstock.ops.triton.moe_route import zeroed
 from penstock.ops.triton.tuning import bucket
 
 
@@ -149,19 +149,3 @@ def _store_tile(tiles, i_tile, expert, place, row, num_pairs, is_tile):
 def load_tile(tiles):
     own = tiles + tl.program_id(1) * 4
     return tl.load(own).to(tl.int64), tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
-
-
-def compile_cases() -> list[CompileCase]:
-    """8192 tokens of the 35B-A3B: (kernel, signature, constexprs, options)."""
-    types = dict.fromkeys(("ids", "counts", "order", "tiles"), "*i32")
-    types |= {"num_tokens": "i32", "num_tiles": "i32"}
-    constants = {
-        "E": 256,
-        "TOP_K": 8,
-        "SLOTS": 9,
-        "BLOCK": 1024,
-        "BLOCK_E": 256,
-        "BLOCK_M": 128,
-        "PDL": False,
-    }
-    return [(_list_tiles_kernel, types, constants, {"num_warps": 16, "num_stages": 1})]

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.launch import (
-    CompileCase,
+    arrives_last,
     cdiv,
     has_dependent_launch,
     launch_options,
@@ -293,19 +293,6 @@ def _choose_from_memory(
 
 
 @triton.jit
-def arrives_last(arrived, num_programs):
-    """Whether all other programs have stored what they had to, which is then visible here.
-
-    The barrier puts the stores of all threads before the one thread's atomic, which releases them.
-    """
-    tl.debug_barrier()
-    is_last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_programs - 1
-    if is_last:
-        tl.store(arrived, 0)
-    return is_last
-
-
-@triton.jit
 def _route_gemv_kernel(
     hidden,
     norm_weight,
@@ -543,26 +530,3 @@ def _route_whole_kernel(
     _choose_experts(
         b_logits, weights, ids, slots_of, tokens, is_token, E, TOP_K, NORMALIZE, HAS_SLOTS
     )
-
-
-def compile_cases() -> list[CompileCase]:
-    """The 35B-A3B router in bf16: (kernel, signature, constexprs, options)."""
-    halves = dict.fromkeys(("hidden", "router", "shared_gate", "x"), "*bf16")
-    floats = dict.fromkeys(("norm_weight", "logits", "weights", "shared_weight"), "*fp32")
-    signature = {**halves, **floats, "eps": "fp32", "num_tokens": "i32"}
-    signature |= dict.fromkeys(("arrivals", "ids", "slots_of"), "*i32")
-    constants = {"E": 256, "TOP_K": 8, "H": 2048, "BLOCK_E": 256}
-    constants |= {"NORMALIZE": True, "HAS_SHARED": True, "HAS_SLOTS": False}
-    cases: list[CompileCase] = []
-    for kernel, more, tile in (
-        (_route_gemv_kernel, {"BLOCK_H": 2048}, _gemv_rule(2048)),
-        (_route_tile_kernel, {}, TILE),
-        (_route_whole_kernel, {"BLOCK_H": 2048}, _whole_rule(8192, (256, 2048), 2, False)),
-        (_route_whole_kernel, {"BLOCK_H": 2048}, _whole_rule(1024, (256, 2048), 2, True)),
-        (_route_whole_kernel, {"BLOCK_H": 2048}, _whole_rule(8192, (256, 2048), 2, True)),
-    ):
-        options = {key: tile[key] for key in ("num_warps", "num_stages")}
-        blocks = {key: value for key, value in tile.items() if key not in options}
-        types = {key: value for key, value in signature.items() if key in kernel.arg_names}
-        cases.append((kernel, types, {**constants, **more, **blocks, "PDL": False}, options))
-    return cases

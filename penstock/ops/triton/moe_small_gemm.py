@@ -25,7 +25,6 @@ from torch import Tensor
 
 from penstock.ops.triton.activation import silu
 from penstock.ops.triton.launch import (
-    CompileCase,
     cdiv,
     launch_options,
     let_next_start,
@@ -75,9 +74,9 @@ def run(
     mean_pairs = most_pairs // num_experts
     is_listed = most_pairs > num_experts
     order, starts = _list_pairs(ids, num_experts, most_pairs) if is_listed else (ids, ids)
-    for name, kernel, source, experts, shared, result, num_columns in (
-        ("moe_gate_up_small_gemm", _gate_up_kernel, x, gate_up, shared_gate_up, inner, 2 * widest),
-        ("moe_down_small_gemm", _down_kernel, inner, down, shared_down, outputs, width),
+    for name, is_down, source, experts, shared, result, num_columns in (
+        ("moe_gate_up_small_gemm", False, x, gate_up, shared_gate_up, inner, 2 * widest),
+        ("moe_down_small_gemm", True, inner, down, shared_down, outputs, width),
     ):
         tile = DETERMINISTIC_TILE
         if not deterministic:
@@ -95,8 +94,9 @@ def run(
             result,
         )
         constants = {**dims, "IS_LISTED": is_listed, "SPLITS": splits, **tile, **options}
-        kernel[cdiv(num_columns, tile["BLOCK_N"]), num_groups](
-            *places, num_tokens, num_shared, BLOCK_IDS=next_power_of_2(num_experts), **constants
+        constants |= {"IS_DOWN": is_down, "BLOCK_IDS": next_power_of_2(num_experts)}
+        product_kernel[cdiv(num_columns, tile["BLOCK_N"]), num_groups](
+            *places, num_tokens, num_shared, **constants
         )
 
     block_h = min(512, next_power_of_2(width))
@@ -290,16 +290,17 @@ def _multiply(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_shared"])
-def _gate_up_kernel(
-    x,
+def product_kernel(
+    source,  # x, or the inner activations of pairs
     ids,
     order,
     starts,
-    gate_up,
-    shared_gate_up,
-    inner,
+    experts,
+    shared,
+    result,  # the inner activations of pairs, or their outputs
     num_tokens,
     num_shared,
+    IS_DOWN: tl.constexpr,
     TOP_K: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,
@@ -313,7 +314,9 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (n, g): BLOCK_N rows, half of them gates and half the ups of the same columns."""
+    """Program (n, g): BLOCK_N rows of `down`, or of `gate_up`: gates, and the ups of the same
+    columns.
+    """
     let_next_start(PDL)
     wait_for_previous(PDL)
     HALF: tl.constexpr = BLOCK_N // 2
@@ -321,78 +324,54 @@ def _gate_up_kernel(
         ids, starts, num_tokens, num_shared, TOP_K, IS_LISTED, SPLITS, BLOCK_IDS, BLOCK_M
     )
     width = tl.where(is_shared, SHARED_I, I)
-    weights = tl.where(is_shared, shared_gate_up, gate_up + expert * (2 * I * H))
     lanes = tl.arange(0, BLOCK_N)
-    rows = tl.program_id(0) * HALF + lanes % HALF
-    is_row = rows < width
-    row_starts = tl.where(lanes < HALF, rows, rows + width) * H
-    columns = tl.program_id(0) * HALF + tl.arange(0, HALF)
+    if IS_DOWN:
+        weights = tl.where(is_shared, shared, experts + expert * (H * I))
+        rows = tl.program_id(0) * BLOCK_N + lanes
+        is_row, row_starts = rows < H, rows * width
+    else:
+        weights = tl.where(is_shared, shared, experts + expert * (2 * I * H))
+        rows = tl.program_id(0) * HALF + lanes % HALF
+        is_row, row_starts = rows < width, tl.where(lanes < HALF, rows, rows + width) * H
+        columns = tl.program_id(0) * HALF + tl.arange(0, HALF)
 
     num_pairs = num_tokens * TOP_K
     for at in range(first, stop, BLOCK_M * SPLITS):
         pairs, is_pair = _pairs_at(at, stop, is_shared, found, order, num_pairs, IS_LISTED, BLOCK_M)
-        tokens = tl.where(pairs < num_pairs, pairs // TOP_K, pairs - num_pairs)
-        both = _multiply(
-            weights, row_starts, is_row, x, tokens * H, is_pair, H, BLOCK_N, BLOCK_M, BLOCK_K
-        )
-        gate, up = tl.split(tl.permute(tl.reshape(both, [2, HALF, BLOCK_M]), [1, 2, 0]))
-        b_inner = silu(gate) * up
-        is_inner = (columns < width)[:, None] & is_pair[None, :]
-        tl.store(inner + columns[:, None] + (pairs * INNER)[None, :], b_inner, mask=is_inner)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_shared"])
-def _down_kernel(
-    inner,
-    ids,
-    order,
-    starts,
-    down,
-    shared_down,
-    outputs,
-    num_tokens,
-    num_shared,
-    TOP_K: tl.constexpr,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    SHARED_I: tl.constexpr,
-    INNER: tl.constexpr,
-    IS_LISTED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_IDS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (n, g): BLOCK_N output columns."""
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    is_shared, expert, first, stop, found = _find_pairs(
-        ids, starts, num_tokens, num_shared, TOP_K, IS_LISTED, SPLITS, BLOCK_IDS, BLOCK_M
-    )
-    width = tl.where(is_shared, SHARED_I, I)
-    weights = tl.where(is_shared, shared_down, down + expert * (H * I))
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row = rows < H
-
-    num_pairs = num_tokens * TOP_K
-    for at in range(first, stop, BLOCK_M * SPLITS):
-        pairs, is_pair = _pairs_at(at, stop, is_shared, found, order, num_pairs, IS_LISTED, BLOCK_M)
-        b_outputs = _multiply(
-            weights,
-            rows * width,
-            is_row,
-            inner,
-            pairs * INNER,
-            is_pair,
-            width,
-            BLOCK_N,
-            BLOCK_M,
-            BLOCK_K,
-        )
-        is_output = is_row[:, None] & is_pair[None, :]
-        tl.store(outputs + rows[:, None] + (pairs * H)[None, :], b_outputs, mask=is_output)
+        if IS_DOWN:
+            pair_starts = pairs * INNER
+            b_outputs = _multiply(
+                weights,
+                row_starts,
+                is_row,
+                source,
+                pair_starts,
+                is_pair,
+                width,
+                BLOCK_N,
+                BLOCK_M,
+                BLOCK_K,
+            )
+            is_output = is_row[:, None] & is_pair[None, :]
+            tl.store(result + rows[:, None] + (pairs * H)[None, :], b_outputs, mask=is_output)
+        else:
+            pair_starts = tl.where(pairs < num_pairs, pairs // TOP_K, pairs - num_pairs) * H
+            both = _multiply(
+                weights,
+                row_starts,
+                is_row,
+                source,
+                pair_starts,
+                is_pair,
+                H,
+                BLOCK_N,
+                BLOCK_M,
+                BLOCK_K,
+            )
+            gate, up = tl.split(tl.permute(tl.reshape(both, [2, HALF, BLOCK_M]), [1, 2, 0]))
+            b_inner = silu(gate) * up
+            is_inner = (columns < width)[:, None] & is_pair[None, :]
+            tl.store(result + columns[:, None] + (pairs * INNER)[None, :], b_inner, mask=is_inner)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -433,48 +412,3 @@ def _sum_kernel(
         )
         total += b_shared.to(tl.float32) * tl.load(shared_weight + token)
     tl.store(out + token * H + columns, total, mask=is_column)
-
-
-def compile_cases() -> list[CompileCase]:
-    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options)."""
-    dims = {"TOP_K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
-    lists = dict.fromkeys(("ids", "order", "starts"), "*i32")
-    counts = dict.fromkeys(("num_tokens", "num_shared"), "i32")
-    gate_up = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16") | lists | counts
-    down = (
-        dict.fromkeys(("inner", "down", "shared_down"), "*bf16")
-        | {"outputs": "*fp32"}
-        | lists
-        | counts
-    )
-    total = dict.fromkeys(("outputs", "weights", "shared_weight"), "*fp32")
-    total |= {"residual": "*bf16", "out": "*bf16", "num_tokens": "i32"}
-    cases: list[CompileCase] = [
-        (
-            _sum_kernel,
-            total,
-            {"TOP_K": 8, "H": 2048, "HAS_SHARED": True, "BLOCK_H": 512, "PDL": False},
-            {"num_warps": 4, "num_stages": 1},
-        ),
-        (
-            _list_pairs_kernel,
-            {**lists, "num_pairs": "i32"},
-            {"E": 256, "BLOCK": 4096, "PDL": False},
-            {"num_warps": 8, "num_stages": 1},
-        ),
-    ]
-    for is_listed, splits, tile in (
-        (False, 1, _rule(0, 2)),
-        (True, 1, _rule(16, 2)),
-        (True, 1, _rule(32, 2)),
-        (True, 4, _rule(256, 2)),
-        (True, 1, DETERMINISTIC_TILE),
-    ):
-        options = {key: tile[key] for key in ("num_warps", "num_stages")}
-        blocks = {key: value for key, value in tile.items() if key not in options}
-        constants = {**dims, **blocks, "IS_LISTED": is_listed, "SPLITS": splits, "BLOCK_IDS": 256}
-        cases += [
-            (_gate_up_kernel, gate_up, constants, options),
-            (_down_kernel, down, constants, options),
-        ]
-    return cases

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.launch import (
-    CompileCase,
     launch_options,
     let_next_start,
     next_power_of_2,
@@ -62,18 +61,3 @@ def _rms_norm_kernel(
     mean_square = tl.sum(b_x * b_x, axis=0) / DIM
     b_out = b_x * tl.rsqrt(mean_square + eps) * b_weight
     tl.store(p_out + i_row * DIM + dims, b_out.to(p_out.dtype.element_ty), mask=is_inside)
-
-
-def compile_cases() -> list[CompileCase]:
-    """(kernel, signature, constexprs, options) as the hidden size of Qwen3.5-4B launches it."""
-    signature = {
-        "p_x": "*bf16",
-        "p_weight": "*fp32",
-        "p_out": "*bf16",
-        "eps": "fp32",
-        "row_stride": "i32",
-    }
-    tile = _tile(2560)
-    constexprs = {"DIM": 2560, "BLOCK": tile["BLOCK"], "PDL": False}
-    options = {"num_warps": tile["num_warps"], "num_stages": 1}
-    return [(_rms_norm_kernel, signature, constexprs, options)]

@@ -17,7 +17,6 @@ written before its first kernel with an early start.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -26,11 +25,8 @@ from torch import Tensor
 
 from penstock.ops.reference import rows
 from penstock.ops.reference.rows import TokenBlocks
-from penstock.ops.triton.kv_codes import SCALE_UNIT, stored_as, stored_forms, view_codes, widen
+from penstock.ops.triton.kv_codes import SCALE_UNIT, stored_as, view_codes, widen
 from penstock.ops.triton.launch import (
-    LARGE_MEMORY,
-    SMALL_MEMORY,
-    CompileCase,
     cdiv,
     has_dependent_launch,
     launch_options,
@@ -179,55 +175,6 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
         for heads, size, num_stages in choices
         if page_size % size == 0 and heads <= num_heads // num_kv_heads
     ]
-
-
-def compile_cases() -> list[CompileCase]:
-    """Qwen3.5-35B-A3B in bf16, KV in bf16 and in codes: with the tile of small cards, of large
-    ones, these in splits, the merge.
-    """
-    blocks = {"p_blocks": "*i32", "p_query_start": "*i64", "p_context_lens": "*i64"}
-    signature = {**dict.fromkeys(("p_q", "p_out"), "*bf16"), **blocks}
-    signature |= {"p_pages": "*i32", "scale": "fp32", "table_stride": "i32", "gate_stride": "i32"}
-    gate = {"p_gate": "*bf16"}
-    splits = {"p_partial": "*fp32", "p_log_sums": "*fp32"}
-    merge_signature = {**splits, **blocks, **gate, "p_out": "*bf16"}
-    merge_signature |= {"gate_stride": "i32", "num_splits": "i32"}
-    constants: dict[str, Any] = {
-        "NUM_HEADS": 16,
-        "HEAD_DIM": 256,
-        "WINDOW": 0,
-        "BLOCK_D": 256,
-        "PDL": False,
-    }
-
-    def prefill_cases(
-        memory: int, used: dict[str, str], unused: dict[str, str]
-    ) -> list[CompileCase]:
-        given = {**constants, "NUM_KV_HEADS": 2, "PAGE_SIZE": 64, **dict.fromkeys(unused)}
-        cases: list[CompileCase] = []
-        for types, form in stored_forms("*i32"):
-            rule = _prefill_rule((16, 2, 256, 64), torch.bfloat16, memory)
-            if form["STORED"] != "plain" and memory == SMALL_MEMORY:
-                rule = _without_wgmma(rule, 256)
-            tile, options = _options(rule)
-            constexprs = {**given, **form, **tile}
-            cases.append((_prefill_kernel, {**signature, **used, **types}, constexprs, options))
-        return cases
-
-    merge_tile, merge_options = _options(MERGE_TILE)
-    return [
-        *prefill_cases(SMALL_MEMORY, gate, splits),
-        *prefill_cases(LARGE_MEMORY, gate, splits),
-        *prefill_cases(LARGE_MEMORY, splits, gate),
-        (_merge_kernel, merge_signature, {**constants, **merge_tile}, merge_options),
-    ]
-
-
-def _options(tile: Tile) -> tuple[dict[str, int], dict[str, int]]:
-    """The constexprs of a tile, and its compiler options."""
-    names = ("num_warps", "num_stages")
-    rest = {name: value for name, value in tile.items() if name not in names}
-    return rest, {name: tile[name] for name in names}
 
 
 @triton.jit

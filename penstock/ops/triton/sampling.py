@@ -13,17 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.triton import launch
 from penstock.ops.triton.gumbel import LOWEST, noise_key_of, order_of, perturbed, token_of
-from penstock.ops.triton.launch import (
-    CompileCase,
-    cdiv,
-    launch_options,
-    let_next_start,
-    next_power_of_2,
-    wait_for_previous,
-)
-from penstock.ops.triton.sampling_filters import draw_filtered, filter_compile_cases
-from penstock.ops.triton.sampling_levels import SETTINGS
+from penstock.ops.triton.launch import let_next_start, wait_for_previous
+from penstock.ops.triton.sampling_filters import SETTINGS, draw_filtered
 from penstock.ops.triton.tuning import Tile, choose
 
 
@@ -44,45 +37,38 @@ def sample(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     name = "sample_filtered" if filtered else "sample_plain"
-    tile = choose(name, (vocab,), num_rows, _rule(num_rows), logits.device)
+    tile = choose(name, (vocab,), num_rows, rule(num_rows, filtered), logits.device)
     if filtered:
-        draw_filtered(logits, temperature, top_k, top_p, min_p, seeds, positions, token_ids, tile)
-    else:
-        _draw_plain(logits, temperature, seeds, positions, token_ids, tile)
+        settings = (temperature, top_k, top_p, min_p, seeds, positions)
+        draw_filtered(logits, settings, token_ids, tile)
+        return token_ids
+    num_chunks, options = launch.cdiv(vocab, tile["CHUNK"]), launch.launch_options(logits.device)
+    best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
+    row = (logits, vocab, logits.stride(0), temperature, seeds, positions)
+    draw_kernel[best.shape](*row, best, **tile, **options)
+    options |= {"MAX_CHUNKS": launch.next_power_of_2(num_chunks), "num_warps": 1}
+    merge_kernel[(num_rows,)](best, token_ids, num_chunks, **options)
     return token_ids
 
 
-def _draw_plain(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    token_ids: Tensor,
-    tile: Tile,
-) -> None:
-    num_rows, vocab = logits.shape
-    num_chunks = cdiv(vocab, tile["CHUNK"])
-    best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
-    options = launch_options(logits.device)
-    _draw_kernel[(num_rows, num_chunks)](
-        logits, temperature, seeds, positions, best, vocab, logits.stride(0), **tile, **options
-    )
-    max_chunks = next_power_of_2(num_chunks)
-    _merge_kernel[(num_rows,)](
-        best, token_ids, num_chunks, MAX_CHUNKS=max_chunks, num_warps=1, **options
-    )
-
-
-def _rule(num_rows: int) -> Tile:
-    """Few rows need short chunks to reach every SM; many need long ones to be worth a program."""
-    return {"CHUNK": 2048 if num_rows <= 4 else 8192, "BLOCK": 2048, "num_warps": 4}
+def rule(num_rows: int, filtered: bool) -> Tile:
+    """Few rows need short chunks to reach every SM. A filtered row is also cut into few chunks,
+    as every program reads what all of them have counted.
+    """
+    if filtered:
+        chunk = 4096 if num_rows <= 4 else 8192 if num_rows <= 32 else 16384
+    else:
+        chunk = 2048 if num_rows <= 4 else 8192
+    return {"CHUNK": chunk, "BLOCK": 2048, "num_warps": 4}
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """Tiles worth measuring for `sample_plain` and `sample_filtered`."""
     return [
         {"CHUNK": chunk, "BLOCK": block, "num_warps": block // 512 * warps}
-        for chunk in (1024, 2048, 4096, 8192)
+        for chunk in (
+            (2048, 4096, 8192, 16384) if "filtered" in kernel else (1024, 2048, 4096, 8192)
+        )
         for block in (1024, 2048)
         for warps in (1, 2)
         if block <= chunk
@@ -90,14 +76,14 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 
 
 @triton.jit(do_not_specialize_on_alignment=SETTINGS)
-def _draw_kernel(
+def draw_kernel(
     p_logits,  # [L, vocab]
+    vocab,
+    logits_stride,
     p_temperature,  # [L]
     p_seeds,  # [L]
     p_positions,  # [L]
     p_best,  # [L, chunks] int64
-    vocab,
-    logits_stride,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -121,27 +107,10 @@ def _draw_kernel(
 
 
 @triton.jit
-def _merge_kernel(p_best, p_token_ids, num_chunks, MAX_CHUNKS: tl.constexpr, PDL: tl.constexpr):
+def merge_kernel(p_best, p_token_ids, num_chunks, MAX_CHUNKS: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     wait_for_previous(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, MAX_CHUNKS)
     b_best = tl.load(p_best + i_row * num_chunks + chunk, mask=chunk < num_chunks, other=LOWEST)
     tl.store(p_token_ids + i_row, token_of(tl.max(b_best, axis=0)))
-
-
-def compile_cases() -> list[CompileCase]:
-    """(kernel, signature, constexprs, options) for one row and for many."""
-    draw = {"p_logits": "*fp32", "p_temperature": "*fp32", "vocab": "i32", "logits_stride": "i32"}
-    draw |= dict.fromkeys(("p_seeds", "p_positions", "p_best"), "*i64")
-    merge = {"p_best": "*i64", "p_token_ids": "*i64", "num_chunks": "i32"}
-    cases: list[CompileCase] = []
-    cases.append(
-        (_merge_kernel, merge, {"MAX_CHUNKS": 128, "PDL": False}, {"num_warps": 1, "num_stages": 1})
-    )
-    for num_rows in (1, 64):
-        tile = dict(_rule(num_rows))
-        options = {"num_warps": tile.pop("num_warps"), "num_stages": 1}
-        cases.append((_draw_kernel, draw, {**tile, "PDL": False}, options))
-        cases += filter_compile_cases(tile, options)
-    return cases

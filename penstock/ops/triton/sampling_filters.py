@@ -1,25 +1,24 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Draws among the tokens that top_k, top_p and min_p keep, in five launches and without a sort.
+"""Draws among the tokens that top_k, top_p and min_p keep: a radix select in three launches.
 
-min_p is a question to one token alone. top_k and top_p keep a prefix of the row in order, so where
-it ends must be found. A row's values are cut into levels between its largest and its smallest:
+min_p looks at one token alone. top_k and top_p keep a prefix of the row in descending order, so
+the select finds where it ends. A value's level is its distance below the grid's top, in equal
+steps: coarse bins are a level's upper bits, fine bins its lower bits.
 
-    peak     the largest and the smallest value
-    tally    how many tokens each of 128 coarse bins of levels holds, and the mass of the whole row
-    refine   which coarse bins may hold the end of a prefix; when those hold more tokens than can be
-    listed,
-             count and mass of 2,048 fine bins in their place
-    collect  draws from the tokens that are surely kept; lists the few that are not decided
-    finish   ranks the listed tokens against each other, draws from those that are kept, merges
+    survey   for each chunk of a row: the counts of 128 coarse bins, the largest logit, the mass
+    refine   where the coarse bins that may hold an end have more tokens than can be listed: the
+             counts and masses of up to 1,024 fine bins in their place
+    collect  draws from the tokens that are surely kept and lists the undecided ones; the last
+             program of a row ranks the list, draws from what it keeps, and writes the token
 
-A bin is decided only with a margin, so rounding decides nothing: `finish` compares exact sums. The
-mass of a token, exp((logit - largest) / temperature), is an integer multiple of 2^-40. The sum of a
-million of them fits 63 bits, is the same in any order, and is within 2^-20 of the real one, of a
-total that is 1 or more: the reference's running sum in float32 is no nearer.
+Bins are decided only with a margin, so rounding decides nothing: the last program compares exact
+sums. The mass of a token, exp((logit - largest) / temperature), is an integer multiple of 2^-40.
+The sum of a million of them fits 63 bits, is the same in any order, and is within 2^-20 of the
+real one, of a total that is 1 or more: the reference's running sum in float32 is no nearer.
 
 Equal values at the end of a prefix are kept lower ids first, as the reference does. Order is that
-of the logits: values that differ there and no longer after the division by the temperature are not
-taken as equal.
+of the logits: values that differ there and no longer after the division by the temperature are
+not taken as equal. A greedy row keeps one token.
 """
 
 from __future__ import annotations
@@ -29,249 +28,62 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.gumbel import HIGHEST, LOWEST, noise_key_of, order_of, perturbed, value_of
-from penstock.ops.triton.launch import (
-    CompileCase,
-    cdiv,
-    launch_options,
-    let_next_start,
-    next_power_of_2,
-    wait_for_previous,
-)
-from penstock.ops.triton.sampling_finish import finish_kernel
-from penstock.ops.triton.sampling_levels import (
-    COARSE,
-    DRAWN,
-    END,
-    FINE,
-    FLOOR,
-    LAST,
-    LEVELS,
-    LEVELS_PER_BIN,
-    MASS_ABOVE,
-    MASS_BETWEEN,
-    MAX_LISTED,
-    NUM_ABOVE,
-    NUM_BETWEEN,
-    NUM_IN_HULL,
-    NUM_LISTED,
-    NUM_OVER_HULL,
-    NUM_PARTS,
-    OVER_HULL,
-    PEAK,
-    PLAN_SIZE,
-    SETTINGS,
-    SHIFT,
-    START,
-    TOTAL,
-    filters_of,
-    hull_of,
-    is_cut_short,
-    leave,
-    left,
-    level_of,
-    load_logits,
-    mass_as_float,
-    mass_of,
-    share_of,
-    undecided,
-)
+from penstock.ops.triton import launch
+from penstock.ops.triton.gumbel import LOWEST, noise_key_of, order_of, perturbed, token_of, value_of
+from penstock.ops.triton.launch import arrives_last, let_next_start, wait_for_previous
 from penstock.ops.triton.tuning import Tile
 
-_FINISH: Tile = {"BLOCK": 2048, "num_warps": 8}
-# For `refine` and `collect`: seldom taken branches would take the registers of half the programs of
-# an SM.
-_LEAN = {"maxnreg": 128}
+SURVEY, REFINE, COLLECT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BINS = tl.constexpr(128)
+BIN_SHIFT = tl.constexpr(11)  # a coarse bin is 2,048 levels
+LEVELS = tl.constexpr(128 << 11)
+FINE = tl.constexpr(2048)  # bin 0 is all that lies above the others
+MAX_LISTED = tl.constexpr(512)  # undecided tokens that are ranked one by one
+NONE = tl.constexpr(1 << 30)  # a top_k that keeps all, and a bin behind all bins
+UNBOUNDED = tl.constexpr(2**62)
+FLOOR = tl.constexpr(-3.4028234e38)  # the largest logit where there is none
+MARGIN = tl.constexpr(2.0**-17)  # far above the rounding of a float32 sum over bins
+
+# What the programs of a row share, in int64: counts and masses of the fine bins, the list, sums.
+MASSES = tl.constexpr(2048)
+LISTED = tl.constexpr(4096)
+DRAWN = tl.constexpr(4608)  # the best of those surely kept, as an order of perturbed values
+NUM_ABOVE = tl.constexpr(4609)  # tokens that are surely kept
+MASS_ABOVE = tl.constexpr(4610)
+NUM_BETWEEN = tl.constexpr(4611)  # tokens of top_k that top_p surely cuts
+MASS_BETWEEN = tl.constexpr(4612)
+NUM_LISTED = tl.constexpr(4613)
+NUM_DONE = tl.constexpr(4614)  # programs
+SHARED = tl.constexpr(4616)
+
+# These may be slices of wider buffers; no kernel is compiled anew for how one is aligned.
+SETTINGS = ["p_temperature", "p_top_k", "p_top_p", "p_min_p", "p_seeds", "p_positions"]
+# Seldom taken branches would take the registers of half the programs of an SM.
+REGISTERS = {"maxnreg": 128}
 
 
 def draw_filtered(
     logits: Tensor,  # [L, vocab] float32
-    temperature: Tensor,  # [L]
-    top_k: Tensor,  # [L] int64
-    top_p: Tensor,  # [L]
-    min_p: Tensor,  # [L]
-    seeds: Tensor,  # [L] int64
-    positions: Tensor,  # [L] int64
+    settings: tuple[Tensor, ...],  # as in SETTINGS, [L] each
     token_ids: Tensor,  # [L] int64, written
     tile: Tile,
 ) -> None:
     num_rows, vocab = logits.shape
-    num_chunks = cdiv(vocab, tile["CHUNK"])
-    max_chunks = next_power_of_2(num_chunks)
-    device = logits.device
-    parts = torch.empty(num_rows, NUM_PARTS.value, num_chunks, dtype=torch.int64, device=device)
-    plan = torch.empty(num_rows, PLAN_SIZE.value, dtype=torch.int32, device=device)
-    scale = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
-    counts = torch.empty(num_rows, COARSE.value + FINE.value, dtype=torch.int32, device=device)
-    masses = torch.empty(num_rows, FINE.value, dtype=torch.int64, device=device)
-    listed = torch.empty(num_rows, MAX_LISTED.value, dtype=torch.int64, device=device)
-
-    grid, options = (num_rows, num_chunks), launch_options(device)
-    row, cut, draw = (
-        (logits, vocab, logits.stride(0)),
-        (temperature, top_k, top_p),
-        (min_p, seeds, positions),
-    )
-    found, bins = (parts, scale, plan), (counts, masses)
-    chunked = {"MAX_CHUNKS": max_chunks, **tile, **options}
-    _peak_kernel[grid](*row, parts, plan, *bins, **tile, **options)
-    _tally_kernel[grid](*row, *cut, parts, scale, counts, **chunked)
-    _refine_kernel[grid](*row, *cut, *found, *bins, **chunked, **_LEAN)
-    _collect_kernel[grid](*row, *cut, *draw, *found, *bins, listed, **chunked, **_LEAN)
-    last = {"MAX_CHUNKS": max_chunks, **_FINISH, **options}
-    finish_kernel[(num_rows,)](*row, *cut, *draw, *found, listed, token_ids, num_chunks, **last)
-
-
-@triton.jit
-def _peak_kernel(
-    p_logits,  # [L, vocab]
-    vocab,
-    logits_stride,
-    p_parts,  # [L, NUM_PARTS, chunks] int64
-    p_plan,  # [L, PLAN_SIZE] int32
-    p_counts,  # [L, COARSE + FINE] int32
-    p_masses,  # [L, FINE] int64
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    i_row, i_chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b_highest = tl.full([BLOCK], LOWEST, tl.int64)
-    b_lowest = tl.full([BLOCK], HIGHEST, tl.int64)
-    for start in range(i_chunk * CHUNK, (i_chunk + 1) * CHUNK, BLOCK):
-        b_token = start + tl.arange(0, BLOCK)
-        is_inside = b_token < vocab
-        b_logit = tl.load(
-            p_logits + i_row * logits_stride + b_token, mask=is_inside, other=float("-inf")
+    num_chunks = launch.cdiv(vocab, tile["CHUNK"])
+    device, grid = logits.device, (num_rows, num_chunks)
+    counts = torch.empty(*grid, BINS.value, dtype=torch.int16, device=device)
+    parts = torch.empty(*grid, 4, dtype=torch.float32, device=device)
+    shared = torch.empty(num_rows, SHARED.value, dtype=torch.int64, device=device)
+    arguments = (logits, vocab, logits.stride(0), *settings, counts, parts, shared, token_ids)
+    options = {**tile, **REGISTERS, **launch.launch_options(device)}
+    for stage in (SURVEY, REFINE, COLLECT):
+        filter_kernel[grid](
+            *arguments, STAGE=stage, MAX_CHUNKS=launch.next_power_of_2(num_chunks), **options
         )
-        b_order = order_of(b_logit, b_token)
-        b_highest = tl.maximum(b_highest, tl.where(is_inside, b_order, LOWEST))
-        b_lowest = tl.minimum(b_lowest, tl.where(b_logit > float("-inf"), b_order, HIGHEST))
-    leave(p_parts, i_row, PEAK, tl.max(b_highest, axis=0))
-    leave(p_parts, i_row, FLOOR, tl.min(b_lowest, axis=0))
-    if i_chunk == 0:  # what later kernels add to
-        fine = tl.arange(0, FINE)
-        p_row_counts = p_counts + i_row * (COARSE + FINE)
-        tl.store(p_row_counts + tl.arange(0, COARSE), tl.zeros([COARSE], tl.int32))
-        tl.store(p_row_counts + COARSE + fine, tl.zeros([FINE], tl.int32))
-        tl.store(p_masses + i_row * FINE + fine, tl.zeros([FINE], tl.int64))
-        tl.store(p_plan + i_row * PLAN_SIZE + NUM_LISTED, 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=SETTINGS)
-def _tally_kernel(
-    p_logits,  # [L, vocab]
-    vocab,
-    logits_stride,
-    p_temperature,  # [L]
-    p_top_k,  # [L]
-    p_top_p,  # [L]
-    p_parts,  # [L, NUM_PARTS, chunks]
-    p_scale,  # [L, 2]  largest value, levels a unit
-    p_counts,  # [L, COARSE + FINE]
-    MAX_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    i_row, i_chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    num_chunks = tl.num_programs(1)
-    temperature, top_k, top_p = filters_of(i_row, vocab, p_temperature, p_top_k, p_top_p)
-    peak = value_of(tl.max(left(p_parts, i_row, PEAK, num_chunks, LOWEST, MAX_CHUNKS), axis=0))
-    b_floors = left(p_parts, i_row, FLOOR, num_chunks, HIGHEST, MAX_CHUNKS)
-    lowest = value_of(tl.min(b_floors, axis=0))
-    # Not every chunk has an outlier: a few tokens far below the others must not widen the bins of
-    # all.
-    usual = value_of(tl.max(tl.where(b_floors == HIGHEST, LOWEST, b_floors), axis=0))
-    bin_width = tl.maximum(tl.minimum(peak - lowest, 2 * (peak - usual)) / COARSE, 1e-30)
-    levels_a_unit = LEVELS_PER_BIN / bin_width
-    if i_chunk == 0:
-        tl.store(p_scale + i_row * 2, peak)
-        tl.store(p_scale + i_row * 2 + 1, levels_a_unit)
-    if not is_cut_short(temperature, top_k, top_p):
-        return
-    b_counts = tl.zeros([COARSE], tl.int32)
-    b_total = tl.zeros([BLOCK], tl.int64)
-    for start in range(i_chunk * CHUNK, (i_chunk + 1) * CHUNK, BLOCK):
-        b_token = start + tl.arange(0, BLOCK)
-        b_logit = load_logits(p_logits + i_row * logits_stride, b_token, vocab)
-        is_possible = b_logit > float("-inf")
-        b_bin = level_of(b_logit, peak, levels_a_unit) // LEVELS_PER_BIN
-        b_counts += tl.histogram(b_bin, COARSE, mask=is_possible)
-        b_total += tl.where(is_possible, mass_of(b_logit, peak, temperature), 0)
-    p_bins = p_counts + i_row * (COARSE + FINE) + tl.arange(0, COARSE)
-    tl.atomic_add(p_bins, b_counts, mask=b_counts > 0, sem="relaxed")
-    leave(p_parts, i_row, TOTAL, tl.sum(b_total, axis=0))
-
-
-@triton.jit(do_not_specialize_on_alignment=SETTINGS)
-def _refine_kernel(
-    p_logits,  # [L, vocab]
-    vocab,
-    logits_stride,
-    p_temperature,  # [L]
-    p_top_k,  # [L]
-    p_top_p,  # [L]
-    p_parts,  # [L, NUM_PARTS, chunks]
-    p_scale,  # [L, 2]
-    p_plan,  # [L, PLAN_SIZE]
-    p_counts,  # [L, COARSE + FINE]
-    p_masses,  # [L, FINE]
-    MAX_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    i_row, i_chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, top_k, top_p = filters_of(i_row, vocab, p_temperature, p_top_k, p_top_p)
-    if not is_cut_short(temperature, top_k, top_p):
-        return
-    peak, levels_a_unit = tl.load(p_scale + i_row * 2), tl.load(p_scale + i_row * 2 + 1)
-    total = tl.sum(left(p_parts, i_row, TOTAL, tl.num_programs(1), 0, MAX_CHUNKS), axis=0)
-    p_bins = p_counts + i_row * (COARSE + FINE)
-    b_counts = tl.load(p_bins + tl.arange(0, COARSE))
-    first, end = hull_of(b_counts, mass_as_float(total), levels_a_unit, temperature, top_k, top_p)
-    b_bin = tl.arange(0, COARSE)
-    num_over_hull = tl.sum(tl.where(b_bin < first, b_counts, 0), axis=0)
-    num_in_hull = tl.sum(tl.where(b_bin <= end, b_counts, 0), axis=0) - num_over_hull
-    hull_start, hull_stop = first * LEVELS_PER_BIN, (end + 1) * LEVELS_PER_BIN
-    shift = 0
-    for exponent in tl.static_range(7):  # the least for which the hull has FINE bins or fewer
-        shift += (end - first + 1 > (1 << exponent)).to(tl.int32)
-    if i_chunk == 0:
-        p_row_plan = p_plan + i_row * PLAN_SIZE
-        tl.store(p_row_plan + START, hull_start)
-        tl.store(p_row_plan + SHIFT, shift)
-        tl.store(p_row_plan + END, (hull_stop - hull_start - 1) >> shift)
-        tl.store(p_row_plan + NUM_IN_HULL, num_in_hull)
-        tl.store(p_row_plan + NUM_OVER_HULL, num_over_hull)
-    if num_in_hull <= MAX_LISTED:
-        return
-    over = tl.full([], 0, tl.int64)
-    for start in range(i_chunk * CHUNK, (i_chunk + 1) * CHUNK, BLOCK):
-        b_token = start + tl.arange(0, BLOCK)
-        b_logit = load_logits(p_logits + i_row * logits_stride, b_token, vocab)
-        is_possible = b_logit > float("-inf")
-        b_level = level_of(b_logit, peak, levels_a_unit)
-        b_mass = mass_of(b_logit, peak, temperature)
-        over += tl.sum(tl.where(is_possible & (b_level < hull_start), b_mass, 0), axis=0)
-        is_inside = is_possible & (b_level >= hull_start) & (b_level < hull_stop)
-        b_fine = (b_level - hull_start) >> shift
-        tl.atomic_add(
-            p_bins + COARSE + b_fine, is_inside.to(tl.int32), mask=is_inside, sem="relaxed"
-        )
-        tl.atomic_add(p_masses + i_row * FINE + b_fine, b_mass, mask=is_inside, sem="relaxed")
-    leave(p_parts, i_row, OVER_HULL, over)
-
-
-@triton.jit(do_not_specialize_on_alignment=SETTINGS)
-def _collect_kernel(
+def filter_kernel(
     p_logits,  # [L, vocab]
     vocab,
     logits_stride,
@@ -281,12 +93,11 @@ def _collect_kernel(
     p_min_p,  # [L]
     p_seeds,  # [L]
     p_positions,  # [L]
-    p_parts,  # [L, NUM_PARTS, chunks]
-    p_scale,  # [L, 2]
-    p_plan,  # [L, PLAN_SIZE]
-    p_counts,  # [L, COARSE + FINE]
-    p_masses,  # [L, FINE]
-    p_listed,  # [L, MAX_LISTED] int64
+    p_counts,  # [L, chunks, BINS] int16
+    p_parts,  # [L, chunks, 4] float32: largest logit, mass relative to it; the grid: top, scale
+    p_shared,  # [L, SHARED] int64
+    p_token_ids,  # [L], written
+    STAGE: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -294,99 +105,328 @@ def _collect_kernel(
 ):
     let_next_start(PDL)
     wait_for_previous(PDL)
-    i_row, i_chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, top_k, top_p = filters_of(i_row, vocab, p_temperature, p_top_k, p_top_p)
-    if temperature <= 0:
+    i_row, num_chunks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
+    p_row, p_row_shared = p_logits + i_row * logits_stride, p_shared + i_row * SHARED
+    p_row_counts = p_counts + i_row * num_chunks * BINS
+    p_row_parts, row = p_parts + i_row * num_chunks * 4, (p_row, vocab, p_row_shared)
+    temperature, top_k, top_p = _filters_of(i_row, vocab, p_temperature, p_top_k, p_top_p)
+    if STAGE == SURVEY:
+        _survey(row, p_row_counts, p_row_parts, temperature, CHUNK, BLOCK)
         return
-    peak, levels_a_unit = tl.load(p_scale + i_row * 2), tl.load(p_scale + i_row * 2 + 1)
-    min_p = tl.load(p_min_p + i_row)
-    noise_key = noise_key_of(tl.load(p_seeds + i_row), tl.load(p_positions + i_row))
-    p_row_plan = p_plan + i_row * PLAN_SIZE
-    # A row that is not cut short has every level above its hull, and none to look at.
-    hull_start, shift, first, last, k_bin, reach = LEVELS, 0, 0, 0, 0, -LEVELS
-    if is_cut_short(temperature, top_k, top_p):
-        hull_start, shift = tl.load(p_row_plan + START), tl.load(p_row_plan + SHIFT)
-        last = tl.load(p_row_plan + END)
-        k_bin = last
-        if tl.load(p_row_plan + NUM_IN_HULL) > MAX_LISTED:
-            total = tl.sum(left(p_parts, i_row, TOTAL, tl.num_programs(1), 0, MAX_CHUNKS), axis=0)
-            over = tl.sum(
-                left(p_parts, i_row, OVER_HULL, tl.num_programs(1), 0, MAX_CHUNKS), axis=0
-            )
-            b_counts = tl.load(p_counts + i_row * (COARSE + FINE) + COARSE + tl.arange(0, FINE))
-            b_masses = mass_as_float(tl.load(p_masses + i_row * FINE + tl.arange(0, FINE)))
-            b_after = mass_as_float(over) + tl.cumsum(b_masses, axis=0)
-            num_over = tl.load(p_row_plan + NUM_OVER_HULL)
-            first, last, k_bin = undecided(
-                b_counts,
-                num_over,
-                b_after - b_masses,
-                b_after,
-                mass_as_float(total),
-                top_k,
-                top_p,
-                FINE,
-            )
-        reach = tl.maximum(last, k_bin) + 1
-        if i_chunk == 0:
-            tl.store(p_row_plan + LAST, last)
 
+    chunk, b_bin = tl.arange(0, MAX_CHUNKS), tl.arange(0, BINS)
+    p_bins, is_chunk = p_row_counts + chunk[:, None] * BINS + b_bin[None, :], chunk < num_chunks
+    b_counts = tl.sum(tl.load(p_bins, mask=is_chunk[:, None], other=0).to(tl.int32), axis=0)
+    top, levels_a_unit = tl.load(p_row_parts + 2), tl.load(p_row_parts + 3)
+    b_peak = tl.load(p_row_parts + chunk * 4, mask=is_chunk, other=FLOOR)
+    b_mass = tl.load(p_row_parts + chunk * 4 + 1, mask=is_chunk, other=0.0)
+    peak = tl.max(b_peak, axis=0)
+    total = tl.sum(b_mass * _share_of(b_peak, peak, temperature), axis=0)
+    b_before, b_after = _mass_bounds(b_counts, total, peak, top, levels_a_unit, temperature)
+    first, last, k_bin = _undecided(b_counts, b_before, b_after, total, top_k, top_p, BINS)
+    is_open = ((b_bin >= first) & (b_bin <= last)) | (b_bin == k_bin)
+    is_fine = tl.sum(tl.where(is_open, b_counts, 0), axis=0) > MAX_LISTED
+    origin, shift, end = 0, BIN_SHIFT, 0
+    if is_fine:
+        behind = tl.minimum(tl.where(k_bin < NONE, k_bin, last), BINS - 1) + 1
+        shift = 1
+        for exponent in tl.static_range(7):  # the least with FINE / 2 bins or fewer
+            shift += (behind - first > (1 << exponent)).to(tl.int32)
+        origin = (first << BIN_SHIFT) - (1 << shift)
+        end = ((behind << BIN_SHIFT) - 1 - origin) >> shift
+    grid = top, levels_a_unit, origin, shift  # a token's bin is (level - origin) >> shift
+    if STAGE == REFINE:
+        if is_fine:
+            _refine(row, grid, end, peak, temperature, CHUNK, BLOCK)
+        return
+
+    if is_fine:
+        p_fine = p_row_shared + tl.arange(0, FINE)
+        b_fine = tl.load(p_fine + MASSES).to(tl.float32) * (2.0**-40)
+        b_sum = tl.cumsum(b_fine, axis=0)
+        first, last, k_bin = _undecided(
+            tl.load(p_fine), b_sum - b_fine, b_sum, total, top_k, top_p, FINE
+        )
+        first, last = tl.minimum(first, end), tl.minimum(last, end)
+    noise_key = noise_key_of(tl.load(p_seeds + i_row), tl.load(p_positions + i_row))
+    draw = peak, temperature, tl.load(p_min_p + i_row), noise_key
+    _collect(row, grid, (first, last, k_bin), draw, top_p, CHUNK, BLOCK)
+    if arrives_last(p_row_shared + NUM_DONE, num_chunks):
+        drawn = _finish(row, grid, last, draw, top_k, top_p, BLOCK)
+        tl.store(p_token_ids + i_row, token_of(drawn))  # the first, where no token is possible
+
+
+@triton.jit
+def _survey(row, p_row_counts, p_row_parts, temperature, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    (p_row, vocab, p_row_shared), i_chunk = row, tl.program_id(1)
+    top, levels_a_unit = _grid_of(p_row, vocab, temperature)
+    grid = top, levels_a_unit, 0, BIN_SHIFT
+    peak, mass = tl.full([], FLOOR, tl.float32), 0.0
+    b_counts = tl.zeros([BINS], tl.int32)
+    for start in range(i_chunk * CHUNK, (i_chunk + 1) * CHUNK, BLOCK):
+        b_logit, is_possible = _load_logits(p_row, start + tl.arange(0, BLOCK), vocab)
+        b_counts += tl.histogram(_bin_of(b_logit, grid), BINS, mask=is_possible)
+        higher = tl.maximum(peak, tl.max(tl.where(is_possible, b_logit, FLOOR), axis=0))
+        b_share = tl.where(is_possible, _share_of(b_logit, higher, temperature), 0.0)
+        mass = mass * _share_of(peak, higher, temperature) + tl.sum(b_share, axis=0)
+        peak = higher
+    tl.store(p_row_counts + i_chunk * BINS + tl.arange(0, BINS), b_counts.to(tl.int16))
+    p_part = p_row_parts + i_chunk * 4
+    tl.store(p_part, peak)
+    tl.store(p_part + 1, mass)
+    tl.store(p_part + 2, top)
+    tl.store(p_part + 3, levels_a_unit)
+    if i_chunk == 0:  # what the later stages add to
+        fine, sums = tl.arange(0, 2 * FINE), tl.arange(0, SHARED - DRAWN)
+        tl.store(p_row_shared + fine, tl.zeros([2 * FINE], tl.int64))
+        tl.store(p_row_shared + DRAWN + sums, tl.where(sums == 0, LOWEST, 0))
+
+
+@triton.jit
+def _refine(row, grid, end, peak, temperature, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    p_row, vocab, p_row_shared = row
+    num_above, mass_above = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    for start in range(tl.program_id(1) * CHUNK, (tl.program_id(1) + 1) * CHUNK, BLOCK):
+        b_logit, is_possible = _load_logits(p_row, start + tl.arange(0, BLOCK), vocab)
+        b_bin = _bin_of(b_logit, grid)
+        b_mass = _mass_of(b_logit, peak, temperature)
+        is_above = is_possible & (b_bin < 1)
+        num_above += tl.sum(is_above.to(tl.int32), axis=0)
+        mass_above += tl.sum(tl.where(is_above, b_mass, 0), axis=0)
+        is_inside = is_possible & (b_bin >= 1) & (b_bin <= end)
+        p_bins = p_row_shared + b_bin
+        tl.atomic_add(p_bins, is_inside.to(tl.int64), mask=is_inside, sem="relaxed")
+        tl.atomic_add(p_bins + MASSES, b_mass, mask=is_inside, sem="relaxed")
+    tl.atomic_add(p_row_shared, num_above, sem="relaxed")
+    tl.atomic_add(p_row_shared + MASSES, mass_above, sem="relaxed")
+
+
+@triton.jit
+def _collect(row, grid, bins, draw, top_p, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    (p_row, vocab, p_row_shared), (first, last, k_bin) = row, bins
     drawn = tl.full([], LOWEST, tl.int64)
     num_above, mass_above = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     num_between, mass_between = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-    for start in range(i_chunk * CHUNK, (i_chunk + 1) * CHUNK, BLOCK):
+    for start in range(tl.program_id(1) * CHUNK, (tl.program_id(1) + 1) * CHUNK, BLOCK):
         b_token = start + tl.arange(0, BLOCK)
-        b_logit = load_logits(p_logits + i_row * logits_stride, b_token, vocab)
-        is_possible = b_logit > float("-inf")
-        b_bin = (level_of(b_logit, peak, levels_a_unit) - hull_start) >> shift
+        b_logit, is_possible = _load_logits(p_row, b_token, vocab)
+        b_bin = _bin_of(b_logit, grid)
         is_above = is_possible & (b_bin < first)
-        # Sums within the branches: in most tiles of most rows there is nothing to keep and nothing
-        # to list.
+        # In most tiles of most rows there is nothing to keep and nothing to list.
         if tl.max(is_above.to(tl.int32), axis=0) > 0:
-            is_kept = is_above & (share_of(b_logit, peak, temperature) >= min_p)
-            b_score = perturbed(b_logit, b_token, temperature, noise_key)
-            b_drawn = tl.where(is_kept, order_of(b_score, b_token), LOWEST)
-            drawn = tl.maximum(drawn, tl.max(b_drawn, axis=0))
-        if tl.max((is_possible & (b_bin < reach)).to(tl.int32), axis=0) > 0:
-            b_mass = mass_of(b_logit, peak, temperature)
+            drawn = tl.maximum(drawn, _draw(is_above, b_logit, b_token, draw))
             num_above += tl.sum(is_above.to(tl.int32), axis=0)
-            mass_above += tl.sum(tl.where(is_above, b_mass, 0), axis=0)
-            if k_bin > last:
-                is_between = is_possible & (b_bin > last) & (b_bin < k_bin)
-                num_between += tl.sum(is_between.to(tl.int32), axis=0)
-                mass_between += tl.sum(tl.where(is_between, b_mass, 0), axis=0)
-            is_open = is_possible & (((b_bin >= first) & (b_bin <= last)) | (b_bin == k_bin))
-            num_open = tl.sum(is_open.to(tl.int32), axis=0)
-            slot = tl.atomic_add(p_row_plan + NUM_LISTED, num_open, sem="relaxed")
+        is_open = is_possible & (((b_bin >= first) & (b_bin <= last)) | (b_bin == k_bin))
+        num_open = tl.sum(is_open.to(tl.int64), axis=0)
+        if num_open > 0:
+            slot = tl.atomic_add(p_row_shared + NUM_LISTED, num_open, sem="relaxed")
             b_slot = slot + tl.cumsum(is_open.to(tl.int32), axis=0) - 1
-            p_slots = p_listed + i_row * MAX_LISTED + b_slot
-            tl.store(p_slots, order_of(b_logit, b_token), mask=is_open & (b_slot < MAX_LISTED))
-    leave(p_parts, i_row, DRAWN, drawn)
-    leave(p_parts, i_row, NUM_ABOVE, num_above)
-    leave(p_parts, i_row, MASS_ABOVE, mass_above)
-    leave(p_parts, i_row, NUM_BETWEEN, num_between)
-    leave(p_parts, i_row, MASS_BETWEEN, mass_between)
+            is_open &= b_slot < MAX_LISTED
+            tl.store(p_row_shared + LISTED + b_slot, order_of(b_logit, b_token), mask=is_open)
+        is_between = is_possible & (b_bin > last) & (b_bin < k_bin)
+        if (top_p < 1) & (tl.max((is_above | is_between).to(tl.int32), axis=0) > 0):
+            b_mass = _mass_of(b_logit, draw[0], draw[1])
+            mass_above += tl.sum(tl.where(is_above, b_mass, 0), axis=0)
+            mass_between += tl.sum(tl.where(is_between, b_mass, 0), axis=0)
+            num_between += tl.sum(is_between.to(tl.int32), axis=0)
+    tl.atomic_max(p_row_shared + DRAWN, drawn, sem="relaxed")
+    tl.atomic_add(p_row_shared + NUM_ABOVE, num_above, sem="relaxed")
+    tl.atomic_add(p_row_shared + MASS_ABOVE, mass_above, sem="relaxed")
+    tl.atomic_add(p_row_shared + NUM_BETWEEN, num_between, sem="relaxed")
+    tl.atomic_add(p_row_shared + MASS_BETWEEN, mass_between, sem="relaxed")
 
 
-def filter_compile_cases(tile: Tile, options: dict[str, int]) -> list[CompileCase]:
-    types = dict.fromkeys(("p_logits", "p_temperature", "p_top_p", "p_min_p", "p_scale"), "*fp32")
-    types |= dict.fromkeys(("p_top_k", "p_seeds", "p_positions", "p_parts", "p_masses"), "*i64")
-    types |= dict.fromkeys(("p_listed", "p_token_ids"), "*i64")
-    types |= dict.fromkeys(("p_plan", "p_counts"), "*i32")
-    types |= dict.fromkeys(("vocab", "logits_stride", "num_chunks"), "i32")
-    cases: list[CompileCase] = []
-    for kernel in (_peak_kernel, _tally_kernel, _refine_kernel, _collect_kernel, finish_kernel):
-        block = _FINISH if kernel is finish_kernel else {**tile, **options}
-        constexprs = {"MAX_CHUNKS": 128, "PDL": False, **block}
-        signature = {name: types[name] for name in kernel.arg_names if name in types}
-        constexprs = {name: constexprs[name] for name in kernel.arg_names if name in constexprs}
-        lean = _LEAN if kernel in (_refine_kernel, _collect_kernel) else {}
-        cases.append(
-            (
-                kernel,
-                signature,
-                constexprs,
-                {"num_warps": block["num_warps"], "num_stages": 1, **lean},
-            )
-        )
-    return cases
+@triton.jit
+def _finish(row, grid, last, draw, top_k, top_p, BLOCK: tl.constexpr):
+    p_row, vocab, p_row_shared = row
+    drawn = _shared(p_row_shared + DRAWN)
+    if _shared(p_row_shared + NUM_LISTED) > MAX_LISTED:
+        end = _end_by_halving(p_row, vocab, draw[0], draw[1], top_k, top_p, BLOCK)
+        for start in range(0, vocab, BLOCK):
+            b_token = start + tl.arange(0, BLOCK)
+            b_logit, is_possible = _load_logits(p_row, b_token, vocab)
+            is_kept = is_possible & (order_of(b_logit, b_token) >= end)
+            drawn = tl.maximum(drawn, _draw(is_kept, b_logit, b_token, draw))
+    else:
+        b_order, is_kept = _rank_listed(p_row_shared, grid, last, draw[0], draw[1], top_k, top_p)
+        drawn = tl.maximum(drawn, _draw(is_kept, value_of(b_order), token_of(b_order), draw))
+    return drawn
+
+
+@triton.jit
+def _load_logits(p_row, b_token, vocab):
+    b_logit = tl.load(p_row + b_token, mask=b_token < vocab, other=float("-inf"))
+    return b_logit, b_logit > float("-inf")
+
+
+@triton.jit
+def _filters_of(i_row, vocab, p_temperature, p_top_k, p_top_p):
+    """temperature, top_k (NONE: keeps all) and top_p (1 or more: keeps all)."""
+    temperature, top_k = tl.load(p_temperature + i_row), tl.load(p_top_k + i_row)
+    top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, NONE)
+    is_greedy = temperature <= 0
+    top_k = tl.where(is_greedy, 1, top_k).to(tl.int32)
+    top_p = tl.where(is_greedy, 1.0, tl.load(p_top_p + i_row))
+    return tl.where(is_greedy, 1.0, temperature), top_k, top_p
+
+
+@triton.jit
+def _grid_of(p_row, vocab, temperature):
+    """The value of level 0 and the levels of a unit, by a sample of the row.
+
+    Any grid gives the same token. A good one leaves few tokens in a bin: it reaches from above the
+    largest value to the smallest, but tokens far below all others widen it by little.
+    """
+    b_group = tl.arange(0, 64)[:, None] * tl.maximum(vocab // 64, 1)
+    b_logit, is_possible = _load_logits(p_row, b_group + tl.arange(0, 16)[None, :], vocab)
+    highest = tl.max(tl.max(b_logit, axis=1), axis=0)
+    b_depth = tl.where(is_possible, tl.minimum(highest - b_logit, 64.0), 0.0)
+    num_possible = tl.sum(tl.sum(is_possible.to(tl.float32), axis=1), axis=0)
+    reach = 3 * tl.sum(tl.sum(b_depth, axis=1), axis=0) / tl.maximum(num_possible, 1.0)
+    reach = tl.where(reach > 0, reach, 8 * temperature)
+    return tl.where(highest > float("-inf"), highest, 0.0) + 0.2 * reach, 1 / reach * LEVELS
+
+
+@triton.jit
+def _level_of(b_logit, top, levels_a_unit):
+    b_level = tl.minimum((top - b_logit) * levels_a_unit, LEVELS - 1.0).to(tl.int32)
+    return tl.maximum(b_level, 0)
+
+
+@triton.jit
+def _bin_of(b_logit, grid):
+    top, levels_a_unit, origin, shift = grid
+    return (_level_of(b_logit, top, levels_a_unit) - origin) >> shift
+
+
+@triton.jit
+def _share_of(b_logit, peak, temperature):
+    """The probability of a token, relative to the likeliest."""
+    return tl.exp2((b_logit - peak) * tl.minimum(1.4426950408889634 / temperature, 1e30))
+
+
+@triton.jit
+def _mass_of(b_logit, peak, temperature):
+    """The same as an integer, in units of 2^-40."""
+    return (_share_of(b_logit, peak, temperature) * (2.0**40)).to(tl.int64)
+
+
+@triton.jit
+def _mass_limit(mass, top_p):
+    """A token is kept when less mass than this comes before it; the first has none before it."""
+    limit = tl.maximum(top_p.to(tl.float64) * mass.to(tl.float64), 1.0).to(tl.int64)
+    return tl.where(top_p < 1, limit, UNBOUNDED)
+
+
+@triton.jit
+def _mass_bounds(b_counts, total, peak, top, levels_a_unit, temperature):
+    """The least mass above each coarse bin, and the most with its own, by the edges of the bins.
+
+    Near the top the sums from above are sharp, near the bottom the total less the sums from below.
+    """
+    b_bin = tl.arange(0, BINS)
+    width = 1 / levels_a_unit * (LEVELS // BINS)
+    rounding = (tl.abs(top) + tl.abs(peak) + width * BINS) * (2.0**-22)
+    b_upper = tl.where(b_bin == 0, peak, tl.minimum(top - b_bin * width + rounding, peak))
+    b_lower = tl.minimum(top - (b_bin + 1) * width - rounding, peak)
+    b_most = b_counts * _share_of(b_upper, peak, temperature) * (1 + MARGIN)
+    b_least = b_counts * _share_of(b_lower, peak, temperature) * (1 - MARGIN)
+    b_least = tl.where(b_bin == BINS - 1, 0.0, b_least)  # it holds all that is further down
+    b_most_below = tl.cumsum(b_most, axis=0, reverse=True)
+    b_least_below = tl.cumsum(b_least, axis=0, reverse=True)
+    b_before = tl.maximum(tl.cumsum(b_least, axis=0) - b_least, total - b_most_below)
+    b_after = tl.minimum(tl.cumsum(b_most, axis=0), total - (b_least_below - b_least))
+    return b_before, b_after
+
+
+@triton.jit
+def _undecided(b_counts, b_before, b_after, total, top_k, top_p, SIZE: tl.constexpr):
+    """The bins [first, last] that may hold the end of top_p, and the bin of the k-th token.
+
+    top_p is a share of the mass that top_k keeps, so the bin of the k-th token is undecided also
+    when top_p ends far above it.
+    """
+    b_bin = tl.arange(0, SIZE)
+    k_bin = tl.sum((tl.cumsum(b_counts, axis=0) < top_k).to(tl.int32), axis=0)
+    least = tl.where(k_bin < SIZE, tl.sum(tl.where(b_bin == k_bin, b_before, 0.0), axis=0), total)
+    most = tl.where(k_bin < SIZE, tl.sum(tl.where(b_bin == k_bin, b_after, 0.0), axis=0), total)
+    kept_below = tl.where(top_p < 1, top_p * least - total * MARGIN, float("inf"))
+    cut_above = tl.where(top_p < 1, top_p * most + total * MARGIN, float("inf"))
+    first = tl.minimum(tl.sum((b_after < kept_below).to(tl.int32), axis=0), k_bin)
+    last = tl.minimum(tl.sum((b_before <= cut_above).to(tl.int32), axis=0) - 1, k_bin)
+    return first, tl.maximum(first, last), tl.where(k_bin < SIZE, k_bin, NONE)
+
+
+@triton.jit
+def _draw(is_kept, b_logit, b_token, draw):
+    """The best of the tokens that min_p keeps too, as an order of perturbed values."""
+    peak, temperature, min_p, noise_key = draw
+    is_kept &= ~(_share_of(b_logit, peak, temperature) < min_p)
+    b_order = order_of(perturbed(b_logit, b_token, temperature, noise_key), b_token)
+    return tl.max(tl.where(is_kept, b_order, LOWEST), axis=0)
+
+
+@triton.jit
+def _shared(pointers):
+    """Past the first-level cache: other multiprocessors wrote these."""
+    return tl.load(pointers, cache_modifier=".cg")
+
+
+@triton.jit
+def _rank_listed(p_row_shared, grid, last, peak, temperature, top_k, top_p):
+    """The orders of the listed tokens, and whether each is kept."""
+    num_listed = _shared(p_row_shared + NUM_LISTED)
+    mass_above = _shared(p_row_shared + MASS_ABOVE)
+    mass_between = _shared(p_row_shared + MASS_BETWEEN)
+    index = tl.arange(0, MAX_LISTED)
+    b_order = tl.where(index < num_listed, _shared(p_row_shared + LISTED + index), LOWEST)
+    is_behind = _bin_of(value_of(b_order), grid) > last
+    b_rank = _shared(p_row_shared + NUM_ABOVE)
+    b_rank += tl.where(is_behind, _shared(p_row_shared + NUM_BETWEEN), 0)
+    b_before = mass_above + tl.where(is_behind, mass_between, 0)
+    for start in range(0, num_listed, 8):
+        other = start + tl.arange(0, 8)
+        b_other = tl.where(other < num_listed, _shared(p_row_shared + LISTED + other), LOWEST)
+        is_before = b_other[None, :] > b_order[:, None]
+        b_rank += tl.sum(is_before.to(tl.int32), axis=1)
+        b_others = _mass_of(value_of(b_other), peak, temperature)
+        b_before += tl.sum(tl.where(is_before, b_others[None, :], 0), axis=1)
+    is_kept = (b_order > LOWEST) & (b_rank < top_k)
+    b_mass = tl.where(is_kept, _mass_of(value_of(b_order), peak, temperature), 0)
+    limit = _mass_limit(mass_above + mass_between + tl.sum(b_mass, axis=0), top_p)
+    return b_order, is_kept & (b_before < limit)
+
+
+@triton.jit
+def _end_by_halving(p_row, vocab, peak, temperature, top_k, top_p, BLOCK: tl.constexpr):
+    """An order that all kept tokens reach and no other: as exact as a list, and slow.
+
+    For rows whose end lies among more tokens than a list holds: many equal logits, say.
+    """
+    end, limit = tl.full([], LOWEST, tl.int64), tl.full([], UNBOUNDED, tl.int64)
+    is_cut = top_k < NONE
+    for _ in range(2):  # the end of top_k, then that of top_p
+        low, high = end, tl.where(is_cut, order_of(peak, tl.full([], 0, tl.int32)), end)
+        while low < high:
+            middle = low + ((high - low) >> 1)
+            num, mass = _weigh(p_row, vocab, middle, peak, temperature, BLOCK)
+            is_kept = (num < top_k) & (mass < limit)
+            high = tl.where(is_kept, middle, high)
+            low = tl.where(is_kept, low, middle + 1)
+        end = low
+        _, mass = _weigh(p_row, vocab, end - 1, peak, temperature, BLOCK)
+        limit, is_cut = _mass_limit(mass, top_p), top_p < 1
+    return end
+
+
+@triton.jit
+def _weigh(p_row, vocab, order, peak, temperature, BLOCK: tl.constexpr):
+    """Number and mass of the tokens above `order`."""
+    b_num, b_mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
+    for start in range(0, vocab, BLOCK):
+        b_token = start + tl.arange(0, BLOCK)
+        b_logit, is_possible = _load_logits(p_row, b_token, vocab)
+        is_above = is_possible & (order_of(b_logit, b_token) > order)
+        b_num += is_above.to(tl.int32)
+        b_mass += tl.where(is_above, _mass_of(b_logit, peak, temperature), 0)
+    return tl.sum(b_num, axis=0), tl.sum(b_mass, axis=0)

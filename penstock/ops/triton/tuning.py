@@ -24,9 +24,8 @@ from typing import Any
 import torch
 
 from penstock.ops.cache_folder import cache_folder, write_whole
+from penstock.ops.product import Tile
 from penstock.ops.triton.launch import next_power_of_2
-
-Tile = Mapping[str, int]  # the constexprs of a kernel, and its num_warps and num_stages
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,628 @@
+"""One case or more of every kernel, for the test that compiles them without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from penstock.ops.product import Tile
+from penstock.ops.triton import (
+    attention,
+    decode_attention,
+    decode_rows,
+    delta_net,
+    delta_net_blocks,
+    delta_net_convolve,
+    delta_net_prepare,
+    launch,
+    masking,
+    matmul,
+    matmul_gemv,
+    matmul_small_gemm,
+    moe_gemv,
+    moe_grouped_gemm,
+    moe_permute,
+    moe_route,
+    moe_small_gemm,
+    norm,
+    prefill_attention,
+    sampling,
+    sampling_filters,
+)
+
+# A kernel, the types of its arguments, the values of its constexprs, and its options.
+CompileCase = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
+
+
+def case(
+    kernel: Any, types: dict[str, str], tile: dict[str, int], **constexprs: Any
+) -> CompileCase:
+    """Only what `kernel` has: its types among `types`, its constexprs; the rest are options."""
+    values = {**tile, **constexprs, "PDL": False}
+    options = {"num_warps": tile.get("num_warps", 4), "num_stages": tile.get("num_stages", 1)}
+    return (
+        kernel,
+        {name: types[name] for name in kernel.arg_names if name in types},
+        {name: values[name] for name in kernel.arg_names if name in values},
+        options | {name: tile[name] for name in ("maxnreg",) if name in tile},
+    )
+
+
+def sampling_cases() -> list[CompileCase]:
+    """Without filters, and the three stages of filters, for one row and for many."""
+    types = dict.fromkeys(("p_logits", "p_temperature", "p_top_p", "p_min_p", "p_parts"), "*fp32")
+    types |= dict.fromkeys(("p_top_k", "p_seeds", "p_positions", "p_shared"), "*i64")
+    types |= dict.fromkeys(("p_best", "p_token_ids"), "*i64")
+    types |= dict.fromkeys(("vocab", "logits_stride", "num_chunks"), "i32") | {"p_counts": "*i16"}
+    cases = [case(sampling.merge_kernel, types, {"num_warps": 1}, MAX_CHUNKS=128)]
+    for num_rows in (1, 64):
+        cases.append(case(sampling.draw_kernel, types, dict(sampling.rule(num_rows, False))))
+        tile = {**sampling.rule(num_rows, True), **sampling_filters.REGISTERS}
+        for stage in range(3):
+            cases.append(
+                case(sampling_filters.filter_kernel, types, tile, STAGE=stage, MAX_CHUNKS=64)
+            )
+    return cases
+
+
+# Of the arguments that kernels of products share, for a model in bf16.
+_PRODUCT_TYPES = {
+    "p_x": "*bf16",
+    "p_norm": "*fp32",
+    "p_weight": "*bf16",
+    "p_bias": "*bf16",
+    "p_residual": "*bf16",
+    "p_parts": "*fp32",
+    "p_out": "*bf16",
+    "num_tokens": "i32",
+    "N": "i32",
+    "x_stride": "i32",
+    "residual_stride": "i32",
+    "eps": "fp32",
+}
+
+
+def stored_forms(codes: str) -> list[tuple[dict[str, str], dict[str, Any]]]:
+    """The types of what is stored, and the constexprs."""
+    pools, scales = ("p_keys", "p_values"), ("p_key_scales", "p_value_scales")
+    plain = (dict.fromkeys(pools, "*bf16"), {"STORED": "plain", **dict.fromkeys(scales)})
+    types = {**dict.fromkeys(pools, codes), **dict.fromkeys(scales, "*fp32")}
+    return [plain, *((types, {"STORED": name}) for name in ("e4m3", "int8"))]
+
+
+def attention_cases() -> list[CompileCase]:
+    """(kernel, signature, constexprs, options): every form, as Qwen3.5-35B-A3B in bf16 launches
+    it.
+    """
+    signature = dict.fromkeys(("p_q", "p_k", "p_v", "p_out"), "*bf16")
+    signature |= dict.fromkeys(("p_q_norm", "p_k_norm", "p_rope"), "*fp32")
+    signature |= dict.fromkeys(("p_positions", "p_kv_index"), "*i64")
+    signature |= {"eps": "fp32", "q_stride": "i32", "k_stride": "i32", "v_stride": "i32"}
+    constexprs: dict[str, Any] = {
+        "NUM_HEADS": 16,
+        "NUM_KV_HEADS": 2,
+        "HEAD_DIM": 256,
+        "NUM_PAIRS": 32,
+    }
+    constexprs |= {"INTERLEAVED": False, "BLOCK_HEADS": 4, "BLOCK_D": 256, "PDL": False}
+    options = {"num_warps": 4, "num_stages": 1}
+    forms = [
+        (attention._rope_and_store_kernel, {**signature, **types}, {**constexprs, **given}, options)
+        for types, given in stored_forms("*u8")
+    ]
+    return [*forms, *decode_attention_cases(), *prefill_attention_cases()]
+
+
+def decode_attention_cases() -> list[CompileCase]:
+    """Qwen3.5-35B-A3B in bf16, KV in bf16 and in codes: rows in one piece, rows in splits, and the
+    merging of these."""
+    tile = decode_attention._decode_rule(256, 64, torch.bfloat16)
+    signature = dict.fromkeys(("p_q", "p_out"), "*bf16")
+    signature |= {"p_pages": "*i32", "p_context_lens": "*i64", "scale": "fp32"}
+    signature |= dict.fromkeys(("q_stride", "table_stride", "gate_stride", "min_share"), "i32")
+    constexprs: dict[str, Any] = {
+        "NUM_HEADS": 16,
+        "NUM_KV_HEADS": 2,
+        "HEAD_DIM": 256,
+        "PAGE_SIZE": 64,
+    }
+    constexprs |= {
+        "WINDOW": 0,
+        "BLOCK_KEYS": tile["BLOCK_KEYS"],
+        "BLOCK_M": 16,
+        "BLOCK_D": 256,
+        "PDL": False,
+    }
+    gate = {"p_gate": "*bf16"}
+    splits = {"p_partial": "*fp32", "p_log_sums": "*fp32"}
+    merge_signature = {**splits, **gate, "p_context_lens": "*i64", "p_out": "*bf16"}
+    merge_signature |= dict.fromkeys(("gate_stride", "min_share", "num_splits"), "i32")
+    merge_tile = dict(decode_attention._merge_rule(1, 132, 256, torch.device("cpu")))
+    merge_options = {
+        "num_warps": merge_tile.pop("num_warps"),
+        "num_stages": merge_tile.pop("num_stages"),
+    }
+    merge = {
+        "HEAD_DIM": 256,
+        "WINDOW": 0,
+        "BLOCK_KEYS": tile["BLOCK_KEYS"],
+        **merge_tile,
+        "PDL": False,
+    }
+    options = {"num_warps": tile["num_warps"], "num_stages": 1}
+    forms: list[CompileCase] = []
+    for stored, given in stored_forms("*i32"):
+        dtype = torch.bfloat16 if given["STORED"] == "plain" else torch.int8
+        given = {
+            **constexprs,
+            **given,
+            "BLOCK_KEYS": decode_attention._decode_rule(256, 64, dtype)["BLOCK_KEYS"],
+        }
+        types = {**signature, **stored}
+        forms += [
+            (
+                decode_attention._decode_kernel,
+                {**types, **gate},
+                {**given, **dict.fromkeys(splits)},
+                options,
+            ),
+            (
+                decode_attention._decode_kernel,
+                {**types, **splits},
+                {**given, **dict.fromkeys(gate)},
+                options,
+            ),
+        ]
+    return [*forms, (decode_attention._merge_kernel, merge_signature, merge, merge_options)]
+
+
+def decode_rows_cases() -> list[CompileCase]:
+    """(kernel, signature, constexprs, options)."""
+    head = ("p_rows", "p_last_token", "p_context_len")
+    results = ("p_token_ids", "p_positions", "p_kv_index", "p_context_lens")
+    decode = dict.fromkeys((*head, *results), "*i64")
+    decode |= dict.fromkeys(("p_page_table", "p_row_pages"), "*i32")
+    tail = ("p_rows", "p_num_new", "p_token_ids", "p_last_token", "p_context_len")
+    advance = dict.fromkeys(tail, "*i64") | {"num_rows": "i32"}
+    options = {"num_warps": decode_rows._TILE["num_warps"], "num_stages": 1}
+    return [
+        (
+            decode_rows.decode_rows_kernel,
+            decode | {"num_pages": "i32"},
+            {"PAGE_SIZE": 16, "BLOCK": decode_rows._TILE["BLOCK"], "PDL": False},
+            options,
+        ),
+        (
+            decode_rows.advance_rows_kernel,
+            advance,
+            {"BLOCK": decode_rows._ADVANCE_TILE["BLOCK"], "PDL": False},
+            options,
+        ),
+    ]
+
+
+def delta_net_cases() -> list[CompileCase]:
+    """The 35B-A3B mixer in bf16, with states in both dtypes: (kernel, signature, constexprs,
+    options).
+    """
+    pointers = {
+        "mixed": "*bf16",
+        "conv_weight": "*bf16",
+        "a_log": "*fp32",
+        "dt_bias": "*fp32",
+        "norm_weight": "*fp32",
+        "conv": "*bf16",
+        "recurrent": "*fp32",
+        "context_lens": "*i64",
+        "state_slots": "*i64",
+        "initial_slots": "*i64",
+        "out": "*bf16",
+    }
+    strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
+    constexprs = {
+        "NUM_KEY_HEADS": 16,
+        "NUM_VALUE_HEADS": 32,
+        "KEY_DIM": 128,
+        "VALUE_DIM": 128,
+        "NUM_TAPS": 4,
+        "RING": 4,
+        "BLOCK_RING": 4,
+        "BLOCK_K": 128,
+        "BLOCK_V": 128,
+        "PDL": False,
+    }
+    tile = dict(delta_net._rule(128, 128))
+    constexprs["WARP_V"] = tile.pop("WARP_V")
+    signature = {**pointers, "eps": "fp32", **strides}
+    decodes = [
+        (delta_net._decode_kernel, {**signature, "recurrent": states}, constexprs, tile)
+        for states in ("*fp32", "*fp16")
+    ]
+    return [*decodes, *delta_net_blocks_cases()]
+
+
+def delta_net_blocks_cases() -> list[CompileCase]:
+    """The 35B-A3B mixer in bf16: (kernel, signature, constexprs, options)."""
+    shape = (16, 32, 128, 128)
+    constants = {
+        **delta_net_blocks._head_constants(shape),
+        "BLOCK_K": 128,
+        "PADDED_V": 128,
+        "BLOCK_C": 128,
+        "PDL": False,
+    }
+    constants |= {"NUM_TAPS": 4, "RING": 4, "BLOCK_RING": 4}
+    halves = dict.fromkeys(
+        ("mixed", "conv_weight", "conv", "convolved", "prepared", "out"), "*bf16"
+    )
+    floats = dict.fromkeys(("a_log", "dt_bias", "log_decays", "norm_weight", "recurrent"), "*fp32")
+    numbers = dict.fromkeys(("query_start", "context_lens", "state_slots", "initial_slots"), "*i64")
+    numbers |= {"blocks": "*i32", "row_blocks": "*i32"}
+    strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
+    types = {**halves, **floats, **numbers, **strides, "eps": "fp32"}
+    small, large = (
+        delta_net_blocks._scan_rule(shape, 2, memory)
+        for memory in (launch.SMALL_MEMORY, launch.LARGE_MEMORY)
+    )
+    cases = [
+        (delta_net_convolve.convolve_kernel, delta_net_blocks.CONVOLVE_TILE),
+        (delta_net_prepare.prepare_kernel, delta_net_blocks.PREPARE_TILE),
+        (delta_net_prepare.prepare_kernel, delta_net_blocks.HOPPER_PREPARE_TILE),
+        (delta_net_blocks._scan_kernel, small),
+        (delta_net_blocks._scan_kernel, large),
+        (delta_net_blocks._scan_kernel, {"BLOCK_V": 128, "num_warps": 8, "num_stages": 3}),
+        (delta_net_blocks._norm_kernel, {"num_warps": 4, "num_stages": 1}),
+    ]
+    return [
+        (
+            kernel,
+            {name: types[name] for name in kernel.arg_names if name in types},
+            {
+                name: value
+                for name, value in {**constants, **tile}.items()
+                if name in kernel.arg_names
+            },
+            {name: value for name, value in tile.items() if name not in kernel.arg_names},
+        )
+        for kernel, tile in cases
+    ]
+
+
+def masking_cases() -> list[CompileCase]:
+    """(kernel, signature, constexprs, options)."""
+    signature = {"p_logits": "*fp32", "p_rows": "*i64", "p_allowed": "*i32"}
+    signature |= dict.fromkeys(("vocab", "logits_stride", "allowed_stride"), "i32")
+    constexprs = {"BLOCK": masking._TILE["BLOCK"], "PDL": False}
+    return [
+        (
+            masking.mask_logits_kernel,
+            signature,
+            constexprs,
+            {"num_warps": masking._TILE["num_warps"], "num_stages": 1},
+        )
+    ]
+
+
+def matmul_cases() -> list[CompileCase]:
+    """(kernel, signature, constexprs, options) of every form, as sizes of Qwen3.5 launch it."""
+    swiglu = product_case(
+        matmul._swiglu_kernel, {"K": 9216, "BLOCK_K": matmul.SWIGLU_COLUMNS}, num_warps=4
+    )
+    return [*matmul_gemv_cases(), *matmul_small_gemm_cases(), swiglu]
+
+
+def matmul_gemv_cases() -> list[CompileCase]:
+    """A norm before the product and nothing after it; SwiGLU before and a residual after."""
+    normed = {"K": 2048, "IS_SWIGLU": False, "BLOCK_M": 1, "BLOCK_N": 8, "BLOCK_K": 1024, "HELD": 2}
+    gated = {"K": 9216, "IS_SWIGLU": True, "BLOCK_M": 4, "BLOCK_N": 4, "BLOCK_K": 1024, "HELD": 3}
+    return [
+        product_case(
+            matmul_gemv.gemv_kernel, {**normed, "p_bias": None, "p_residual": None}, num_warps=4
+        ),
+        product_case(
+            matmul_gemv.gemv_kernel, {**gated, "p_norm": None, "p_bias": None}, num_warps=4
+        ),
+    ]
+
+
+def product_case(kernel: Any, constexprs: dict[str, Any], **options: int) -> CompileCase:
+    """A kernel, the types of its arguments, the values of the others, and how it is launched."""
+    values = {**constexprs, "PDL": False}
+    types = {
+        name: "constexpr" if name in values else _PRODUCT_TYPES[name] for name in kernel.arg_names
+    }
+    return kernel, types, values, options
+
+
+def matmul_small_gemm_cases() -> list[CompileCase]:
+    """A whole product and one in parts on small cards, a batch and a residual on large ones; the
+    parts.
+    """
+    without_both = dict.fromkeys(("p_bias", "p_residual"))
+    whole = _small_gemm_case(
+        2048, matmul_small_gemm._tile(16, 64, 128, 1, launch.SMALL_MEMORY), without_both
+    )
+    split = _small_gemm_case(
+        9216, matmul_small_gemm._tile(64, 64, 128, 3, launch.SMALL_MEMORY), without_both
+    )
+    wide = _small_gemm_case(
+        4096, matmul_small_gemm._tile(128, 64, 64, 1, launch.LARGE_MEMORY), {"p_bias": None}
+    )
+    parts = {"NUM_SPLITS": 3, "BLOCK_N": matmul_small_gemm.SUMMED_COLUMNS, "p_bias": None}
+    return [whole, split, wide, product_case(matmul_small_gemm.sum_parts, parts, num_warps=4)]
+
+
+def _small_gemm_case(K: int, tile: Tile, without: dict[str, None]) -> CompileCase:
+    names = ("block_m", "block_n", "block_k", "num_splits")
+    constants = {name.upper(): tile[name] for name in names} | {
+        "K": K,
+        "PREFETCHED": matmul_small_gemm.PREFETCHED_BYTES,
+    }
+    options = {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}
+    return product_case(matmul_small_gemm.small_gemm_kernel, {**constants, **without}, **options)
+
+
+def moe_gemv_cases() -> list[CompileCase]:
+    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options)."""
+    dims = {"TOP_K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
+    halves = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16")
+    gate_up = {**halves, "ids": "*i32", "num_tokens": "i32"}
+    halves = dict.fromkeys(("inner", "down", "residual", "shared_down", "out"), "*bf16")
+    down = {**halves, "ids": "*i32", "weights": "*fp32", "shared_weight": "*fp32"}
+    cases: list[CompileCase] = []
+    for kernel, signature, blocks, tile in (
+        (moe_gemv._gate_up_kernel, gate_up, {"BLOCK_H": 2048}, moe_gemv._gate_up_rule(2048)),
+        (
+            moe_gemv._down_kernel,
+            down,
+            {"BLOCK_I": 512, "BLOCK_SHARED": 512},
+            moe_gemv._down_rule(8, 512),
+        ),
+    ):
+        options = {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}
+        cases.append((kernel, signature, {**dims, **blocks, "ROWS": tile["ROWS"]}, options))
+    return cases
+
+
+def moe_grouped_gemm_cases() -> list[CompileCase]:
+    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options). Small tiles come
+    first.
+    """
+    types = dict.fromkeys(("source", "experts", "shared", "result"), "*bf16")
+    types |= {"order": "*i32", "tiles": "*i32"}
+    total = dict.fromkeys(("outputs", "residual", "out"), "*bf16")
+    total |= dict.fromkeys(("weights", "shared_weight"), "*fp32")
+    cases: list[CompileCase] = [
+        *moe_permute_cases(),
+        (
+            moe_grouped_gemm._add_pairs_kernel,
+            total,
+            {"TOP_K": 8, "H": 2048, "HAS_SHARED": True, "BLOCK_H": 1024, "PDL": False},
+            {"num_warps": 4, "num_stages": 1},
+        ),
+    ]
+    dims = {"E": 256, "SLOTS": 9, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
+    for rules in (
+        moe_grouped_gemm._rules(256, 2, False),
+        moe_grouped_gemm._rules(32, 2, True),
+        moe_grouped_gemm._rules(256, 2, True),
+    ):
+        for name in ("gate_up", "down"):
+            blocks, options = _split_tile(rules[name])
+            form = {**dims, "IS_DOWN": name == "down", **rules["list"], **blocks}
+            cases.append((moe_grouped_gemm.grouped_kernel, types, form, options))
+    return cases
+
+
+def moe_permute_cases() -> list[CompileCase]:
+    """8192 tokens of the 35B-A3B: (kernel, signature, constexprs, options)."""
+    types = dict.fromkeys(("ids", "counts", "order", "tiles"), "*i32")
+    types |= {"num_tokens": "i32", "num_tiles": "i32"}
+    constants = {
+        "E": 256,
+        "TOP_K": 8,
+        "SLOTS": 9,
+        "BLOCK": 1024,
+        "BLOCK_E": 256,
+        "BLOCK_M": 128,
+        "PDL": False,
+    }
+    return [(moe_permute._list_tiles_kernel, types, constants, {"num_warps": 16, "num_stages": 1})]
+
+
+def moe_route_cases() -> list[CompileCase]:
+    """The 35B-A3B router in bf16: (kernel, signature, constexprs, options)."""
+    halves = dict.fromkeys(("hidden", "router", "shared_gate", "x"), "*bf16")
+    floats = dict.fromkeys(("norm_weight", "logits", "weights", "shared_weight"), "*fp32")
+    signature = {**halves, **floats, "eps": "fp32", "num_tokens": "i32"}
+    signature |= dict.fromkeys(("arrivals", "ids", "slots_of"), "*i32")
+    constants = {"E": 256, "TOP_K": 8, "H": 2048, "BLOCK_E": 256}
+    constants |= {"NORMALIZE": True, "HAS_SHARED": True, "HAS_SLOTS": False}
+    cases: list[CompileCase] = []
+    for kernel, more, tile in (
+        (moe_route._route_gemv_kernel, {"BLOCK_H": 2048}, moe_route._gemv_rule(2048)),
+        (moe_route._route_tile_kernel, {}, moe_route.TILE),
+        (
+            moe_route._route_whole_kernel,
+            {"BLOCK_H": 2048},
+            moe_route._whole_rule(8192, (256, 2048), 2, False),
+        ),
+        (
+            moe_route._route_whole_kernel,
+            {"BLOCK_H": 2048},
+            moe_route._whole_rule(1024, (256, 2048), 2, True),
+        ),
+        (
+            moe_route._route_whole_kernel,
+            {"BLOCK_H": 2048},
+            moe_route._whole_rule(8192, (256, 2048), 2, True),
+        ),
+    ):
+        options = {key: tile[key] for key in ("num_warps", "num_stages")}
+        blocks = {key: value for key, value in tile.items() if key not in options}
+        types = {key: value for key, value in signature.items() if key in kernel.arg_names}
+        cases.append((kernel, types, {**constants, **more, **blocks, "PDL": False}, options))
+    return cases
+
+
+def moe_small_gemm_cases() -> list[CompileCase]:
+    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options)."""
+    dims = {"TOP_K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
+    lists = dict.fromkeys(("ids", "order", "starts"), "*i32")
+    counts = dict.fromkeys(("num_tokens", "num_shared"), "i32")
+    product = dict.fromkeys(("source", "experts", "shared"), "*bf16") | lists | counts
+    total = dict.fromkeys(("outputs", "weights", "shared_weight"), "*fp32")
+    total |= {"residual": "*bf16", "out": "*bf16", "num_tokens": "i32"}
+    cases: list[CompileCase] = [
+        (
+            moe_small_gemm._sum_kernel,
+            total,
+            {"TOP_K": 8, "H": 2048, "HAS_SHARED": True, "BLOCK_H": 512, "PDL": False},
+            {"num_warps": 4, "num_stages": 1},
+        ),
+        (
+            moe_small_gemm._list_pairs_kernel,
+            {**lists, "num_pairs": "i32"},
+            {"E": 256, "BLOCK": 4096, "PDL": False},
+            {"num_warps": 8, "num_stages": 1},
+        ),
+    ]
+    for is_listed, splits, tile in (
+        (False, 1, moe_small_gemm._rule(0, 2)),
+        (True, 1, moe_small_gemm._rule(16, 2)),
+        (True, 1, moe_small_gemm._rule(32, 2)),
+        (True, 4, moe_small_gemm._rule(256, 2)),
+        (True, 1, moe_small_gemm.DETERMINISTIC_TILE),
+    ):
+        options = {key: tile[key] for key in ("num_warps", "num_stages")}
+        blocks = {key: value for key, value in tile.items() if key not in options}
+        constants = {**dims, **blocks, "IS_LISTED": is_listed, "SPLITS": splits, "BLOCK_IDS": 256}
+        for outputs in ("*bf16", "*fp32"):
+            types, is_down = product | {"result": outputs}, outputs == "*fp32"
+            form = {**constants, "IS_DOWN": is_down}
+            cases.append((moe_small_gemm.product_kernel, types, form, options))
+    return cases
+
+
+def norm_cases() -> list[CompileCase]:
+    """(kernel, signature, constexprs, options) as the hidden size of Qwen3.5-4B launches it."""
+    signature = {
+        "p_x": "*bf16",
+        "p_weight": "*fp32",
+        "p_out": "*bf16",
+        "eps": "fp32",
+        "row_stride": "i32",
+    }
+    tile = norm._tile(2560)
+    constexprs = {"DIM": 2560, "BLOCK": tile["BLOCK"], "PDL": False}
+    options = {"num_warps": tile["num_warps"], "num_stages": 1}
+    return [(norm._rms_norm_kernel, signature, constexprs, options)]
+
+
+def prefill_attention_cases() -> list[CompileCase]:
+    """Qwen3.5-35B-A3B in bf16, KV in bf16 and in codes: with the tile of small cards, of large
+    ones, these in splits, the merge.
+    """
+    blocks = {"p_blocks": "*i32", "p_query_start": "*i64", "p_context_lens": "*i64"}
+    signature = {**dict.fromkeys(("p_q", "p_out"), "*bf16"), **blocks}
+    signature |= {"p_pages": "*i32", "scale": "fp32", "table_stride": "i32", "gate_stride": "i32"}
+    gate = {"p_gate": "*bf16"}
+    splits = {"p_partial": "*fp32", "p_log_sums": "*fp32"}
+    merge_signature = {**splits, **blocks, **gate, "p_out": "*bf16"}
+    merge_signature |= {"gate_stride": "i32", "num_splits": "i32"}
+    constants: dict[str, Any] = {
+        "NUM_HEADS": 16,
+        "HEAD_DIM": 256,
+        "WINDOW": 0,
+        "BLOCK_D": 256,
+        "PDL": False,
+    }
+
+    def prefill_cases(
+        memory: int, used: dict[str, str], unused: dict[str, str]
+    ) -> list[CompileCase]:
+        given = {**constants, "NUM_KV_HEADS": 2, "PAGE_SIZE": 64, **dict.fromkeys(unused)}
+        cases: list[CompileCase] = []
+        for types, form in stored_forms("*i32"):
+            rule = prefill_attention._prefill_rule((16, 2, 256, 64), torch.bfloat16, memory)
+            if form["STORED"] != "plain" and memory == launch.SMALL_MEMORY:
+                rule = prefill_attention._without_wgmma(rule, 256)
+            tile, options = _split_tile(rule)
+            constexprs = {**given, **form, **tile}
+            cases.append(
+                (
+                    prefill_attention._prefill_kernel,
+                    {**signature, **used, **types},
+                    constexprs,
+                    options,
+                )
+            )
+        return cases
+
+    merge_tile, merge_options = _split_tile(prefill_attention.MERGE_TILE)
+    return [
+        *prefill_cases(launch.SMALL_MEMORY, gate, splits),
+        *prefill_cases(launch.LARGE_MEMORY, gate, splits),
+        *prefill_cases(launch.LARGE_MEMORY, splits, gate),
+        (
+            prefill_attention._merge_kernel,
+            merge_signature,
+            {**constants, **merge_tile},
+            merge_options,
+        ),
+    ]
+
+
+def _split_tile(tile: Tile) -> tuple[dict[str, int], dict[str, int]]:
+    """The constexprs of a tile, and its compiler options."""
+    names = ("num_warps", "num_stages")
+    rest = {name: value for name, value in tile.items() if name not in names}
+    return rest, {name: tile[name] for name in names}
+
+
+def skinny_gemm_cases() -> list[dict[str, int]]:
+    """Constants of the kernel for Qwen3.5-35B-A3B in bf16, for a model in fp16, and for one with
+    biases.
+    """
+    plain = dict.fromkeys(("HAS_NORM", "HAS_BIAS", "HAS_RESIDUAL", "IS_OUT_FLOAT"), 0)
+    wide = {
+        "K": 2048,
+        "ROW_TILES": 2,
+        "WARPS": 4,
+        "HELD": 4,
+        "BLOCKS": 3,
+        **plain,
+        "IS_BFLOAT": 1,
+    }
+    few = {
+        "K": 4096,
+        "ROW_TILES": 1,
+        "WARPS": 8,
+        "HELD": 16,
+        "BLOCKS": 1,
+        **plain,
+        "IS_BFLOAT": 1,
+    }
+    return [
+        {**wide, "HAS_NORM": 1},
+        {**wide, "HAS_NORM": 1, "IS_OUT_FLOAT": 1, "IS_BFLOAT": 0},
+        {**few, "HAS_RESIDUAL": 1, "HAS_BIAS": 1},
+    ]
+
+
+def all_cases() -> list[CompileCase]:
+    """Of Triton's kernels, in the order in which their smallest form is compiled."""
+    return [
+        *attention_cases(),
+        *decode_rows_cases(),
+        *delta_net_cases(),
+        *masking_cases(),
+        *matmul_cases(),
+        *moe_route_cases(),
+        *moe_gemv_cases(),
+        *moe_small_gemm_cases(),
+        *moe_grouped_gemm_cases(),
+        *norm_cases(),
+        *sampling_cases(),
+    ]
