@@ -27,6 +27,7 @@ COMMANDS = {
     "top": "watch a running server in this terminal",
     "generate": "continue one text and print it",
     "batch": "answer a file of requests into another file",
+    "quantize": "make an FP8, INT8 or INT4 checkpoint of a model",
     "inspect": "show the size of a model and what fits this machine",
     "bench": "time decode steps and prefills against the memory floor, or a server under load",
     "tune": "measure the tiles of the kernels on this GPU",
