@@ -121,22 +121,11 @@ class LayerwiseModel:
         num_tokens = max(1, STEP_TOKENS // row_len) * row_len
         for first in range(0, len(hidden), num_tokens):
             own = hidden[first : first + num_tokens].to(self.device, copy=True)
-            inputs = whole_rows(len(own) // row_len, row_len, self.device)
-            cache = self._new_cache(spec, inputs)
+            rows = torch.zeros(len(own) // row_len, row_len, dtype=torch.int64)  # ids are not read
+            inputs = whole_rows(rows, self.device)
+            cache = new_cache(spec, inputs, self.model.dtype)
             out[first : first + num_tokens] = layer(own, inputs, cache, self.rope)
         return out
-
-    def _new_cache(self, spec: CacheSpec, inputs: StepInputs) -> LayerCache:
-        num_rows, num_pages = inputs.page_table.shape
-        new = {"dtype": self.model.dtype, "device": self.device}
-        if isinstance(spec, KVSpec):
-            shape = (1 + num_rows * num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim)
-            return KVCache(torch.zeros(shape, **new), torch.zeros(shape, **new))
-        states = (1 + num_rows, spec.num_value_heads, spec.key_dim, spec.value_dim)
-        return StateCache(
-            torch.zeros(states, dtype=torch.float32, device=self.device),
-            torch.zeros(1 + num_rows, spec.conv_width, spec.conv_channels, **new),
-        )
 
     def score(self, hidden: Tensor, token_ids: Tensor) -> Score:
         """The final norm and the head on a stream [R * L, H] of rows [R, L]."""
@@ -176,8 +165,25 @@ class Score:
         return float((self.choices == self.targets).double().mean())
 
 
-def whole_rows(num_rows: int, row_len: int, device: torch.device) -> StepInputs:
+def new_cache(spec: CacheSpec, inputs: StepInputs, dtype: torch.dtype) -> LayerCache:
+    """For one step of `whole_rows`."""
+    num_rows, num_pages = inputs.page_table.shape
+    device = inputs.page_table.device
+    if isinstance(spec, KVSpec):
+        shape = (1 + num_rows * num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim)
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return KVCache(keys, values)
+    states = (1 + num_rows, spec.num_value_heads, spec.key_dim, spec.value_dim)
+    taps = (1 + num_rows, spec.conv_width, spec.conv_channels)
+    return StateCache(
+        torch.zeros(states, dtype=torch.float32, device=device),
+        torch.zeros(taps, dtype=dtype, device=device),
+    )
+
+
+def whole_rows(token_ids: Tensor, device: torch.device) -> StepInputs:  # [R, L]
     """A step of prompts of one length, each with pages and a slot of its own."""
+    num_rows, row_len = token_ids.shape
     pages_each = -(-row_len // PAGE_SIZE)
     page_table = 1 + torch.arange(num_rows * pages_each, dtype=torch.int32).view(num_rows, -1)
     positions = torch.arange(row_len).repeat(num_rows)
@@ -186,7 +192,7 @@ def whole_rows(num_rows: int, row_len: int, device: torch.device) -> StepInputs:
     spans = (RowSpan(row_len, row_len, is_prompt=True),) * num_rows
     slots = 1 + torch.arange(num_rows)
     return StepInputs(
-        token_ids=torch.zeros_like(positions).to(device),
+        token_ids=token_ids.flatten().to(device),
         positions=positions.to(device),
         query_start=(torch.arange(num_rows + 1) * row_len).int().to(device),
         context_lens=torch.full((num_rows,), row_len, dtype=torch.int32, device=device),
