@@ -1,6 +1,6 @@
 """Measures what quantising costs, and writes results/cpu/quantized_quality.json.
 
-    python scripts/measure_quantized_quality.py gates [--limit 200]
+    python scripts/measure_quantized_quality.py gates [--schemes fp8,int8,int4] [--limit 200]
     python scripts/measure_quantized_quality.py text MODEL.gguf TEXT.jsonl
 
 `gates` quantises the embedded model with each scheme and lets each answer the held-out problems.
@@ -14,14 +14,12 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.assets import default_model
 from penstock.commands.provenance import provenance
 from penstock.commands.started_server import started_server
 from penstock.eval.endpoint import Endpoint
@@ -35,7 +33,8 @@ from penstock.quantize.texts import read_rows
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.load import load_model
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "cpu" / "quantized_quality.json"
+FOLDER = Path(__file__).resolve().parents[1] / "results"
+RESULTS, SHIPPED = FOLDER / "cpu" / "quantized_quality.json", FOLDER / "gates.json"
 SCHEMES = ("fp8", "int8", "int4")
 WAYS = [("fp8", "rtn"), ("int8", "rtn"), *(("int4", m) for m in ("rtn", "awq", "gptq"))]
 STEP_TOKENS = 128  # few enough that the CPU multiplies with codes
@@ -45,30 +44,21 @@ def quiet(phase: Phase) -> None:
     """Reports nothing."""
 
 
-def measure_gates(limit: int) -> dict[str, Any]:
-    source, rows = find_model(""), {}
+def measure_gates(schemes: list[str], limit: int, rows: dict[str, Any]) -> dict[str, Any]:
+    """Adds a row for each scheme; the model as it is has one in results/gates.json."""
+    source = find_model("")
+    plain = json.loads(SHIPPED.read_text())["gates"]
     with tempfile.TemporaryDirectory() as folder, PhaseList() as phases:
-        for scheme in (None, *SCHEMES):
-            path = default_model()
-            if scheme is not None:
-                path = Path(folder) / scheme
-                quantize(source, path, QuantizeSettings(scheme=scheme), "cpu", quiet)
+        for scheme in schemes:
+            path = Path(folder) / scheme
+            quantize(source, path, QuantizeSettings(scheme=scheme), "cpu", quiet)
             with started_server(["-m", str(path)], phases) as server:
-                started = time.monotonic()
                 results = run_gates(Endpoint(server.url).ask, num_problems=limit, seed=0)
             shares = {gate.name: gate.share for gate in results if gate.share is not None}
-            rows[scheme or "bfloat16"] = {
-                "gates": shares,
-                "mean": sum(shares.values()) / len(shares),
-                "seconds": round(time.monotonic() - started),
-            }
-            print(scheme, rows[scheme or "bfloat16"], file=sys.stderr, flush=True)
-    plain = rows["bfloat16"]["gates"]
-    for row in rows.values():
-        row["largest_loss_points"] = round(
-            max(100 * (plain[name] - share) for name, share in row["gates"].items()), 2
-        )
-    return {"problems_a_gate": limit, "rows": rows}
+            losses = {name: 100 * (plain[name] - share) for name, share in shares.items()}
+            rows[scheme] = {"gates": shares, "largest_loss_points": round(max(losses.values()), 2)}
+            print(scheme, rows[scheme], file=sys.stderr, flush=True)
+    return {"problems_a_gate": limit, "as_it_is": plain, "rows": rows}
 
 
 def measure_text(model: Path, text: Path, num_tokens: int) -> dict[str, Any]:
@@ -140,18 +130,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("gates", "text"))
     parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=8192)
     arguments = parser.parse_args()
     origin = provenance()
     del origin["host"]
-    found = (
-        measure_gates(arguments.limit)
-        if arguments.what == "gates"
-        else measure_text(*arguments.files, arguments.tokens)
-    )
-    command = " ".join(word.rpartition("/")[2] for word in sys.argv)
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    if arguments.what == "gates":
+        rows = results.get("gates", {}).get("rows", {})
+        found = measure_gates(arguments.schemes.split(","), arguments.limit, rows)
+    else:
+        found = measure_text(*arguments.files, arguments.tokens)
+    command = " ".join(word.rpartition("/")[2] for word in sys.argv)
     results[arguments.what] = {**found, **origin, "command": f"python scripts/{command}"}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 

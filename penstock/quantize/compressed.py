@@ -17,6 +17,7 @@ from penstock.weights.codes import Codes
 
 VERSION = "0.10.2"  # of the library, whose meaning of the fields this is
 BITS_OF_WORD = 32
+PREFIX = r"^(?:model\.|language_model\.)*"
 
 
 def parts_of(name: str, codes: Codes) -> Iterator[tuple[str, Tensor]]:
@@ -87,17 +88,21 @@ def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
 
 
 def _targets(own: Collection[str], modules: Collection[str]) -> list[str]:
-    """A pattern for modules that differ in numbers only, where no other module has it."""
+    """One pattern for modules that differ in numbers only, where all of them are meant."""
     alike: dict[str, set[str]] = {}
     for module in modules:
-        alike.setdefault(_pattern(module), set()).add(module)
+        alike.setdefault(_target(module, any_number=True), set()).add(module)
     chosen, targets = set(own), {}
     for module in own:
-        pattern = _pattern(module)
-        is_all = len(alike[pattern]) > 1 and alike[pattern] <= chosen
-        targets[pattern if is_all else module] = None
+        pattern = _target(module, any_number=True)
+        targets[pattern if alike[pattern] <= chosen else _target(module)] = None
     return list(targets)
 
 
-def _pattern(module: str) -> str:
-    return "re:^" + re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(module)) + "$"
+def _target(module: str, *, any_number: bool = False) -> str:
+    """The same, whatever a program calls the text model of a larger one."""
+    bare = re.sub(PREFIX, "", module)
+    name = re.escape(bare)
+    if any_number:
+        name = re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", name)
+    return bare if name == bare else f"re:{PREFIX}{name}$"
