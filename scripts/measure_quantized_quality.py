@@ -53,7 +53,9 @@ def measure_gates(schemes: list[str], limit: int, rows: dict[str, Any]) -> dict[
             path = Path(folder) / scheme
             quantize(source, path, QuantizeSettings(scheme=scheme), "cpu", quiet)
             with started_server(["-m", str(path)], phases) as server:
-                results = run_gates(Endpoint(server.url).ask, num_problems=limit, seed=0)
+                results = run_gates(
+                    Endpoint(server.url).ask, num_problems=limit, seed=0, concurrency=64
+                )
             shares = {gate.name: gate.share for gate in results if gate.share is not None}
             losses = {name: 100 * (plain[name] - share) for name, share in shares.items()}
             rows[scheme] = {"gates": shares, "largest_loss_points": round(max(losses.values()), 2)}
