@@ -11,6 +11,7 @@ of the model quantised by `penstock quantize` with each scheme and method.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
@@ -24,7 +25,9 @@ from penstock.commands.provenance import provenance
 from penstock.commands.started_server import started_server
 from penstock.eval.endpoint import Endpoint
 from penstock.eval.gates import run_gates
+from penstock.layers.inputs import RowSpan, StepInputs
 from penstock.models.source import ModelSource, find_model
+from penstock.ops import Chunks
 from penstock.progress import Phase, PhaseList
 from penstock.quantize.layerwise import LayerwiseModel, Score, new_cache, whole_rows
 from penstock.quantize.run import quantize
@@ -37,7 +40,9 @@ FOLDER = Path(__file__).resolve().parents[1] / "results"
 RESULTS, SHIPPED = FOLDER / "cpu" / "quantized_quality.json", FOLDER / "gates.json"
 SCHEMES = ("fp8", "int8", "int4")
 WAYS = [("fp8", "rtn"), ("int8", "rtn"), *(("int4", m) for m in ("rtn", "awq", "gptq"))]
-STEP_TOKENS = 128  # few enough that the CPU multiplies with codes
+ROW_TOKENS, STEP_TOKENS = 128, 32  # few enough a step that the CPU multiplies with codes
+
+CALIBRATION_TOKENS = 4096
 
 
 def quiet(phase: Phase) -> None:
@@ -54,8 +59,10 @@ def measure_gates(schemes: list[str], limit: int, rows: dict[str, Any]) -> dict[
             quantize(source, path, QuantizeSettings(scheme=scheme), "cpu", quiet)
             with started_server(["-m", str(path)], phases) as server:
                 results = run_gates(
-                    Endpoint(server.url).ask, num_problems=limit, seed=0, concurrency=64
+                    Endpoint(server.url).ask, num_problems=limit, seed=0, concurrency=16
                 )
+            if num_errors := sum(gate.num_errors for gate in results):
+                raise SystemExit(f"{num_errors} requests had no reply: the machine is too busy")
             shares = {gate.name: gate.share for gate in results if gate.share is not None}
             losses = {name: 100 * (plain[name] - share) for name, share in shares.items()}
             rows[scheme] = {"gates": shares, "largest_loss_points": round(max(losses.values()), 2)}
@@ -67,20 +74,24 @@ def measure_text(model: Path, text: Path, num_tokens: int) -> dict[str, Any]:
     source = find_model(str(model))
     tokenizer = Tokenizer.load(model)
     rows = torch.tensor(
-        read_rows(str(text), num_tokens, tokenizer, judges=True, longest=STEP_TOKENS)
+        read_rows(str(text), num_tokens, tokenizer, judges=True, longest=ROW_TOKENS)
     )
     expanded, packed = reference(source, rows), in_codes(source, rows)
+    print(compared(packed, expanded), file=sys.stderr, flush=True)
     result: dict[str, Any] = {
         "model": model.name,
         "text": f"{text.parent.name}/{text.name}",
         "tokens": rows.numel(),
+        "calibration": f"{CALIBRATION_TOKENS} tokens of Python's own manual",
         "codes_of_the_file": compared(packed, expanded),
         "rows": {},
     }
     with tempfile.TemporaryDirectory() as folder, PhaseList() as phases:
         for scheme, method in WAYS:
             own = Path(folder) / f"{scheme}-{method}"
-            settings = QuantizeSettings(scheme=scheme, method=method, eval=str(text))
+            settings = QuantizeSettings(
+                scheme=scheme, method=method, eval_tokens=0, calibration_tokens=CALIBRATION_TOKENS
+            )
             report = quantize(source, own, settings, "cpu", phases)
             made = find_model(str(own))
             row = compared(in_codes(made, rows), reference(made, rows))
@@ -120,12 +131,29 @@ def in_codes(source: ModelSource, rows: Tensor) -> Score:
     )
     losses, choices = [], []
     for row in rows:
-        inputs = whole_rows(row[None], torch.device("cpu"))
-        caches = [new_cache(spec, inputs, torch.float32) for spec in model.cache_specs()]
-        logits = model.logits(model(inputs, caches))[:-1]
+        whole = whole_rows(row[None], torch.device("cpu"))
+        caches = [new_cache(spec, whole, torch.float32) for spec in model.cache_specs()]
+        steps = (step_of(whole, first) for first in range(0, len(row), STEP_TOKENS))
+        logits = torch.cat([model.logits(model(step, caches)) for step in steps])[:-1]
         losses.append(torch.nn.functional.cross_entropy(logits, row[1:], reduction="none"))
         choices.append(logits.argmax(-1))
     return Score(torch.cat(losses), torch.cat(choices), rows[:, 1:].flatten())
+
+
+def step_of(whole: StepInputs, first: int) -> StepInputs:
+    """Some tokens of a step that has one row."""
+    own = slice(first, first + STEP_TOKENS)
+    spans = (RowSpan(STEP_TOKENS, own.stop, is_prompt=True),)
+    return dataclasses.replace(
+        whole,
+        token_ids=whole.token_ids[own],
+        positions=whole.positions[own],
+        kv_index=whole.kv_index[own],
+        query_start=torch.tensor([0, STEP_TOKENS], dtype=torch.int32),
+        context_lens=torch.tensor([own.stop], dtype=torch.int32),
+        spans=spans,
+        chunks=Chunks.of(spans, "cpu"),
+    )
 
 
 def main() -> None:
@@ -134,7 +162,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--limit", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=2048)
     arguments = parser.parse_args()
     origin = provenance()
     del origin["host"]
