@@ -57,6 +57,7 @@ Try it; without a model these use a tiny one that comes along:
   penstock top                                what that server does now
   penstock batch requests.jsonl               a file of requests, answered into another
   penstock eval gates                         what the model behind that server can do
+  penstock quantize MODEL -o OUT              the same model in a quarter of the bytes
   penstock inspect Qwen3.5-35B-A3B            parameters, bytes, what fits here
   penstock forge --budget 10m                 an engine.py for the model in target/
 

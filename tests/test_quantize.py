@@ -263,7 +263,7 @@ def test_scaled_inputs_change_nothing_but_what_is_rounded(
             awq.scale_inputs(
                 layer, f"layers.{number}.", places, tensors, schemes, inputs, torch.float32
             )
-            model.refill(number, tensors)
+            model.refill(tensors)
             found = model.run(number, hidden, 32)
         changed = {n for n in tensors if not torch.equal(tensors[n], before[n])}
         assert {

@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         select_device(device)
         leave_a_core()
         report = quantize(source, output, settings, device, phases)
+    if report["was_quantized"]:
+        print_note(f"{report['model']} was quantised before: the errors of that are in it, too.")
     if arguments.json:
         print(json.dumps({**report, **provenance()}))
     else:

@@ -92,7 +92,8 @@ def _targets(own: Collection[str], modules: Collection[str]) -> list[str]:
     alike: dict[str, set[str]] = {}
     for module in modules:
         alike.setdefault(_target(module, any_number=True), set()).add(module)
-    chosen, targets = set(own), {}
+    chosen = set(own)
+    targets: dict[str, None] = {}
     for module in own:
         pattern = _target(module, any_number=True)
         targets[pattern if alike[pattern] <= chosen else _target(module)] = None

@@ -37,13 +37,14 @@ class LayerwiseModel:
         self.device = torch.device(device)
         dtype = resolve_dtype("auto", source.config, device)
         self.stored_dtype = resolve_dtype("auto", source.config, "meta")
-        self.model: Any = build_model(source.config, dtype, torch.device("meta"))
+        model: Any = build_model(source.config, dtype, torch.device("meta"))
+        self.model: Any = model
         stored = split_experts(open_weights(source, find_format(source)))
         self.stored = {tensor.name: tensor for tensor in stored}
-        self.placements = self.model.placements(list(self.stored))
-        match_tensors(source.path, stored, self.placements, self.model.ignored)
-        self.num_layers = len(self.model.layers)
-        self.rope = self.model.rope.rows(min(self.model.max_position, STEP_TOKENS)).to(self.device)
+        self.placements = model.placements(list(self.stored))
+        match_tensors(source.path, stored, self.placements, model.ignored)
+        self.num_layers = len(model.layers)
+        self.rope = model.rope.rows(min(model.max_position, STEP_TOKENS)).to(self.device)
 
     @property
     def can_score(self) -> bool:
@@ -99,16 +100,14 @@ class LayerwiseModel:
         yield layer
         layer.to("meta")
 
-    def refill(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        self._copy(tensors)
-
     def _fill(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         module.to_empty(device=self.device)
         for buffer in module.buffers():
             buffer.zero_()
-        self._copy(tensors)
+        self.refill(tensors)
 
-    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+    def refill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Other values for a layer that is filled."""
         targets = targets_of(self.model)
         for name, values in tensors.items():
             if place := self.placements.get(name):

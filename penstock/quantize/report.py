@@ -17,12 +17,14 @@ def make_report(
     settings: QuantizeSettings,
     schemes: Mapping[str, Scheme],
     rows: Sequence[Mapping[str, Any]],
+    was_quantized: bool,
     scores: Mapping[str, Score],
 ) -> dict[str, Any]:
     num_weights = sum(row["num_weights"] for row in rows)
     groups = {scheme.group for scheme in schemes.values() if scheme.group}
     report: dict[str, Any] = {
         "model": source.name,
+        "was_quantized": was_quantized,
         "scheme": settings.scheme,
         "method": settings.method,
         "group": groups.pop() if groups else None,
@@ -45,8 +47,7 @@ def make_report(
 
 
 def _layer(row: Mapping[str, Any]) -> dict[str, Any]:
-    own = {key: value for key, value in row.items() if key != "tensors"}
-    return {**own, "bits_per_weight": _bits(row["bytes"], row["num_weights"])}
+    return {**row, "bits_per_weight": _bits(row["bytes"], row["num_weights"])}
 
 
 def _bits(num_bytes: int, num_weights: int) -> float:

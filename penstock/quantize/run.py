@@ -35,7 +35,9 @@ from penstock.quantize.settings import QuantizeSettings
 from penstock.quantize.texts import read_rows
 from penstock.quantize.unfinished import Unfinished, write_atomically
 from penstock.text.tokenizer import Tokenizer
+from penstock.weights.codes import Codes
 from penstock.weights.quantized import CONFIG_KEYS, MODELOPT_CONFIG
+from penstock.weights.safetensors_reader import open_safetensors
 
 REPORT = "quantize_report.json"
 INDEX = "model.safetensors.index.json"
@@ -99,7 +101,13 @@ class _Run:
         texts = {}
         for use, (file, num_tokens) in asked.items():
             rows = read_rows(file, num_tokens, tokenizer, judges=use == "eval", longest=longest)
-            texts[use] = torch.tensor(rows).clamp_max(self.model.model.vocab_size - 1)
+            texts[use] = torch.tensor(rows)
+            if int(texts[use].max()) >= self.model.model.vocab_size:
+                raise CheckpointError(
+                    f"The tokenizer of {self.source.name} gives token {int(texts[use].max())}",
+                    f"The model has {self.model.model.vocab_size} tokens.",
+                    "Use the tokenizer that belongs to the model.",
+                )
         return texts
 
     def _identity(self) -> dict[str, Any]:
@@ -127,10 +135,10 @@ class _Run:
         names = self.model.names_of_stage(stage)
         tensors = {name: self.model.stored[name].load() for name in names}
         stream: dict[str, Tensor] = {}
+        codes: dict[str, Codes] = {}
         row: dict[str, Any] = {"stage": self.title(stage)}
         if stage == 0:
             stream = self._begin()
-            codes = {}
         elif stage <= self.model.num_layers:
             stream = self.work.read_stream() if self.texts else {}
             codes, errors = self._do_layer(stage - 1, tensors, stream)
@@ -148,7 +156,6 @@ class _Run:
             "num_weights": sum(math.prod(self.model.stored[name].shape) for name in names),
             "bytes_before": sum(self.model.stored[name].num_bytes for name in names),
             "bytes": sum(part.numel() * part.element_size() for part in out.values()),
-            "tensors": {name: part.numel() * part.element_size() for name, part in out.items()},
         }
         self.work.finish_stage(self._shard(stage), out, stream, row)
 
@@ -162,7 +169,7 @@ class _Run:
 
     def _do_layer(
         self, number: int, tensors: dict[str, Tensor], stream: dict[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[dict[str, Codes], dict[str, Any]]:
         """Quantises a layer and moves the streams over it."""
         if not stream:
             codes = self._quantize(tensors, None)
@@ -188,7 +195,7 @@ class _Run:
                 else values.to(self.model.kept_dtype(name))
                 for name, values in tensors.items()
             }
-            self.model.refill(number, written)
+            self.model.refill(written)
             for use, row_len in lens.items():
                 stream[use] = self.model.run(number, stream[use], row_len)
         errors = self._weight_error(tensors, codes)
@@ -199,7 +206,7 @@ class _Run:
 
     def _quantize(
         self, tensors: Mapping[str, Tensor], inputs: LayerInputs | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, Codes]:
         codes = {}
         for name, values in tensors.items():
             if (scheme := self.schemes.get(name)) is None:
@@ -215,7 +222,7 @@ class _Run:
         return codes
 
     def _weight_error(
-        self, tensors: Mapping[str, Tensor], codes: Mapping[str, Any]
+        self, tensors: Mapping[str, Tensor], codes: Mapping[str, Codes]
     ) -> dict[str, Any]:
         squares = [0.0, 0.0]
         for name, own in codes.items():
@@ -243,7 +250,10 @@ class _Run:
             config["text_config"] = {k: v for k, v in text if k not in CONFIG_KEYS}
         config["quantization_config"] = self._quantization_config()
         write_atomically(json.dumps(config, indent=2), output / "config.json")
-        report = make_report(self.source, self.settings, self.schemes, self.work.rows, scores)
+        was_quantized = any(tensor.scheme for tensor in self.model.stored.values())
+        report = make_report(
+            self.source, self.settings, self.schemes, self.work.rows, was_quantized, scores
+        )
         write_atomically(json.dumps(report, indent=1), output / REPORT)
         self.work.remove()
         return report
@@ -264,9 +274,11 @@ class _Run:
         return quantization_config(schemes, kept, modules)
 
     def _write_index(self, output: Path) -> None:
-        weight_map, total = {}, 0
+        weight_map: dict[str, str] = {}
+        total = 0
         for stage, row in enumerate(self.work.rows):
-            weight_map |= dict.fromkeys(row["tensors"], self._shard(stage))
+            shard = self._shard(stage)
+            weight_map |= {tensor.name: shard for tensor in open_safetensors(output / shard)}
             total += row["bytes"]
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_atomically(json.dumps(index, indent=1), output / INDEX)

@@ -51,7 +51,7 @@ def _read_file(path: Path) -> str:
         ) from error
     if path.suffix != ".jsonl":
         return text
-    parts = []
+    parts: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
             parts += _strings(json.loads(line)) if line.strip() else []

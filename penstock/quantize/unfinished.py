@@ -60,6 +60,7 @@ class Unfinished:
         (self.folder / f"stream-{stage}.safetensors").unlink(missing_ok=True)
 
     def remove(self) -> None:
+        (self.folder / "progress.json").unlink()  # first: nothing goes on with half a folder
         shutil.rmtree(self.folder)
 
     def _record(self) -> None:
