@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from clear_routing import make_routing_clear
+from gguf_files import write_embedded
 from packed_checkpoints import plain_state
 from penstock.cli import main
 from penstock.errors import ConfigError
@@ -35,6 +36,8 @@ from penstock.quantize.methods import quantize_matrix
 from penstock.quantize.run import quantize
 from penstock.quantize.scheme import Scheme
 from penstock.quantize.settings import QuantizeSettings
+from penstock.quantize.texts import read_rows
+from penstock.text.tokenizer import Tokenizer
 from penstock.weights.quantized import find_format, open_weights
 from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, load_weights, prompt
 from step_inputs import ByHand
@@ -152,9 +155,6 @@ def test_our_loader_computes_what_the_report_measured(
     report = run(folder, tmp_path / "out", scheme="int8", method=method, group=32)
     model = load_weights(tmp_path / "out")
     assert any(module.parts for module in model.modules() if isinstance(module, Weight))
-    from penstock.quantize.texts import read_rows
-    from penstock.text.tokenizer import Tokenizer
-
     [ids] = read_rows(None, 128, Tokenizer.load(folder), judges=True, longest=4096)
     logits = ByHand(model).prefill(ids)[:-1]
     loss = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]))
@@ -215,6 +215,19 @@ def test_the_head_is_quantised_where_a_rule_asks_for_it(tmp_path: Path) -> None:
     assert "lm_head.weight_packed" in load_names(tmp_path / "out")
     with pytest.raises(ConfigError, match="matches no linear layer"):
         run(folder, tmp_path / "other", rule=("embed_tokens=int8",))
+
+
+def test_a_gguf_file_becomes_a_folder_with_its_tokenizer(tmp_path: Path) -> None:
+    file = write_embedded(tmp_path / "model.gguf", "Q8_0")
+    report = run(file, tmp_path / "out", scheme="fp8", eval_tokens=0)
+    assert report["was_quantized"]
+    assert report["bits_per_weight"] < 10
+    text = "What is 12 * 7?"
+    assert Tokenizer.load(tmp_path / "out").encode(text) == Tokenizer.load(file).encode(text)
+    before, after = values_of(file), values_of(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, values in before.items():
+        assert (after[name] - values).norm() < 0.04 * values.norm(), name
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -294,6 +307,8 @@ from pathlib import Path
 from penstock.models.source import find_model
 from penstock.quantize.run import quantize
 from penstock.quantize.settings import QuantizeSettings
+from penstock.quantize.texts import read_rows
+from penstock.text.tokenizer import Tokenizer
 from penstock.quantize import unfinished
 
 def die(phase):

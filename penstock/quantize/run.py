@@ -85,6 +85,7 @@ class _Run:
         self.scale_dtype = stored if stored in SCALE_DTYPES else torch.float32
         self.texts = self._read_texts()
         self.work = Unfinished(output, self._identity())
+        _copy_files(source, output)  # first: what cannot be copied is said before hours of work
 
     def _read_texts(self) -> dict[str, Tensor]:
         """Rows [R, L] by what they are for."""
@@ -234,7 +235,7 @@ class _Run:
         return f"model-{stage + 1:05}-of-{self.model.num_stages:05}.safetensors"
 
     def finish(self, on_phase: OnPhase) -> dict[str, Any]:
-        """Scores, index, config, the other files of the model, and the report last."""
+        """Scores, index, config, and the report last."""
         scores = {}
         if "eval" in self.texts:
             stream = self.work.read_stream()
@@ -243,7 +244,6 @@ class _Run:
                 scores["after"] = self.model.score(stream["eval"], self.texts["eval"])
         output = self.work.output
         self._write_index(output)
-        _copy_files(self.source, output)
         config = {k: v for k, v in self.source.config.items() if k not in CONFIG_KEYS}
         if isinstance(config.get("text_config"), dict):
             text = config["text_config"].items()
