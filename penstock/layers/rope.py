@@ -25,9 +25,14 @@ class Rope(nn.Module):
         self, inv_freq: Tensor, max_len: int, device: torch.device | str, scale: float = 1.0
     ) -> None:
         super().__init__()
+        self._inv_freq, self._scale = inv_freq, scale
         if torch.device(device).type == "meta":
             # Only the size: computing on meta makes torch import its compiler, for a second.
             table = torch.empty(max_len, 2, len(inv_freq), device=device)
         else:
             table = rope_table(inv_freq.to(device), max_len, scale)
         self.register_buffer("table", table, persistent=False)
+
+    def rows(self, num_rows: int) -> Tensor:  # [num_rows, 2, rot/2]
+        """The first positions of the table, on the host, whatever device the model is on."""
+        return rope_table(self._inv_freq, num_rows, self._scale)

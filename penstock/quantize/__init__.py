@@ -1,0 +1,1 @@
+"""Makes a quantised checkpoint of another one, a layer at a time."""

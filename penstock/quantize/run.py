@@ -1,0 +1,299 @@
+"""Quantises a checkpoint: stage after stage, each read, quantised, run and written before the next.
+
+Two streams of activations go from layer to layer: that of the model as it was, and that of the
+quantised one, by which later layers are calibrated and both are judged at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CheckpointError, ConfigError
+from penstock.gguf.folder import FILES, read_text
+from penstock.gguf.header import is_gguf
+from penstock.models.source import WEIGHT_SUFFIXES, ModelSource
+from penstock.progress import OnPhase, Phase, timed
+from penstock.quantize.awq import scale_inputs
+from penstock.quantize.compressed import parts_of, quantization_config
+from penstock.quantize.inputs import LayerInputs
+from penstock.quantize.layerwise import LayerwiseModel
+from penstock.quantize.methods import quantize_matrix
+from penstock.quantize.report import make_report
+from penstock.quantize.rules import assign_schemes
+from penstock.quantize.scheme import Scheme
+from penstock.quantize.settings import QuantizeSettings
+from penstock.quantize.texts import read_rows
+from penstock.quantize.unfinished import Unfinished, write_atomically
+from penstock.text.tokenizer import Tokenizer
+from penstock.weights.codes import Codes
+from penstock.weights.quantized import CONFIG_KEYS, MODELOPT_CONFIG
+from penstock.weights.safetensors_reader import open_safetensors
+
+REPORT = "quantize_report.json"
+INDEX = "model.safetensors.index.json"
+INDEX_END = ".index.json"
+SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@torch.no_grad()
+def quantize(
+    source: ModelSource, output: Path, settings: QuantizeSettings, device: str, on_phase: OnPhase
+) -> dict[str, Any]:
+    """Writes the checkpoint and its report, and returns the report."""
+    _check_output(source, output)
+    run = _Run(source, output, settings, device)
+    with timed("quantise", on_phase) as report:
+        for stage in range(len(run.work.rows), run.model.num_stages):
+            report(Phase("quantise", run.title(stage), stage / run.model.num_stages))
+            run.do_stage(stage)
+    return run.finish(on_phase)
+
+
+def _check_output(source: ModelSource, output: Path) -> None:
+    if source.path is None:
+        raise CheckpointError(
+            f"{source.name} is a preset: its shape is known, its weights are not here",
+            todo="Give the folder of its checkpoint.",
+        )
+    folder = source.path if source.path.is_dir() else source.path.parent
+    if output.resolve() == folder.resolve() or (output.exists() and not output.is_dir()):
+        raise ConfigError(
+            f"-o is {output}",
+            "It must be a new folder, and not that of the model.",
+            "Give another one.",
+        )
+
+
+class _Run:
+    def __init__(
+        self, source: ModelSource, output: Path, settings: QuantizeSettings, device: str
+    ) -> None:
+        self.source, self.settings = source, settings
+        self.model = LayerwiseModel(source, device)
+        self.schemes = assign_schemes(settings, self.model.matrices())
+        stored = self.model.stored_dtype
+        self.scale_dtype = stored if stored in SCALE_DTYPES else torch.float32
+        self.texts = self._read_texts()
+        self.work = Unfinished(output, self._identity())
+        _copy_files(source, output)  # first: what cannot be copied is said before hours of work
+
+    def _read_texts(self) -> dict[str, Tensor]:
+        """Rows [R, L] by what they are for."""
+        settings, longest = self.settings, self.model.model.max_position
+        asked: dict[str, tuple[str | None, int]] = {}
+        if settings.needs_inputs:
+            asked["calibration"] = (settings.calibration, settings.calibration_tokens)
+        if settings.eval_tokens and self.model.can_score:
+            asked["eval"] = (settings.eval, settings.eval_tokens)
+        if not asked:
+            return {}
+        assert self.source.path is not None
+        tokenizer = Tokenizer.load(self.source.path)
+        texts = {}
+        for use, (file, num_tokens) in asked.items():
+            rows = read_rows(file, num_tokens, tokenizer, judges=use == "eval", longest=longest)
+            texts[use] = torch.tensor(rows)
+            if int(texts[use].max()) >= self.model.model.vocab_size:
+                raise CheckpointError(
+                    f"The tokenizer of {self.source.name} gives token {int(texts[use].max())}",
+                    f"The model has {self.model.model.vocab_size} tokens.",
+                    "Use the tokenizer that belongs to the model.",
+                )
+        return texts
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        digest = hashlib.sha256(json.dumps(self.source.config, sort_keys=True).encode())
+        for tensor in self.model.stored.values():
+            digest.update(f"{tensor.name} {tensor.shape} {tensor.dtype} {tensor.scheme}".encode())
+        for rows in self.texts.values():
+            digest.update(rows.numpy().tobytes())
+        settings = {
+            f"--{key.replace('_', '-')}": list(value) if isinstance(value, tuple) else value
+            for key, value in dataclasses.asdict(self.settings).items()
+            if key != "device"
+        }
+        return {**settings, "the model and its texts": digest.hexdigest()[:16]}
+
+    def title(self, stage: int) -> str:
+        if stage == 0:
+            return "embedding"
+        if stage > self.model.num_layers:
+            return "head and the rest"
+        return f"layer {stage} of {self.model.num_layers}"
+
+    def do_stage(self, stage: int) -> None:
+        names = self.model.names_of_stage(stage)
+        tensors = {name: self.model.stored[name].load() for name in names}
+        stream: dict[str, Tensor] = {}
+        codes: dict[str, Codes] = {}
+        row: dict[str, Any] = {"stage": self.title(stage)}
+        if stage == 0:
+            stream = self._begin()
+        elif stage <= self.model.num_layers:
+            stream = self.work.read_stream() if self.texts else {}
+            codes, errors = self._do_layer(stage - 1, tensors, stream)
+            row |= errors
+        else:
+            codes = self._quantize(tensors, None)
+            stream = self.work.read_stream() if self.texts else {}
+        out: dict[str, Tensor] = {}
+        for name, values in tensors.items():
+            if name in codes:
+                out |= dict(parts_of(name, codes[name]))
+            else:
+                out[name] = values.to(self.model.kept_dtype(name))
+        row |= {
+            "num_weights": sum(math.prod(self.model.stored[name].shape) for name in names),
+            "bytes_before": sum(self.model.stored[name].num_bytes for name in names),
+            "bytes": sum(part.numel() * part.element_size() for part in out.values()),
+        }
+        self.work.finish_stage(self._shard(stage), out, stream, row)
+
+    def _begin(self) -> dict[str, Tensor]:
+        stream = {}
+        for use, rows in self.texts.items():
+            stream[use] = self.model.embed(rows.flatten())
+            if use == "eval":
+                stream["eval_before"] = stream[use].clone()
+        return stream
+
+    def _do_layer(
+        self, number: int, tensors: dict[str, Tensor], stream: dict[str, Tensor]
+    ) -> tuple[dict[str, Codes], dict[str, Any]]:
+        """Quantises a layer and moves the streams over it."""
+        if not stream:
+            codes = self._quantize(tensors, None)
+            return codes, self._weight_error(tensors, codes)
+        prefix, inputs = f"layers.{number}.", None
+        lens = {use: rows.shape[1] for use, rows in self.texts.items()}
+        with self.model.layer(number, tensors) as layer:
+            if "eval" in stream:
+                stream["eval_before"] = self.model.run(number, stream["eval_before"], lens["eval"])
+            if "calibration" in stream:
+                inputs = LayerInputs()
+                with inputs.watch(layer, prefix):
+                    self.model.run(number, stream["calibration"], lens["calibration"])
+                if self.settings.method == "awq":
+                    places = {n: p for n in tensors if (p := self.model.placements.get(n))}
+                    scale_inputs(
+                        layer, prefix, places, tensors, self.schemes, inputs, self.scale_dtype
+                    )
+            codes = self._quantize(tensors, inputs)
+            written = {
+                name: codes[name].dequantize()
+                if name in codes
+                else values.to(self.model.kept_dtype(name))
+                for name, values in tensors.items()
+            }
+            self.model.refill(written)
+            for use, row_len in lens.items():
+                stream[use] = self.model.run(number, stream[use], row_len)
+        errors = self._weight_error(tensors, codes)
+        if "eval" in stream:
+            difference = (stream["eval"] - stream["eval_before"]).float().norm()
+            errors["output_error"] = float(difference / stream["eval_before"].float().norm())
+        return codes, errors
+
+    def _quantize(
+        self, tensors: Mapping[str, Tensor], inputs: LayerInputs | None
+    ) -> dict[str, Codes]:
+        codes = {}
+        for name, values in tensors.items():
+            if (scheme := self.schemes.get(name)) is None:
+                continue
+            moments = None if inputs is None else inputs.of(self.model.placements[name])
+            codes[name] = quantize_matrix(
+                values.to(self.model.device, torch.float32),
+                scheme,
+                self.scale_dtype,
+                moments,
+                corrects=self.settings.method == "gptq",
+            )
+        return codes
+
+    def _weight_error(
+        self, tensors: Mapping[str, Tensor], codes: Mapping[str, Codes]
+    ) -> dict[str, Any]:
+        squares = [0.0, 0.0]
+        for name, own in codes.items():
+            squares[0] += float((own.dequantize() - tensors[name].float()).square().sum())
+            squares[1] += float(tensors[name].float().square().sum())
+        return {"weight_error": math.sqrt(squares[0] / max(squares[1], 1e-30))}
+
+    def _shard(self, stage: int) -> str:
+        return f"model-{stage + 1:05}-of-{self.model.num_stages:05}.safetensors"
+
+    def finish(self, on_phase: OnPhase) -> dict[str, Any]:
+        """Scores, index, config, and the report last."""
+        scores = {}
+        if "eval" in self.texts:
+            stream = self.work.read_stream()
+            with timed("perplexity", on_phase):
+                scores["before"] = self.model.score(stream["eval_before"], self.texts["eval"])
+                scores["after"] = self.model.score(stream["eval"], self.texts["eval"])
+        output = self.work.output
+        self._write_index(output)
+        config = {k: v for k, v in self.source.config.items() if k not in CONFIG_KEYS}
+        if isinstance(config.get("text_config"), dict):
+            text = config["text_config"].items()
+            config["text_config"] = {k: v for k, v in text if k not in CONFIG_KEYS}
+        config["quantization_config"] = self._quantization_config()
+        write_atomically(json.dumps(config, indent=2), output / "config.json")
+        was_quantized = any(tensor.scheme for tensor in self.model.stored.values())
+        report = make_report(
+            self.source, self.settings, self.schemes, self.work.rows, was_quantized, scores
+        )
+        write_atomically(json.dumps(report, indent=1), output / REPORT)
+        self.work.remove()
+        return report
+
+    def _quantization_config(self) -> dict[str, Any]:
+        modules = [
+            tensor.name.removesuffix(".weight")
+            for tensor in self.model.stored.values()
+            if len(tensor.shape) == 2 and not tensor.name.endswith("embed_tokens.weight")
+        ]
+        schemes: dict[str, Scheme] = {
+            name.removesuffix(".weight"): scheme for name, scheme in self.schemes.items()
+        }
+        kept = [module for module in modules if module not in schemes]
+        if "lm_head" not in modules:  # the tied one is a linear layer for others
+            modules.append("lm_head")
+            kept.append("lm_head")
+        return quantization_config(schemes, kept, modules)
+
+    def _write_index(self, output: Path) -> None:
+        weight_map: dict[str, str] = {}
+        total = 0
+        for stage, row in enumerate(self.work.rows):
+            shard = self._shard(stage)
+            weight_map |= {tensor.name: shard for tensor in open_safetensors(output / shard)}
+            total += row["bytes"]
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_atomically(json.dumps(index, indent=1), output / INDEX)
+
+
+def _copy_files(source: ModelSource, output: Path) -> None:
+    """Tokenizer, template and whatever else lies beside the weights."""
+    assert source.path is not None
+    if is_gguf(source.path):
+        for name in FILES.keys() - {"config.json"}:
+            write_atomically(read_text(source.path / name), output / name)
+        return
+    folder = source.path if source.path.is_dir() else source.path.parent
+    for entry in sorted(folder.iterdir()):
+        is_weights = entry.suffix in (*WEIGHT_SUFFIXES, ".gguf") or entry.name.endswith(INDEX_END)
+        is_config = entry.name in ("config.json", MODELOPT_CONFIG)
+        if entry.is_file() and not (is_weights or is_config):
+            shutil.copyfile(entry, output / entry.name)

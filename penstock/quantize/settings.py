@@ -1,0 +1,100 @@
+"""What `penstock quantize` is asked to do. Imports no torch: a wrong flag is answered at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.config import setting
+from penstock.errors import ConfigError, nearest
+
+SCHEMES = ("fp8", "int8", "int4")
+METHODS = ("rtn", "awq", "gptq")
+GROUPS = (128, 64, 32)
+KEEP = "keep"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeSettings:
+    scheme: str = setting("int4", "how matrices are stored", choices=SCHEMES)
+    method: str = setting(
+        "rtn",
+        "how codes are chosen: the nearest, after scaling inputs, or with their errors made up for",
+        choices=METHODS,
+    )
+    group: int | None = setting(
+        None,
+        "columns that share a scale: 32, 64 or 128 (default: int4 the largest that divides every "
+        "matrix, int8 a row)",
+    )
+    rule: tuple[str, ...] = setting(
+        (), "PATTERN=fp8|int8|int4|keep for the modules whose names contain a pattern; repeat it"
+    )
+    calibration: str | None = setting(
+        None, "text or JSON lines for awq and gptq (default: Python's own manual)"
+    )
+    calibration_tokens: int = setting(16384, "of that text")
+    eval: str | None = setting(
+        None, "text that perplexities are measured on (default: the end of Python's own manual)"
+    )
+    eval_tokens: int = setting(4096, "of that text; 0: no perplexities, and half of the work")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+
+    def __post_init__(self) -> None:
+        _check_choice("--scheme", self.scheme, SCHEMES)
+        _check_choice("--method", self.method, METHODS)
+        if self.group is not None and self.group not in GROUPS:
+            raise ConfigError(
+                f"--group is {self.group}", "A scale is shared by 32, 64 or 128 columns."
+            )
+        if self.group is not None and not {"int8", "int4"} & {self.scheme, *self.rules.values()}:
+            raise ConfigError(
+                "--group is given, and no matrix is int8 or int4",
+                "FP8 has a scale for each row.",
+                "Leave --group out, or choose --scheme int8 or int4.",
+            )
+        if self.calibration is not None and self.method == "rtn":
+            raise ConfigError(
+                "--calibration is given, and --method rtn uses no text",
+                todo="Choose --method awq or gptq, or leave --calibration out.",
+            )
+        for name, value, least in (
+            ("--calibration-tokens", self.calibration_tokens, 1),
+            ("--eval-tokens", self.eval_tokens, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} is {value}", f"It must be at least {least}.")
+
+    @property
+    def rules(self) -> Mapping[str, str]:
+        """Scheme by pattern; of two that match, the later one counts."""
+        found = {}
+        for text in self.rule:
+            pattern, _, scheme = text.rpartition("=")
+            if not pattern:
+                raise ConfigError(
+                    f"--rule is {text!r}", "", "Write PATTERN=SCHEME, such as lm_head=int8."
+                )
+            _check_choice(f"The scheme of --rule {text}", scheme, (*SCHEMES, KEEP))
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"The pattern of --rule {text} is no regular expression", f"{error}."
+                ) from error
+            found[pattern] = scheme
+        return found
+
+    @property
+    def needs_inputs(self) -> bool:
+        return self.method != "rtn"
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"{name} is {value!r}",
+            f"It must be one of {', '.join(choices)}.",
+            nearest(value, choices),
+        )

@@ -1,0 +1,100 @@
+"""A run that may be killed: what is done is on disk, whole, and a later run goes on after it.
+
+OUT/unfinished/progress.json   settings, and a row of the report for every stage that is done
+OUT/unfinished/stream-N.safetensors   the activations that stage N begins with
+OUT/model-0000N-of-0000M.safetensors  the tensors of a stage
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.models.source import read_json_object
+
+FOLDER = "unfinished"
+
+
+class Unfinished:
+    def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
+        """Goes on with what is there; refuses a folder of something else by name."""
+        self.output, self.folder = output, output / FOLDER
+        self.settings = dict(settings)
+        self.rows: list[dict[str, Any]] = []
+        record = self.folder / "progress.json"
+        if record.is_file():
+            begun = read_json_object(record)
+            _check_same(output, begun["settings"], self.settings)
+            self.rows = begun["rows"]
+        elif output.exists() and any(entry.name != FOLDER for entry in output.iterdir()):
+            raise ConfigError(
+                f"{output} is not empty",
+                "It holds files that no unfinished run of `penstock quantize` has left.",
+                "Give another folder with -o, or remove this one.",
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.rows:
+            self._record()
+
+    def read_stream(self) -> dict[str, Tensor]:
+        """The activations that the next stage begins with."""
+        return load_file(self.folder / f"stream-{len(self.rows)}.safetensors")
+
+    def finish_stage(
+        self, shard: str, tensors: dict[str, Tensor], stream: dict[str, Tensor], row: dict[str, Any]
+    ) -> None:
+        """In this order: whatever is killed in between is done again."""
+        stage = len(self.rows)
+        save_atomically(tensors, self.output / shard)
+        save_atomically(stream, self.folder / f"stream-{stage + 1}.safetensors")
+        self.rows.append(row)
+        self._record()
+        (self.folder / f"stream-{stage}.safetensors").unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        (self.folder / "progress.json").unlink()  # first: nothing goes on with half a folder
+        shutil.rmtree(self.folder)
+
+    def _record(self) -> None:
+        state = {"settings": self.settings, "rows": self.rows}
+        write_atomically(json.dumps(state), self.folder / "progress.json")
+
+
+def _check_same(output: Path, begun: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    changed = [
+        f"{key} was {json.dumps(begun.get(key))} and is {json.dumps(asked.get(key))}"
+        for key in {**begun, **asked}
+        if begun.get(key) != asked.get(key)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{output} was begun with other settings",
+            f"{'; '.join(changed)}.",
+            "Go on with the same settings, or give another folder with -o.",
+        )
+
+
+def save_atomically(tensors: dict[str, Tensor], path: Path) -> None:
+    part = path.with_name(path.name + ".part")
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, part, metadata={"format": "pt"})
+    with part.open("rb+") as file:
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def write_atomically(text: str, path: Path) -> None:
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
