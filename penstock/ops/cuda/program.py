@@ -74,9 +74,12 @@ class Program:
         self._attributes = (_Attribute * 1)(_Attribute(START_EARLY, 0, 1))
         self._num_attributes = int(has_dependent_launch(device))
 
-    def launch(self, num_blocks: int, num_threads: int, stream: int, *arguments: Any) -> None:
+    def launch(
+        self, num_blocks: int | tuple[int, int], num_threads: int, stream: int, *arguments: Any
+    ) -> None:
+        width, height = (num_blocks, 1) if isinstance(num_blocks, int) else num_blocks
         launch = _Launch(
-            (c_uint * 3)(num_blocks, 1, 1),
+            (c_uint * 3)(width, height, 1),
             (c_uint * 3)(num_threads, 1, 1),
             0,
             stream,

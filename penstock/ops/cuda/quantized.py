@@ -1,0 +1,308 @@
+"""Products with tiled rows: which kernel of `quantized.cu` a shape takes, its tiles, its launch.
+
+Up to MAX_TOKENS tokens meet the codes as they are. For more, arithmetic sets the pace: rows are
+expanded first, into memory that is given back after the product.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.ops.cuda.program import is_available, program
+from penstock.ops.tiles import NO_TYPE, STEP, TILE_ROWS, TYPES, TiledRows
+from penstock.ops.triton.launch import cdiv, num_processors
+
+SOURCE = Path(__file__).with_name("quantized.cu")
+LINEAR, GATE_UP, DOWN_PAIRS, DOWN_TOKEN, EXPAND = range(5)  # MODE
+TOKENS = 8  # of an instruction
+MAX_TOKENS = 64
+MAX_STAGED = 4  # tokens that blocks norm or activate themselves: of more, each would do too much
+STAGED_BYTES = 36 * 1024  # of them, beside a block's sums
+MAX_WARPS = 16
+HELD_BYTES = 256  # of codes that a thread has on their way
+DTYPES = (torch.bfloat16, torch.float16)
+
+Tile = dict[str, int]  # WARPS, ROW_TILES, HELD, BLOCKS
+
+
+def can_multiply(rows: TiledRows, x: Tensor) -> bool:
+    """Tokens are read 16 bytes at a time."""
+    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and rows.num_columns % 8 == 0
+    return x.dtype in DTYPES and is_aligned and is_available(x.device)
+
+
+def can_stage(rows: TiledRows, num_tokens: int) -> bool:
+    """Whether a norm or an activation may be left to `multiply`."""
+    staged = 2 * rows.num_columns << max(0, num_tokens - 1).bit_length()
+    return num_tokens <= MAX_STAGED and staged <= STAGED_BYTES
+
+
+def multiply(
+    x: Tensor,  # [T, K], or [T, 2K] with swiglu
+    rows: TiledRows,  # [N, K]
+    out: Tensor,  # [T, N + plain rows], a part of a larger one or not
+    *,
+    plain: Tensor | None = None,  # [n, K]  rows after these that are not quantised
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    tile: Tile | None = None,
+) -> None:
+    num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
+    token_tiles = 1 << max(0, cdiv(num_tokens, TOKENS) - 1).bit_length()
+    tile = tile or linear_rule(rows, token_tiles, num_processors(x.device))
+    constants = {
+        "TOKEN_TILES": token_tiles,
+        "STAGED_TOKENS": 1 << (num_tokens - 1).bit_length() if num_tokens <= MAX_STAGED else 1,
+        "HAS_NORM": int(norm_weight is not None),
+        "IS_SWIGLU": int(swiglu),
+        "HAS_BIAS": int(bias is not None),
+        "HAS_RESIDUAL": int(residual is not None),
+        "IS_OUT_FLOAT": int(out.dtype == torch.float32),
+    }
+    block_rows = TILE_ROWS * tile["ROW_TILES"]
+    _launch(
+        LINEAR,
+        rows,
+        x,
+        cdiv(rows.num_rows, block_rows) + cdiv(num_plain, block_rows),
+        tile,
+        constants,
+        x,
+        norm_weight,
+        rows.codes,
+        rows.records,
+        plain,
+        bias,
+        residual,
+        out,
+        c_int(num_tokens),
+        c_int(rows.num_rows),
+        c_int(num_plain),
+        c_int(out.stride(0)),
+        c_int(x.stride(0)),
+        c_int(0 if residual is None else residual.stride(0)),
+        c_float(eps),
+    )
+
+
+def linear_rule(rows: TiledRows, token_tiles: int, num_processors: int) -> Tile:
+    """Where there are few rows, many warps share the columns of each; else several small blocks
+    with more rows for each byte of the tokens. Many tokens leave registers for one tile of rows.
+    """
+    steps = cdiv(rows.num_columns, STEP)
+    num_tiles = cdiv(rows.num_rows, TILE_ROWS)
+    is_wide = num_tiles >= 4 * num_processors and token_tiles <= 4
+    row_tiles, warps = (2, 4) if is_wide else (1, 8)
+    warps = min(warps, steps)
+    held = max(1, HELD_BYTES // (row_tiles * 2 * 4 * rows.bits))
+    blocks = 1 if token_tiles > 1 else 3 if is_wide else 2
+    return {"ROW_TILES": row_tiles, "WARPS": warps, "HELD": min(held, 4), "BLOCKS": blocks}
+
+
+def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+    """All rows, or those of some ids, in order of their columns: [..., N, K]."""
+    device = rows.codes.device
+    if not is_available(device):
+        weight = rows.dequantize().to(dtype)
+        return weight if ids is None else weight[ids]
+    steps = cdiv(rows.num_columns, STEP)
+    stack = rows.shape[:-2]
+    num_rows = rows.num_rows if not stack else rows.num_rows * stack[0]
+    count = num_rows if ids is None else ids.numel()
+    out = torch.empty(count, rows.num_columns, dtype=dtype, device=device)
+    num_blocks = cdiv(num_rows, TILE_ROWS) if ids is None else count
+    if count:
+        tile = {"ROW_TILES": 1, "WARPS": 1, "HELD": 1, "BLOCKS": 1}
+        wanted = None if ids is None else ids.flatten().long()
+        arguments = (rows.codes, rows.records, wanted, out, c_int(num_rows))
+        _launch(EXPAND, rows, out, (num_blocks, steps), tile, {}, *arguments)
+    if rows.columns is not None:
+        out = torch.empty_like(out).index_copy_(1, rows.columns.long(), out)
+    if ids is not None:
+        return out.view(*ids.shape, rows.num_columns)
+    return out.view(*stack, rows.num_rows, rows.num_columns)
+
+
+def expert_rule(mode: int, rows: TiledRows, slots: int) -> Tile:
+    """A warp for each of a token's experts, or four that share an expert's columns."""
+    steps = cdiv(rows.num_columns, STEP)
+    row_tiles = {GATE_UP: 2, DOWN_PAIRS: 4, DOWN_TOKEN: 1}[mode]
+    warps = slots if mode == DOWN_TOKEN else min(4, steps)
+    held = max(1, min(HELD_BYTES // (row_tiles * 8 * rows.bits), steps))
+    blocks = 1 if mode == DOWN_TOKEN else 3
+    return {"ROW_TILES": row_tiles, "WARPS": warps, "HELD": held, "BLOCKS": blocks}
+
+
+class Experts:
+    """The gate and up, and the down projections of a layer's experts and of its shared one."""
+
+    def __init__(
+        self,
+        gate_up: TiledRows,  # [E, 2I, H]
+        down: TiledRows,  # [E, H, I]
+        shared_gate_up: TiledRows | None,  # [2I, H]
+        shared_down: TiledRows | None,  # [H, I]
+        slots: int,  # of a token: its experts, and the shared one
+    ) -> None:
+        self.gate_up, self.down = gate_up, down
+        self.shared_gate_up, self.shared_down = shared_gate_up, shared_down
+        self.slots = slots
+        self.has_shared = shared_down is not None
+        self.inner_width = down.num_columns
+        self.width = down.num_rows
+
+    @staticmethod
+    def can_take(
+        gate_up: TiledRows, down: TiledRows, shared_gate_up: Any, shared_down: Any, slots: int
+    ) -> bool:
+        """The shared expert is one of them, if its weights are stored as theirs."""
+        pairs = ((gate_up, shared_gate_up), (down, shared_down))
+        are_alike = all(
+            shared is None
+            or (
+                isinstance(shared, TiledRows)
+                and shared.kind == own.kind
+                and shared.shape == own.shape[1:]
+            )
+            for own, shared in pairs
+        )
+        is_whole = down.num_columns % TILE_ROWS == 0 and down.num_rows % TILE_ROWS == 0
+        in_order = gate_up.columns is None and down.columns is None
+        return are_alike and is_whole and in_order and slots <= MAX_WARPS
+
+    def run_pairs(
+        self, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor,
+        shared_weight: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Each token's experts for it alone: while few tokens share experts, nothing is read twice
+        from memory. Two launches.
+        """
+        num_tokens = len(x)
+        inner = x.new_empty(num_tokens * self.slots, self.inner_width)
+        self._multiply(GATE_UP, x, inner, num_tokens * self.slots, ids, ids, None)
+        tile = expert_rule(DOWN_TOKEN, self.down, self.slots)
+        shared = self.shared_down
+        _launch(
+            DOWN_TOKEN,
+            self.down,
+            x,
+            (cdiv(self.width, TILE_ROWS * tile["ROW_TILES"]), num_tokens),
+            tile,
+            self._constants(is_listed=False),
+            inner,
+            weights,
+            ids,
+            self.down.codes,
+            self.down.records,
+            shared and shared.codes,
+            shared and shared.records,
+            shared_weight,
+            residual,
+            out,
+            c_int(self.width // TILE_ROWS),
+        )
+
+    def run_listed(self, x: Tensor, order: Tensor, tiles: Tensor, outputs: Tensor) -> None:
+        """outputs [T * slots, H]: of every pair, an expert's pairs TOKENS at a time."""
+        inner = x.new_empty(len(outputs), self.inner_width)
+        self._multiply(GATE_UP, x, inner, len(tiles), None, order, tiles)
+        self._multiply(DOWN_PAIRS, inner, outputs, len(tiles), None, order, tiles)
+
+    def _multiply(
+        self, mode: int, source: Tensor, out: Tensor, count: int, ids: Tensor | None,
+        order: Tensor, tiles: Tensor | None,
+    ) -> None:  # fmt: skip
+        is_gate_up = mode == GATE_UP
+        rows = self.gate_up if is_gate_up else self.down
+        shared = self.shared_gate_up if is_gate_up else self.shared_down
+        tile = expert_rule(mode, rows, self.slots)
+        num_tiles = rows.num_rows // TILE_ROWS
+        constants = self._constants(is_listed=tiles is not None)
+        constants["IS_OUT_FLOAT"] = int(out.dtype == torch.float32)
+        _launch(
+            mode,
+            rows,
+            source,
+            (num_tiles // 2 if is_gate_up else cdiv(num_tiles, tile["ROW_TILES"]), count),
+            tile,
+            constants,
+            source,
+            ids,
+            order,
+            tiles,
+            rows.codes,
+            rows.records,
+            shared and shared.codes,
+            shared and shared.records,
+            out,
+            c_int(count // self.slots),
+            c_int(num_tiles),
+        )
+
+    def _constants(self, *, is_listed: bool) -> dict[str, int]:
+        return {
+            "NUM_EXPERTS": self.down.shape[0],
+            "SLOTS": self.slots,
+            "HAS_SHARED": int(self.has_shared),
+            "IS_LISTED": int(is_listed),
+        }
+
+
+SWITCHES = dict.fromkeys(
+    "TOKEN_TILES HAS_NORM IS_SWIGLU HAS_BIAS HAS_RESIDUAL IS_OUT_FLOAT HAS_SHARED IS_LISTED".split(),
+    0,
+) | {"TOKEN_TILES": 1, "STAGED_TOKENS": 1, "NUM_EXPERTS": 0, "SLOTS": 1}
+
+
+def kernel_constants(mode: int, rows: TiledRows, dtype: torch.dtype) -> dict[str, int]:
+    """That a kernel is compiled for, beside its tile and its switches."""
+    fields = rows.fields
+    coarse, coarse_offset, scale, offset = (
+        NO_TYPE if type is None else TYPES[type] for type in fields.types
+    )
+    return SWITCHES | {
+        "MODE": mode,
+        "COLUMNS": rows.num_columns,
+        "BITS": rows.bits,
+        "IS_FLOAT8": int(rows.is_float8),
+        "ZERO": rows.zero,
+        "GROUP": rows.group,
+        "RECORD_BYTES": rows.records.shape[-1],
+        "COARSE_TYPE": coarse,
+        "OFFSET_COARSE_TYPE": coarse_offset,
+        "SCALE_TYPE": scale,
+        "OFFSET_TYPE": offset,
+        "OFFSET_KIND": 0 if fields.offset is None else 1 if fields.are_zeros else 2,
+        "IS_BFLOAT": int(dtype == torch.bfloat16),
+    }
+
+
+def _launch(
+    mode: int,
+    rows: TiledRows,
+    like: Tensor,
+    num_blocks: int | tuple[int, int],
+    tile: Tile,
+    switches: dict[str, int],
+    *arguments: Any,
+) -> None:
+    constants = kernel_constants(mode, rows, like.dtype) | tile | switches
+    device = like.device
+    stream = torch._C._cuda_getCurrentRawStream(device.index or 0)
+    program(SOURCE, "quantized", tuple(constants.items()), device).launch(
+        num_blocks, 32 * tile["WARPS"], stream, *(_argument(one) for one in arguments)
+    )
+
+
+def _argument(value: Any) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return c_void_p(None if value is None else value.data_ptr())
+    return value
