@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _SILENCE_S = 5.0  # a log reports a long phase at least this often
+_DETAIL_COLUMN = 24  # where details start; all lines of a longer one
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ class PhaseList:
         if phase.seconds is not None:
             self._ended.add(phase.name)
             self._clear_bar(phase)
-            self._say(f"{phase.name:<12} {phase.seconds:7.2f} s  {phase.detail}".rstrip())
+            detail = phase.detail.replace("\n", "\n" + " " * _DETAIL_COLUMN)
+            self._say(f"{phase.name:<12} {phase.seconds:7.2f} s  {detail}".rstrip())
         elif self._progress is not None:
             self._draw_bar(self._progress, phase)
         elif time.perf_counter() - self._last_line > _SILENCE_S:
@@ -113,7 +115,7 @@ class PhaseList:
             self._tasks[phase.name],
             total=total,
             completed=phase.fraction or 0.0,
-            detail=phase.detail,
+            detail=phase.detail.partition("\n")[0],
         )
 
     def _clear_bar(self, phase: Phase) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.digests import PageDigests, scope_of
+from penstock.digests import PageDigests, Segment, scope_of
 from penstock.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -154,6 +154,7 @@ class Request:
     banned: tuple[tuple[int, ...], ...] = ()  # token sequences that may not occur in the reply
     # Prompt positions where messages start: good places for state checkpoints.
     boundaries: tuple[int, ...] = ()
+    segments: tuple[Segment, ...] = ()  # parts of the prompt that are more than ids, by position
     priority: int = 0  # lower runs earlier
     session_id: str | None = None  # the conversation whose prefix the cache keeps for the next turn
     tenant: str = ""  # the owner: tenants share nothing in the cache
@@ -322,6 +323,12 @@ class RowPlan:
         """A chunk of one prompt token is no decode: it is computed like the rest of its prompt."""
         return not self.token_ids
 
+    @property
+    def needs_all_states(self) -> bool:
+        """Whether it needs more than the hidden state of its last token."""
+        is_mean = self.pooled is not None and self.pooled.pooling.kind == "mean"
+        return is_mean or self.prompt_targets is not None
+
 
 @dataclass(frozen=True, slots=True)
 class PageUpdate:
@@ -344,6 +351,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row continues from its last sample."""
+        return all(row.is_decode for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.forge.fragments.shape import pick_dtype
+from penstock.forge.reference import save_toy_weights
 from penstock.forge.target import Target, read_config
-from penstock.forge.toy_weights import save_toy_weights
 
 
 def main() -> None:

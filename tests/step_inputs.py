@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.layers.inputs import KVCache, LayerCache, RowSpan, StateCache, StepInputs
-from penstock.ops import Chunks
+from penstock.ops import TokenBlocks
 from penstock.types import CacheSpec, KVSpec
 
 PAGE_SIZE = 64
@@ -73,7 +73,7 @@ def make_inputs(rows: Sequence[Row], deterministic: bool = False) -> StepInputs:
         state_slots=torch.tensor([row.slot for row in rows]),
         initial_slots=torch.tensor(initial),
         spans=spans,
-        chunks=Chunks.of(spans, "cpu"),
+        blocks=TokenBlocks.of(spans, "cpu"),
         deterministic=deterministic,
     )
 
@@ -131,7 +131,7 @@ class ByHand:
         return list(logits.split([len(row.token_ids) for row in rows]))
 
     def prefill(self, token_ids: Sequence[int], *lens: int, sequence: int = 0) -> Tensor:
-        """A prompt in chunks of the given lengths (and the rest); the logits of all of it."""
+        """A prompt in blocks of the given lengths (and the rest); the logits of all of it."""
         logits, start = [], 0
         for size in (*lens, len(token_ids) - sum(lens)):
             logits += self.run(self.row(sequence, token_ids[start : start + size], start))

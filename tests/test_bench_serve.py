@@ -27,9 +27,8 @@ from penstock.eval.chat_requests import ChatRequests, Request
 from penstock.eval.load import GIVEN_UP, LoadClients, LoadProgress
 from penstock.eval.load_summary import Lengths, Spread, percentile, summarise
 from penstock.eval.prompts import WORDS, PromptMaker, fit_prompts
-from penstock.eval.reuse import possible_reuse
 from penstock.eval.stream_client import RawAnswer, read_answer
-from penstock.eval.traces import Arrival, Clamp, poisson_arrivals, read_trace
+from penstock.eval.traces import Arrival, Clamp, poisson_arrivals, possible_reuse, read_trace
 from scripted_server import TEMPLATE_TOKENS, one_token_a_word, scripted_server
 
 

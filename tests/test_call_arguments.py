@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.text.call_arguments import read_arguments
+from penstock.text.dialects.json_calls import read_arguments
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 VALUES = SCALARS | st.lists(SCALARS | st.lists(SCALARS, max_size=2), max_size=2)

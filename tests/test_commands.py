@@ -20,8 +20,7 @@ import pytest
 
 from command_line import ROOT, SMALL, environment, error_in, fails, penstock
 from penstock.cli import main
-from penstock.commands.chat import Conversation
-from penstock.commands.remote import RemoteModel
+from penstock.commands.chat import Conversation, RemoteModel
 from penstock.errors import PenstockError
 from penstock.types import SamplingParams
 

@@ -9,8 +9,7 @@ import pytest
 
 from command_line import ROOT
 
-GENERATED = {"clients.md"}
-PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED)
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAP = (ROOT / "docs" / "architecture.md").read_text()
 NAMED = re.compile(r"\b(?:(?:[a-z_0-9]+/)+(?:[a-z_0-9]+\.py)?|[a-z_0-9]+\.py)")
 

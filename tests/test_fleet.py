@@ -30,7 +30,7 @@ from penstock.serve.client import Receiver
 from penstock.serve.devices import place_engines
 from penstock.serve.fleet import MAX_BLAME, Fleet, resumed
 from penstock.serve.replica import sum_stats
-from penstock.serve.routing import AFFINITY, PAGE_TOKENS, ROW_TOKENS, PrefixMap, Router
+from penstock.serve.routing import AFFINITY, ROW_TOKENS, PrefixMap, Router
 from penstock.types import EngineInfo, EngineStats, Request, SamplingParams, TokenDelta
 
 INFO = EngineInfo("m", "cpu", "float32", 4096, 1024, 64, 16, 33, 9, 10**11, 10**12)
@@ -227,6 +227,7 @@ def ask(
         id=id,
         token_ids=tuple(token_ids),
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        page_digests=PageDigests.of(token_ids, 32),
     )
 
 
@@ -321,13 +322,11 @@ def test_a_long_prompt_keeps_others_away_until_its_first_token() -> None:
     assert router.pick(ask("short", (1,)), (0, 1))[0] == busy
 
 
-@pytest.mark.parametrize("page_size", [None, 32], ids=["without digests", "with digests"])
-def test_a_conversation_returns_to_the_engine_that_knows_it_unless_others_have_much_less_to_do(
-    page_size: int | None,
-) -> None:
+def test_a_conversation_returns_to_the_engine_that_knows_it_unless_others_have_much_less_to_do() -> (
+    None
+):
     def asked(*token_ids: int) -> Request:
-        digests = None if page_size is None else PageDigests.of(token_ids, page_size)
-        return replace(ask("r", token_ids), page_digests=digests)
+        return ask("r", token_ids)
 
     router = Router(3)
     history = tuple(range(4 * ROW_TOKENS))
@@ -434,14 +433,14 @@ def test_draining_lasts_until_the_last_reply_has_ended_or_its_time_is_over() -> 
 
 
 def test_what_is_known_of_caches_is_bounded_and_the_latest() -> None:
-    def pages_from(first: int, num_tokens: int = 4 * PAGE_TOKENS) -> list[bytes]:
-        return PageDigests.of(range(first, first + num_tokens), PAGE_TOKENS).split()
+    def pages_from(first: int, num_tokens: int = 4 * 64) -> list[bytes]:
+        return PageDigests.of(range(first, first + num_tokens), 64).split()
 
     prefixes = PrefixMap(max_pages=100)
     for number in range(50):
         prefixes.add(pages_from(number), engine=number % 3)
     assert len(prefixes) == 100
-    latest = pages_from(49, 4 * PAGE_TOKENS + 10)
+    latest = pages_from(49, 4 * 64 + 10)
     assert prefixes.num_known_pages(latest, 49 % 3) == 4
     assert prefixes.num_known_pages(latest, 48 % 3) == 0
     assert prefixes.num_known_pages(pages_from(0), 0) == 0

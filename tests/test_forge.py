@@ -25,19 +25,18 @@ from penstock.commands.forge import read_duration
 from penstock.errors import CheckpointError, ConfigError
 from penstock.forge import decisions, gate, naive_engine
 from penstock.forge.decisions import Design
-from penstock.forge.emit import emit
+from penstock.forge.emit import emit, keep_lines
 from penstock.forge.fork_server import ForkServer
 from penstock.forge.fragments.graphs_decode import STEP_SIZES
 from penstock.forge.ledger import Ledger, Row
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.measure import Sizes
 from penstock.forge.oracle import Case, Distance, Oracle, allowed_distance
-from penstock.forge.reference import Reference
+from penstock.forge.reference import Reference, save_toy_weights
 from penstock.forge.run import forge
 from penstock.forge.sandbox import Played
 from penstock.forge.static_check import refusal
 from penstock.forge.target import Target
-from penstock.forge.toy_weights import save_toy_weights
 from penstock.forge.traces import Call, Trace, correctness_traces
 from penstock.forge.trial import Exam
 
@@ -259,6 +258,17 @@ def test_what_is_written_is_tidy_and_stands_alone(tmp_path: Path) -> None:
             [sys.executable, "-m", "ruff", *words, str(tmp_path)], capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_a_directive_is_for_its_whole_statement_however_a_formatter_splits_it() -> None:
+    text = (
+        "if True:\n    a = max(\n        1,\n        2,\n    )  # forge: when cache=pages\nb = 3\n"
+    )
+    plain = decisions.plain_design()
+    assert keep_lines(text, plain, {}) == "if True:\nb = 3\n"
+    assert keep_lines(text, {**plain, "cache": "pages"}, {}) == text.replace(
+        "  # forge: when cache=pages", ""
+    )
 
 
 def test_a_design_has_only_the_code_it_needs() -> None:

@@ -15,14 +15,21 @@ import pytest
 
 from command_line import ROOT, environment
 from penstock.commands.flags import unknown_variables
-from penstock.forge import decisions, plan
+from penstock.forge import decisions
 from penstock.forge.ledger import Ledger
 from penstock.forge.oracle import Distance
-from penstock.forge.plan import Step, describe_choices, read_plan
 from penstock.forge.search import Search
 from penstock.forge.target import Target
 from penstock.forge.trial import Exam, Outcome
-from penstock.forge.writer import TASK, Writer
+from penstock.forge.writer import (
+    MAX_STEPS,
+    PLAN_TASK,
+    TASK,
+    Step,
+    Writer,
+    describe_choices,
+    read_plan,
+)
 from test_forge import SMALL, make_target, read_ledger
 from test_forge_thrift import H200, timings_of
 from test_forge_writer import serving
@@ -43,7 +50,7 @@ def test_plans_are_read_for_what_can_be_decided_here() -> None:
     ]
     assert steps[0].why == "fewer, larger products"
     assert len(read_plan(PLAN, "cuda")) == 3
-    assert len(read_plan("norm=library\n" * 20, "cpu")) == plan.MAX_STEPS
+    assert len(read_plan("norm=library\n" * 20, "cpu")) == MAX_STEPS
     assert read_plan("I would rather not.", "cpu") == []
     designed = steps[0].follow(decisions.plain_design())
     assert (designed["weights"], designed["norm"]) == ("fused", "library")
@@ -148,7 +155,7 @@ def test_a_model_named_by_variables_plans_and_edits_in_run_sh(tmp_path: Path) ->
         )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no setting has that name" not in done.stderr
-    assert asked[0] == plan.TASK
+    assert asked[0] == PLAN_TASK
     rows = read_ledger(out)
     assert any(row["why"].startswith("planned by scripted") for row in rows)
     edits = [row for row in rows if row["author"] == "scripted"]

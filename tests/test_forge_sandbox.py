@@ -23,8 +23,7 @@ from penstock.forge.candidate_process import time_in_turn, time_of_innermost
 from penstock.forge.confine import CPU_RESTRICTIONS, RESTRICTIONS, landlock_version
 from penstock.forge.fork_server import ForkServer
 from penstock.forge.local import LocalPlayer, load_module
-from penstock.forge.probe import Reach, probe, settle
-from penstock.forge.sandbox import CandidateError, Limits, Played, Sandbox
+from penstock.forge.sandbox import CandidateError, Limits, Played, Reach, Sandbox, probe, settle
 from penstock.forge.static_check import refusal
 from penstock.forge.target import Target
 from penstock.forge.traces import Call
@@ -256,14 +255,14 @@ def test_the_strongest_restrictions_that_a_device_works_under_are_found(
         in_the_way = lost & set(sandbox.restrictions)
         return Reach(device=f"OSError: {min(in_the_way)}" if in_the_way else "")
 
-    monkeypatch.setattr("penstock.forge.probe.probe", pretend)
+    monkeypatch.setattr("penstock.forge.sandbox.probe", pretend)
     monkeypatch.setattr(sandbox, "restrictions", list(sandbox.restrictions))
     monkeypatch.setattr(sandbox, "given_up", {})
     settle(sandbox)
     assert set(sandbox.restrictions) == set(CPU_RESTRICTIONS) - lost
     assert sandbox.given_up == {name: f"OSError: {name}" for name in lost}
     monkeypatch.setattr(
-        "penstock.forge.probe.probe", lambda sandbox: Reach(device="no such driver")
+        "penstock.forge.sandbox.probe", lambda sandbox: Reach(device="no such driver")
     )
     with pytest.raises(PenstockError, match="no such driver"):
         settle(sandbox)

@@ -23,9 +23,8 @@ from penstock.forge.emit import emit
 from penstock.forge.fork_server import ForkServer
 from penstock.forge.ledger import Ledger
 from penstock.forge.machine import Machine
-from penstock.forge.probe import Reach
 from penstock.forge.run import forge, require_isolation
-from penstock.forge.sandbox import Limits, Sandbox
+from penstock.forge.sandbox import Limits, Reach, Sandbox
 from penstock.forge.search import Search
 from penstock.forge.target import Target
 from penstock.forge.trial import Exam, run_trial

@@ -131,17 +131,17 @@ def test_no_step_synchronises(config: dict[str, Any], dtype: str) -> None:
     engine.submit(first)
     for _ in range(3):
         with synchronising_is_an_error():
-            plan = engine.scheduler.plan()
+            plan = engine.policy.scheduler.plan()
             assert plan is not None
             pending = engine.runner.launch(plan)
-        engine.scheduler.commit(pending.wait())
+        engine.policy.scheduler.commit(pending.wait())
     engine.submit(second)
     with synchronising_is_an_error():
-        plan = engine.scheduler.plan()
+        plan = engine.policy.scheduler.plan()
         assert plan is not None
         assert len(plan.rows) == 2
         pending = engine.runner.launch(plan)
-    engine.scheduler.commit(pending.wait())
+    engine.policy.scheduler.commit(pending.wait())
 
 
 def test_a_decode_step_can_be_captured_and_replayed() -> None:

@@ -18,7 +18,7 @@ from penstock.assets import default_model
 from penstock.config import EngineConfig
 from penstock.engine import grammar_masks
 from penstock.engine.engine import Engine
-from penstock.engine.graphs import DecodeStep
+from penstock.engine.graphs import DecodeGraphs, DecodeStep
 from penstock.errors import CheckpointError, ConfigError, RequestError
 from penstock.models.source import ModelSource
 from penstock.text.grammar import (
@@ -28,7 +28,7 @@ from penstock.text.grammar import (
     regex_grammar,
 )
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import Request, SamplingParams, StepPlan, TokenDelta
+from penstock.types import Request, SamplingParams, TokenDelta
 from penstock.wire import Submit, encode_frame
 from small_models import HYBRID_MOE, LLAMA, drain, logprobs_of, prompt, request, run, tokens_of
 from test_laws import tight_budget
@@ -225,12 +225,12 @@ def test_a_mask_allows_exactly_what_the_matcher_accepts(grammar: str) -> None:
     """
     tokens = tokens_of(run(engine_of(), constrained("r", grammar, max_tokens=25))["r"])
     engine = engine_of()
-    matcher = engine.constraints.compiler.compile(grammar)
-    sequences = [engine.scheduler.submit(constrained(id, grammar)) for id in ("a", "b")]
+    matcher = engine.policy.constraints.compiler.compile(grammar)
+    sequences = [engine.policy.scheduler.submit(constrained(id, grammar)) for id in ("a", "b")]
     followers = [grammar_masks.Constraint(sequence, matcher.deep_copy()) for sequence in sequences]
     for token_id in tokens:
         pair, single = (
-            engine.constraints.fill(list(enumerate(chosen)))
+            engine.policy.constraints.fill(list(enumerate(chosen)))
             for chosen in (followers, followers[:1])
         )
         expected = {t for t in range(VOCAB_SIZE) if matcher.validate_tokens([t])} - set(ENDS)
@@ -250,20 +250,23 @@ def test_captured_steps_draw_what_plain_steps_draw() -> None:
     engine = engine_of(max_rows=6)
     runner = engine.runner
     step = DecodeStep(runner.model, runner.caches, runner.rows, 6, deterministic=True)
-    endings = set()
+    modes = set()
 
     class Eager:
         """What `DecodeGraphs` is on a GPU, without the graph."""
 
-        def replay(self, plan: StepPlan, ending: Any) -> torch.Tensor:
-            endings.add(ending)
+        size_for = DecodeGraphs.size_for
+        _steps = (6,)
+
+        def replay(self, rows: Any, size: int, mode: Any) -> torch.Tensor:
+            modes.add(mode)
             with torch.inference_mode():
-                step.load(plan.rows)
-                return step.run(ending)[: len(plan.rows)]
+                step.load(rows)
+                return step.run(mode)[: len(rows)]
 
     runner.graphs = Eager()  # type: ignore[assignment]
     seen = run(engine, *some_of_each())
-    assert "logits" in endings
+    assert "logits" in modes
     for id, deltas in run(engine_of(max_rows=6), *some_of_each()).items():
         assert tokens_of(seen[id]) == tokens_of(deltas)
 
@@ -322,8 +325,8 @@ def test_aborted_requests_leave_nothing_behind(overlap: bool) -> None:
     assert "c1" not in rest or rest["c1"][-1].finish == "abort"
     assert rest["c2"][-1].finish == rest["p1"][-1].finish == "abort"
     run(engine, request("next", prompt(5)))
-    assert engine.constraints.num_preparing == 0
-    assert engine.constraints._live == []
+    assert engine.policy.constraints.num_preparing == 0
+    assert engine.policy.constraints._live == []
     assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 0)
 
 
@@ -331,13 +334,13 @@ def test_an_expensive_grammar_keeps_only_its_own_request_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engine_of()
-    compile, may_go_on = engine.constraints.compiler.compile, threading.Event()
+    compile, may_go_on = engine.policy.constraints.compiler.compile, threading.Event()
 
     def slow(grammar: str) -> Any:
         assert may_go_on.wait(60)
         return compile(grammar)
 
-    monkeypatch.setattr(engine.constraints.compiler, "compile", slow)
+    monkeypatch.setattr(engine.policy.constraints.compiler, "compile", slow)
     engine.submit(constrained("slow"))
     engine.submit(request("quick", prompt(9)))
     news: list[TokenDelta] = []
@@ -405,7 +408,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused_and_asked_for_once() -> 
 def test_a_warmed_up_engine_has_its_vocabulary() -> None:
     engine = engine_of()
     engine.warm_up_grammars()
-    assert engine.constraints.compiler._vocabulary is not None
+    assert engine.policy.constraints.compiler._vocabulary is not None
 
 
 def test_a_grammar_survives_the_wire() -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -18,13 +19,13 @@ from torch.utils._pytree import tree_map
 
 from penstock import ops
 from penstock.config import EngineConfig
+from penstock.engine import runner as runner_module
 from penstock.engine.engine import check_page_size
 from penstock.engine.graphs import (
     DecodeGraphs,
     DecodeStep,
     Warmup,
     graph_sizes,
-    is_decode,
     launch_in_threads,
     num_compile_threads,
     run_for_last_tokens,
@@ -32,9 +33,18 @@ from penstock.engine.graphs import (
     warmup_layers,
 )
 from penstock.engine.prefill_graphs import PrefillGraphs, PrefillStep, prefill_sizes
+from penstock.engine.row_table import SamplingNeeds
+from penstock.engine.runner import WAYS
 from penstock.engine.step_inputs import RowCounts, StepSize
 from penstock.errors import ConfigError
-from penstock.types import RowPlan, StepPlan
+from penstock.types import (
+    PooledChunk,
+    Pooling,
+    PromptTargets,
+    RowPlan,
+    SamplingParams,
+    StepPlan,
+)
 from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
 
 
@@ -77,7 +87,7 @@ def test_launching_ahead_touches_nobodys_memory_and_leaves_nothing_in_it(
     for tensor, was in zip(tensors, before):
         assert torch.equal(tensor[1:], was[1:])
     for cache in runner.caches:
-        cache.forget_nobodys()
+        cache.zero_padding()
     assert not any(tensor[0].any() for tensor in tensors)
 
 
@@ -232,11 +242,71 @@ def test_last_tokens_alone_are_what_they_are_among_all(config: dict[str, Any]) -
                 assert torch.equal(getattr(ours, name), getattr(theirs, name))
 
 
-def test_only_plain_decodes_are_replayed() -> None:
-    decode = RowPlan(0, 5, (), True)
-    assert is_decode(StepPlan(0, (decode, RowPlan(1, 9, (), True))))
-    for other in (RowPlan(1, 0, (1, 2), True), RowPlan(1, 64, (1,), True)):
-        assert not is_decode(StepPlan(0, (decode, other)))
+class Sizes:
+    """Graphs of one size that takes every step of its kind."""
+
+    def __init__(self, wants_decodes: bool) -> None:
+        self.wants_decodes = wants_decodes
+
+    def size_for(self, rows: Any) -> int | None:
+        return 1 if all(row.is_decode for row in rows) == self.wants_decodes else None
+
+
+DECODE, CHUNK, LAST_CHUNK = (
+    RowPlan(0, 5, (), True),
+    RowPlan(1, 0, (1, 2), True),
+    RowPlan(1, 64, (1,), True),
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "masked", "sampling", "with_graphs", "without"),
+    [
+        ((DECODE,), False, {}, "sampled graph", "eager"),
+        ((DECODE,), True, {}, "decode graph", "eager"),
+        ((DECODE,), False, {"logprobs": 1}, "decode graph", "eager"),
+        ((DECODE, CHUNK), False, {}, "prefill graph", "eager"),
+        ((DECODE, LAST_CHUNK), True, {"logprobs": 1}, "prefill graph", "eager"),
+        (
+            (DECODE, replace(CHUNK, pooled=PooledChunk(Pooling(), True))),
+            False,
+            {},
+            "eager",
+            "eager",
+        ),
+        (
+            (DECODE, replace(CHUNK, pooled=PooledChunk(Pooling(kind="mean"), False))),
+            False,
+            {},
+            "eager, all states",
+            "eager, all states",
+        ),
+        (
+            (replace(CHUNK, prompt_targets=PromptTargets((2, 3), 0)),),
+            True,
+            {},
+            "eager, all states",
+            "eager, all states",
+        ),
+    ],
+)
+def test_one_table_says_how_a_step_is_launched(
+    rows: tuple[RowPlan, ...],
+    masked: bool,
+    sampling: dict[str, Any],
+    with_graphs: str,
+    without: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = make_engine(FAMILIES["llama"], max_rows=2).runner
+    needs = SamplingNeeds((SamplingParams(**sampling),), has_forbidden_ends=False)
+    plan, launched = StepPlan(0, rows), []
+    watched = [replace(way, launch=lambda *_, name=way.name: launched.append(name)) for way in WAYS]
+    monkeypatch.setattr(runner_module, "WAYS", watched)
+    captured = replace(runner, graphs=Sizes(True), prefill_graphs=Sizes(False))  # type: ignore[arg-type]
+    for one in (captured, runner):
+        one._launch(plan, runner_module._wanted(plan, needs, masked), needs)
+    assert launched == [with_graphs, without]
 
 
 @pytest.mark.parametrize("size", [3, 5])
@@ -259,9 +329,12 @@ def test_a_padded_step_draws_what_the_plain_step_draws(config: dict[str, Any], s
     class Eager:
         """What `DecodeGraphs` is on a GPU, without the graph."""
 
-        def replay(self, plan: StepPlan, ending: Any) -> torch.Tensor:
-            step.load(plan.rows)
-            return step.run(ending)[: len(plan.rows)]
+        size_for = DecodeGraphs.size_for
+        _steps = (size,)
+
+        def replay(self, rows: Any, size: int, mode: Any) -> torch.Tensor:
+            step.load(rows)
+            return step.run(mode)[: len(rows)]
 
     runner.graphs = Eager()  # type: ignore[assignment]
     seen = run(engine, *requests)

@@ -183,13 +183,13 @@ def test_an_engine_does_not_plan_behind_a_bulk_step_while_short_ones_come() -> N
     )
     engine.submit(ask("long", prompt(400), max_tokens=4))
     engine.submit(ask("short", prompt(9), max_tokens=60))
-    while not (engine.scheduler.holds_planning and engine._pending is not None):
+    while not (engine.policy.scheduler.holds_planning and engine._pending is not None):
         engine.step()
     engine.step()
     assert engine._pending is None
     engine.submit(ask("late", prompt(9, seed=5), max_tokens=1))
     engine.step()
-    assert "late" in engine.scheduler.admitted_ids
+    assert "late" in engine.policy.scheduler.admitted_ids
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])

@@ -14,7 +14,7 @@ from kernel_checks import FULL_SIZE, ON_GPU, PLACES, assert_near, random
 from penstock.layers.inputs import RowSpan
 from penstock.ops.reference import attention as reference
 from penstock.ops.reference.rope import rope_table
-from penstock.ops.reference.rows import Chunks
+from penstock.ops.reference.rows import TokenBlocks
 from penstock.ops.triton import attention, decode_attention
 
 CONTEXTS = (1, 15, 63, 64, 65, 129, 500)
@@ -63,7 +63,7 @@ class Decode:
             query_start,
             self.context_lens,
             spans,
-            Chunks.of(spans, self.q.device),
+            TokenBlocks.of(spans, self.q.device),
             scale,
             window,
             self.gate,
@@ -244,8 +244,8 @@ def test_rows_of_several_tokens_and_decodes_share_a_step(device: str, dtype: tor
     query_start = torch.tensor((0, *lens)).cumsum(0).to(device)
     spans = [RowSpan(*pair) for pair in zip(lens, contexts)]
     cache = (rows.keys, rows.values, rows.page_table)
-    chunks = Chunks.of(spans, device)
-    step = (q, *cache, query_start, rows.context_lens, spans, chunks, 32**-0.5, 0, gate)
+    blocks = TokenBlocks.of(spans, device)
+    step = (q, *cache, query_start, rows.context_lens, spans, blocks, 32**-0.5, 0, gate)
     expected = reference.paged_attention(*step)
     assert_near(attention.paged_attention(*step), expected, dtype)
     in_step = attention.paged_attention(*step, deterministic=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernel_checks import FULL_SIZE, PLACES, assert_near, random
 from penstock.layers.inputs import RowSpan
 from penstock.ops.reference.delta_net import gated_delta_net as reference
-from penstock.ops.reference.rows import Chunks
+from penstock.ops.reference.rows import TokenBlocks
 from penstock.ops.triton.delta_net import gated_delta_net as kernel
 
 EPS = 1e-2  # one that is felt: with a tiny one the norm would hide the scale of what it is given
@@ -98,7 +98,7 @@ class Mixer:
             on_device([row.slot for row in rows]),
             on_device([row.slot if row.initial_slot is None else row.initial_slot for row in rows]),
             [row.span for row in rows],
-            Chunks.of([row.span for row in rows], mixed.device),
+            TokenBlocks.of([row.span for row in rows], mixed.device),
             self.key_heads,
             deterministic=deterministic,
         )
@@ -271,7 +271,7 @@ def test_strides_and_integer_widths_change_no_bit(device: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_decodes_and_prefills_share_a_step(device: str, dtype: torch.dtype) -> None:
-    """An empty row between decodes, a chunk of a prompt, a token after which the state is kept."""
+    """An empty row between decodes, a block of a prompt, a token after which the state is kept."""
     rows = [
         Row(1, position=70),
         Row(2, position=30, num_tokens=0),
@@ -294,9 +294,9 @@ def test_deterministic_rows_have_the_same_bits_in_any_step(device: str, dtype: t
     together, apart = (Mixer((1, 1, 24, 16), device, dtype).start(*STARTED) for _ in range(2))
     mixed = together.inputs(sum(row.num_tokens for row in rows))
     out = together.run(kernel, mixed, rows, deterministic=True)
-    pieces = mixed.split([row.num_tokens for row in rows])
+    blocks = mixed.split([row.num_tokens for row in rows])
     alone = [
-        apart.run(kernel, piece, [row], deterministic=True) for piece, row in zip(pieces, rows)
+        apart.run(kernel, block, [row], deterministic=True) for block, row in zip(blocks, rows)
     ]
     assert torch.equal(out, torch.cat(alone))
     torch.testing.assert_close(together.recurrent, apart.recurrent, rtol=0, atol=0, equal_nan=True)

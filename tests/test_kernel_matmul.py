@@ -19,22 +19,22 @@ EPS = 1e-6
 NARROW_PLACES = PLACES[1::2]  # for laws that are not about precision
 KERNELS = ["linear", "norm_linear", "swiglu_linear"]
 
-VECTOR: Tile = {"form": 0, "block_n": 16, "block_m": 128, "held": 2, "num_warps": 1}
-TENSOR: Tile = {
+GEMV: Tile = {"form": 0, "block_n": 16, "block_k": 128, "held": 2, "num_warps": 1}
+SMALL_GEMM: Tile = {
     "form": 1,
-    "block_t": 16,
+    "block_m": 16,
     "block_n": 32,
-    "block_m": 64,
+    "block_k": 64,
     "num_splits": 1,
     "num_warps": 4,
     "num_stages": 3,
 }
 FORMS: dict[str, Tile] = {
-    "vector": VECTOR,
-    "vector-one-chunk": {**VECTOR, "block_m": 512, "held": 1},
-    "tensor": TENSOR,
-    "tensor-in-splits": {**TENSOR, "num_splits": 3},
-    "library": {"form": 2},
+    "gemv": GEMV,
+    "gemv-one-block": {**GEMV, "block_k": 512, "held": 1},
+    "small-gemm": SMALL_GEMM,
+    "small-gemm-in-splits": {**SMALL_GEMM, "num_splits": 3},
+    "cublas": {"form": 2},
 }
 
 
@@ -59,16 +59,16 @@ class Case:
         kernel: str,
         num_tokens: int,
         N: int,
-        M: int,
+        K: int,
         dtype: torch.dtype,
         device: str,
         extras: bool = True,
     ) -> None:
         new = partial(random, dtype=dtype, device=device)
         self.kernel = kernel
-        self.x = new(num_tokens, 2 * M if kernel == "swiglu_linear" else M, seed=1)
-        self.weight = Weight(guarded(new(N, M, seed=2, scale=M**-0.5)))
-        self.norm_weight = random(M, dtype=torch.float32, device=device, seed=3)
+        self.x = new(num_tokens, 2 * K if kernel == "swiglu_linear" else K, seed=1)
+        self.weight = Weight(guarded(new(N, K, seed=2, scale=K**-0.5)))
+        self.norm_weight = random(K, dtype=torch.float32, device=device, seed=3)
         self.bias = new(N, seed=4) if extras else None
         self.residual = new(num_tokens, N, seed=5) if extras else None
 
@@ -105,18 +105,18 @@ class Case:
 def test_any_number_of_tokens_is_multiplied_as_the_reference_does(
     kernel: str, num_tokens: int, device: str, dtype: torch.dtype
 ) -> None:
-    case = Case(kernel, num_tokens, N=37, M=100, dtype=dtype, device=device)
+    case = Case(kernel, num_tokens, N=37, K=100, dtype=dtype, device=device)
     assert_near(case.run(), case.expected(), dtype)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("N", "M"), [(130, 272), (9, 2560), (5, 4200)])
+@pytest.mark.parametrize(("N", "K"), [(130, 272), (9, 2560), (5, 4200)])
 @pytest.mark.parametrize("num_tokens", [1, 6])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_sizes_need_not_fit_the_tiles(
-    kernel: str, N: int, M: int, num_tokens: int, device: str, dtype: torch.dtype
+    kernel: str, N: int, K: int, num_tokens: int, device: str, dtype: torch.dtype
 ) -> None:
-    case = Case(kernel, num_tokens, N, M, dtype, device, extras=False)
+    case = Case(kernel, num_tokens, N, K, dtype, device, extras=False)
     assert_near(case.run(), case.expected(), dtype)
 
 
@@ -126,13 +126,13 @@ def test_sizes_need_not_fit_the_tiles(
 def test_every_form_computes_the_same(
     kernel: str, form: str, device: str, dtype: torch.dtype
 ) -> None:
-    case = Case(kernel, num_tokens=3, N=43, M=408, dtype=dtype, device=device)
+    case = Case(kernel, num_tokens=3, N=43, K=408, dtype=dtype, device=device)
     assert_near(case.run(tile=FORMS[form]), case.expected(), dtype)
 
 
 @pytest.mark.parametrize("kernel", ["linear", "norm_linear"])
 @pytest.mark.parametrize(
-    ("num_tokens", "N", "M", "sizes"),  # row_tiles, num_warps, held
+    ("num_tokens", "N", "K", "sizes"),  # row_tiles, num_warps, held
     [
         (1, 43, 128, (1, 4, 4)),  # fewer steps than could be held, rows that fill no tile
         (3, 5000, 2048, (1, 4, 16)),
@@ -148,33 +148,33 @@ def test_weights_go_straight_to_the_tensor_cores(
     kernel: str,
     num_tokens: int,
     N: int,
-    M: int,
+    K: int,
     sizes: tuple[int, ...],
     extras: bool,
     dtype: torch.dtype,
     device: str,
 ) -> None:
-    case = Case(kernel, num_tokens, N, M, dtype, device, extras)
+    case = Case(kernel, num_tokens, N, K, dtype, device, extras)
     tile = {"form": 3, **dict(zip(("row_tiles", "num_warps", "held"), sizes)), "blocks": 1}
     launched = []
     with pytest.MonkeyPatch.context() as patch:
-        multiply = kernels.multiply_few_rows
+        multiply = kernels.multiply_skinny
         patch.setattr(
-            kernels, "multiply_few_rows", lambda *given: launched.append(1) or multiply(*given)
+            kernels, "multiply_skinny", lambda *given: launched.append(1) or multiply(*given)
         )
         seen = case.run(tile=tile)
     assert launched, "another form took its place"
     assert_near(seen, case.expected(), dtype)
 
 
-DIRECT: Tile = {"form": 3, "row_tiles": 1, "num_warps": 4, "held": 4, "blocks": 1}
+SKINNY: Tile = {"form": 3, "row_tiles": 1, "num_warps": 4, "held": 4, "blocks": 1}
 
 
 @pytest.mark.parametrize(
     ("form", "device"),
     [
         *(pytest.param(form, "cpu", marks=INTERPRETED) for form in FORMS),
-        *(pytest.param(form, "cuda", marks=ON_GPU) for form in (*FORMS, "direct")),
+        *(pytest.param(form, "cuda", marks=ON_GPU) for form in (*FORMS, "skinny")),
     ],
 )
 @pytest.mark.parametrize("num_tokens", [3, 4])
@@ -185,24 +185,24 @@ def test_a_norm_of_values_at_the_ends_of_float16_is_that_of_the_reference(
     """x times the norm's weight has no place in float16, or loses its digits there; normed it
     has.
     """
-    case = Case("norm_linear", num_tokens, N=43, M=384, dtype=torch.float16, device=device)
+    case = Case("norm_linear", num_tokens, N=43, K=384, dtype=torch.float16, device=device)
     largest = case.x.float().abs().max()
     case.x = (case.x.float() / largest * size).half()
     case.norm_weight = case.norm_weight.abs() + 8.0 if size > 1 else case.norm_weight * 1e-2
     case.weight = Weight((case.weight.values.float() / (8 if size > 1 else 1e-2)).half())
     expected = case.expected()
     assert expected.isfinite().all()
-    tile = DIRECT if form == "direct" else FORMS[form]
+    tile = SKINNY if form == "skinny" else FORMS[form]
     assert_near(case.run(tile=tile), expected, torch.float16)
 
 
 @pytest.mark.parametrize("kernel", ["linear", "swiglu_linear"])
-@pytest.mark.parametrize("M", [440, 448], ids=["last-step-not-full", "all-steps-full"])
+@pytest.mark.parametrize("K", [440, 448], ids=["last-step-not-full", "all-steps-full"])
 @pytest.mark.parametrize(("device", "dtype"), NARROW_PLACES)
-def test_splits_of_the_columns_add_up(kernel: str, M: int, device: str, dtype: torch.dtype) -> None:
+def test_splits_of_the_columns_add_up(kernel: str, K: int, device: str, dtype: torch.dtype) -> None:
     """Seven steps in three splits: the last split has only one."""
-    case = Case(kernel, num_tokens=20, N=43, M=M, dtype=dtype, device=device)
-    assert_near(case.run(tile={**TENSOR, "num_splits": 3}), case.expected(), dtype)
+    case = Case(kernel, num_tokens=20, N=43, K=K, dtype=dtype, device=device)
+    assert_near(case.run(tile={**SMALL_GEMM, "num_splits": 3}), case.expected(), dtype)
 
 
 @pytest.mark.parametrize(("kernel", "num_tokens"), [("norm_linear", 1), ("swiglu_linear", 20)])
@@ -210,7 +210,7 @@ def test_splits_of_the_columns_add_up(kernel: str, M: int, device: str, dtype: t
 def test_every_candidate_computes_the_same(
     kernel: str, num_tokens: int, device: str, dtype: torch.dtype
 ) -> None:
-    case = Case(kernel, num_tokens, N=19, M=1100, dtype=dtype, device=device)
+    case = Case(kernel, num_tokens, N=19, K=1100, dtype=dtype, device=device)
     expected = case.expected()
     candidates = kernels.candidates(kernel, (19, 1100), num_tokens)
     assert len(candidates) >= 8
@@ -224,7 +224,7 @@ def test_every_candidate_computes_the_same(
 def test_activations_may_be_columns_of_a_wider_tensor(
     kernel: str, form: str, device: str, dtype: torch.dtype
 ) -> None:
-    case = Case(kernel, num_tokens=3, N=37, M=96, dtype=dtype, device=device)
+    case = Case(kernel, num_tokens=3, N=37, K=96, dtype=dtype, device=device)
     expected = case.expected()
     wide = torch.full((3, case.x.shape[1] + 24), torch.nan, dtype=dtype, device=device)
     wide[:, 8:-16] = case.x
@@ -239,7 +239,7 @@ def test_activations_may_be_columns_of_a_wider_tensor(
 def test_a_wider_result_is_not_rounded_on_its_way(
     form: str, deterministic: bool, device: str, dtype: torch.dtype
 ) -> None:
-    case = Case("norm_linear", num_tokens=3, N=37, M=100, dtype=dtype, device=device)
+    case = Case("norm_linear", num_tokens=3, N=37, K=100, dtype=dtype, device=device)
     seen = case.run(out_dtype=torch.float32, deterministic=deterministic, tile=FORMS[form])
     assert seen.dtype == torch.float32
     assert_near(seen, case.expected(out_dtype=torch.float32), dtype)
@@ -259,8 +259,8 @@ def test_a_wider_result_is_not_rounded_on_its_way(
 def test_a_head_gives_float32_logits_at_every_batch(
     num_tokens: int, extras: bool, device: str, dtype: torch.dtype
 ) -> None:
-    """In the form that the rule chooses: for many tokens, the library's."""
-    case = Case("norm_linear", num_tokens, N=40, M=96, dtype=dtype, device=device, extras=extras)
+    """In the form that the rule chooses: for many tokens, cuBLAS."""
+    case = Case("norm_linear", num_tokens, N=40, K=96, dtype=dtype, device=device, extras=extras)
     seen, expected = case.run(out_dtype=torch.float32), case.expected(out_dtype=torch.float32)
     assert seen.dtype == torch.float32
     assert_near(seen, expected, dtype)
@@ -270,7 +270,7 @@ def test_a_head_gives_float32_logits_at_every_batch(
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 def test_float32_logits_of_many_rows_can_be_captured(device: str) -> None:
     case = Case(
-        "norm_linear", 256, N=65536, M=2048, dtype=torch.bfloat16, device=device, extras=False
+        "norm_linear", 256, N=65536, K=2048, dtype=torch.bfloat16, device=device, extras=False
     )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.max_memory_allocated()
@@ -291,7 +291,7 @@ def test_float32_logits_of_many_rows_can_be_captured(device: str) -> None:
 def test_a_row_of_nan_leaves_the_other_rows_alone(
     kernel: str, form: str, device: str, dtype: torch.dtype
 ) -> None:
-    case = Case(kernel, num_tokens=4, N=37, M=100, dtype=dtype, device=device)
+    case = Case(kernel, num_tokens=4, N=37, K=100, dtype=dtype, device=device)
     before = case.run(tile=FORMS[form])
     case.x[2] = torch.nan
     after = case.run(tile=FORMS[form])
@@ -306,7 +306,7 @@ def test_a_row_of_nan_leaves_the_other_rows_alone(
 def test_a_deterministic_row_is_the_same_alone_and_in_any_batch(
     kernel: str, device: str, dtype: torch.dtype
 ) -> None:
-    case = Case(kernel, num_tokens=40, N=37, M=200, dtype=dtype, device=device)
+    case = Case(kernel, num_tokens=40, N=37, K=200, dtype=dtype, device=device)
     batch = case.run(deterministic=True)
     assert_near(batch, case.expected(deterministic=True), dtype)
     for row in (0, 7, 15, 16, 39):
@@ -320,13 +320,13 @@ def test_a_deterministic_row_is_the_same_alone_and_in_any_batch(
 def test_no_tokens_give_no_rows(
     kernel: str, deterministic: bool, device: str, dtype: torch.dtype
 ) -> None:
-    case = Case(kernel, num_tokens=0, N=37, M=100, dtype=dtype, device=device)
+    case = Case(kernel, num_tokens=0, N=37, K=100, dtype=dtype, device=device)
     assert case.run(deterministic=deterministic).shape == (0, 37)
 
 
 # Qwen3.5: 35B-A3B's DeltaNet and attention projections, head; dense MLPs of 4B and 27B
 @pytest.mark.parametrize(
-    ("kernel", "N", "M"),
+    ("kernel", "N", "K"),
     [
         ("norm_linear", 12352, 2048),
         ("linear", 2048, 4096),
@@ -338,9 +338,9 @@ def test_no_tokens_give_no_rows(
 )
 @pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
 def test_full_size_products_are_those_of_the_reference(
-    kernel: str, N: int, M: int, device: str, dtype: torch.dtype
+    kernel: str, N: int, K: int, device: str, dtype: torch.dtype
 ) -> None:
-    case = Case(kernel, 256, N, M, dtype, device, extras=False)
+    case = Case(kernel, 256, N, K, dtype, device, extras=False)
     expected = case.expected()
     assert_near(case.run(deterministic=True), expected, dtype)
     for num_tokens in (1, 2, 4, 8, 16, 32, 64, 256):

@@ -292,7 +292,7 @@ def test_every_form_gives_the_same_with_and_without_a_shared_expert(
     device: str, dtype: torch.dtype, is_vector: bool, has_shared: bool
 ) -> None:
     experts = Experts(3, device, dtype, has_shared=has_shared)
-    with experts.with_tiles(sparse_mlp={"form": moe.VECTOR if is_vector else moe.TENSOR}):
+    with experts.with_tiles(sparse_mlp={"form": moe.GEMV if is_vector else moe.SMALL_GEMM}):
         seen = moe.sparse_mlp(*experts.arguments())
     assert_near(seen, experts.expected(), dtype)
 
@@ -310,7 +310,7 @@ def test_all_tokens_may_choose_the_same_experts(
     experts = Experts(num_tokens, device, dtype, num_experts=num_experts, chosen=[7, 0, 5, 2])
     tile = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
     with experts.with_tiles(
-        sparse_mlp={"form": moe.TENSOR}, expert_gate_up_tensor=tile, expert_down_tensor=tile
+        sparse_mlp={"form": moe.SMALL_GEMM}, moe_gate_up_small_gemm=tile, moe_down_small_gemm=tile
     ):
         seen = moe.sparse_mlp(*experts.arguments())
     assert_near(seen, experts.expected(), dtype)

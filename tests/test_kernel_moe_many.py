@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernel_checks import FULL_SIZE, PLACES, assert_near, random
 from penstock.ops.reference import moe as reference
-from penstock.ops.triton import experts_list, moe
+from penstock.ops.triton import moe, moe_permute
 from penstock.ops.triton.tuning import Question, trials
 from penstock.ops.weight import Weight
 
@@ -64,8 +64,8 @@ def grouped(num_tokens: int, num_experts: int, k: int, height: int) -> Iterator[
     answers = {
         Question(kernel, shape, num_tokens, {}).key: tile
         for kernel, tile in (
-            ("sparse_mlp", {"form": moe.GROUPED}),
-            ("expert_list_grouped", {"BLOCK_M": height}),
+            ("sparse_mlp", {"form": moe.GROUPED_GEMM}),
+            ("moe_permute", {"BLOCK_M": height}),
         )
     }
     with trials() as trial:
@@ -136,7 +136,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(
     ids = torch.cat((some_ids(170, num_experts - 1, k), torch.tensor([[0, 1]]).expand(130, k)))
     num_tokens, slots = len(ids), k + has_shared
     for _ in range(2):  # the counts are zero again after the first
-        order, tiles = experts_list.list_pairs(ids.int().to(device), num_experts, slots, height)
+        order, tiles = moe_permute.list_pairs(ids.int().to(device), num_experts, slots, height)
         pairs_of: dict[int, list[int]] = {}
         rows: list[int] = []
         for expert, place, row, num_pairs in tiles.tolist():
@@ -220,10 +220,10 @@ def test_a_layer_of_a_real_model_is_that_of_the_reference(
     for height in (64, 128):
         with trials() as trial:
             shape = (256, 8, 512, 2048)
-            trial.answers[Question("sparse_mlp", shape, num_tokens, {}).key] = {"form": moe.GROUPED}
-            trial.answers[Question("expert_list_grouped", shape, num_tokens, {}).key] = {
-                "BLOCK_M": height
+            trial.answers[Question("sparse_mlp", shape, num_tokens, {}).key] = {
+                "form": moe.GROUPED_GEMM
             }
+            trial.answers[Question("moe_permute", shape, num_tokens, {}).key] = {"BLOCK_M": height}
             seen, again = (moe.sparse_mlp(x, weights, ids, *rest) for _ in range(2))
         assert_near(seen, expected, dtype)
         assert torch.equal(seen, again), "the order in which pairs were listed shows"

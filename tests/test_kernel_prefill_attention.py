@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernel_checks import FULL_SIZE, PLACES, assert_near, random
 from penstock.layers.inputs import RowSpan
-from penstock.ops import Chunks, cut_chunks
+from penstock.ops import TokenBlocks, cut_blocks
 from penstock.ops.reference import attention as reference
 from penstock.ops.triton import prefill_attention as prefill
 
@@ -46,10 +46,10 @@ class Step:
         self,
         window: int = 0,
         deterministic: bool = False,
-        pieces: Sequence[tuple[int, ...]] | None = None,
+        blocks: Sequence[tuple[int, ...]] | None = None,
     ) -> Tensor:
-        if pieces is None:
-            pieces = cut_chunks(self.spans)[0]
+        if blocks is None:
+            blocks = cut_blocks(self.spans)[0]
         out = torch.full_like(self.q.flatten(1), UNTOUCHED)
         prefill.prefill_attention(
             out,
@@ -58,7 +58,7 @@ class Step:
             self.values,
             self.page_table,
             *self._lengths(),
-            self._chunks(pieces),
+            self._blocks(blocks),
             self.scale,
             window,
             self.gate,
@@ -75,7 +75,7 @@ class Step:
             self.page_table,
             *self._lengths(),
             self.spans,
-            self._chunks([]),
+            self._blocks([]),
             self.scale,
             window,
             self.gate,
@@ -103,9 +103,9 @@ class Step:
         context_lens = torch.tensor([span.context_len for span in self.spans])
         return query_start.to(self.q.device), context_lens.to(self.q.device)
 
-    def _chunks(self, pieces: Sequence[tuple[int, ...]]) -> Chunks:
-        table = torch.tensor(pieces, dtype=torch.int32).reshape(-1, 4).to(self.q.device)
-        return Chunks(pieces=table, rows=table.new_empty(0, 2))
+    def _blocks(self, blocks: Sequence[tuple[int, ...]]) -> TokenBlocks:
+        table = torch.tensor(blocks, dtype=torch.int32).reshape(-1, 4).to(self.q.device)
+        return TokenBlocks(table=table, rows=table.new_empty(0, 2))
 
 
 def make_step(
@@ -211,8 +211,8 @@ def test_deterministic_prefill_is_the_same_to_the_bit_in_any_step_and_any_split(
         parts = []
         for start, end in itertools.pairwise(cuts):
             part = step.row(1, start, end)
-            pieces = cut_chunks([replace(part.spans[0], checkpoints=((end - start, 5),))])[0]
-            parts.append(part.attend(window, deterministic=True, pieces=pieces))
+            blocks = cut_blocks([replace(part.spans[0], checkpoints=((end - start, 5),))])[0]
+            parts.append(part.attend(window, deterministic=True, blocks=blocks))
         assert torch.equal(torch.cat(parts), together)
     assert_near(together, step.expected(window)[9:], dtype)
 
@@ -230,10 +230,10 @@ def test_a_checkpoint_within_a_row_changes_nothing(device: str, dtype: torch.dty
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_pieces_without_tokens_write_nothing(device: str, dtype: torch.dtype) -> None:
     step = make_step(RAGGED[3:], 2, 1, 32, dtype=dtype, device=device)
-    pieces = cut_chunks(step.spans)[0]
-    padded = [*pieces, (0, 0, 0, 0), (0, 5, 0, 0)]
-    assert torch.equal(step.attend(pieces=padded), step.attend(pieces=pieces))
-    assert (step.attend(pieces=[]) == UNTOUCHED).all()
+    blocks = cut_blocks(step.spans)[0]
+    padded = [*blocks, (0, 0, 0, 0), (0, 5, 0, 0)]
+    assert torch.equal(step.attend(blocks=padded), step.attend(blocks=blocks))
+    assert (step.attend(blocks=[]) == UNTOUCHED).all()
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
@@ -256,7 +256,7 @@ def test_number_of_splits_follows_from_programs_and_the_width_of_the_table(
     device = torch.device("cpu")
     assert prefill._plan_splits(8, 32768, device) == 16  # a program for every processor
     assert prefill._plan_splits(8, 2048, device) == 2  # no shorter than is worth a merge
-    assert prefill._plan_splits(128, 262144, device) == 1  # the pieces alone are enough
+    assert prefill._plan_splits(128, 262144, device) == 1  # the blocks alone are enough
     assert prefill._plan_splits(1000, 64, device) == 1
 
 

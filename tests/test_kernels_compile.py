@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.ops.cuda import few_rows
+from penstock.ops.cuda import skinny_gemm
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,12 +101,14 @@ def test_the_cuda_source_compiles_too(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for constants in few_rows.compile_cases():
-        image = compile_source(few_rows.SOURCE.read_text(), constants, f"sm_{capability}")
+    for constants in skinny_gemm.compile_cases():
+        image = compile_source(skinny_gemm.SOURCE.read_text(), constants, f"sm_{capability}")
         assert image.startswith(b"\x7fELF")
-        assert image == compile_source(few_rows.SOURCE.read_text(), constants, f"sm_{capability}")
+        assert image == compile_source(
+            skinny_gemm.SOURCE.read_text(), constants, f"sm_{capability}"
+        )
     kept = list((tmp_path / "penstock" / "kernels").glob("*.cubin"))
-    assert len(kept) == len(few_rows.compile_cases())
+    assert len(kept) == len(skinny_gemm.compile_cases())
 
 
 @pytest.mark.skipif(

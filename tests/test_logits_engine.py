@@ -77,8 +77,8 @@ def test_any_order_of_calls_keeps_every_request_right(config: dict[str, Any]) ->
                     row, logits_alone(config, alive[id]), atol=2e-4, rtol=1e-4
                 )
     engine.remove(sorted(alive))
-    engine.engine.cache.check()
-    assert engine.engine.cache.num_free_pages == engine.engine.info.num_pages - 1
+    engine.engine.policy.cache.check()
+    assert engine.engine.policy.cache.num_free_pages == engine.engine.info.num_pages - 1
 
 
 def test_errors_name_the_fault_and_leave_the_state_alone() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.commands.inspect import inspect_model
 from penstock.config import EngineConfig
 from penstock.engine import memory
 from penstock.engine.dry_run import EVERY_OPTION, LEAST_STEP_TOKENS, DryRun, StepBytes
@@ -27,6 +28,7 @@ QWEN3_5_35B: list[CacheSpec] = [KVSpec(2, 256)] * 10 + [StateSpec(32, 128, 128, 
 LLAMA_8B: list[CacheSpec] = [KVSpec(8, 128)] * 32
 LIBRARY_BYTES = int(1.0 * GB)
 GRAPH_BYTES = int(0.5 * GB)
+WEIGHT = SimpleNamespace(is_meta=False, numel=lambda: 500_000_000, element_size=lambda: 2)
 
 
 class FakeDryRun:
@@ -56,7 +58,12 @@ def plan_for(
 ) -> MemoryPlan:
     device = SimpleNamespace(type="cuda", free=int(free_gb * GB))
     model = SimpleNamespace(
-        device=device, dtype=torch.bfloat16, max_position=262_144, cache_specs=lambda: specs
+        device=device,
+        dtype=torch.bfloat16,
+        max_position=262_144,
+        cache_specs=lambda: specs,
+        modules=tuple,
+        parameters=lambda: [WEIGHT],
     )
     monkeypatch.setattr(memory, "DryRun", FakeDryRun)
     monkeypatch.setattr(memory, "free_bytes", lambda device: device.free)
@@ -130,10 +137,30 @@ def test_what_was_asked_for_and_does_not_fit_is_refused_with_numbers(
     assert "--max-model-len" in length.value.todo
 
 
-def test_plan_says_what_every_part_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = plan_for(9.2, monkeypatch).describe()
-    assert "GB for a step of 8,192 tokens" in text
-    assert "0.50 GB for graphs" in text
+def test_a_plan_prints_every_use_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_for(9.2, monkeypatch)
+    headline, *lines = str(plan).splitlines()
+    pools = plan.pools
+    assert headline == f"{pools.max_rows} requests of up to {pools.max_model_len:,} tokens"
+    assert [line.split("  ")[0] for line in lines] == [
+        "weights",
+        "state slots",
+        "KV pages",
+        "largest step",
+        "graphs",
+        "reserve",
+    ]
+    assert lines[0].endswith("1.00 GB")
+    assert lines[3].endswith("0.66 GB  8,192 tokens")
+    assert sum(num_bytes for _, num_bytes, _ in plan.uses) <= 10.2 * GB - LIBRARY_BYTES
+    assert "state slots" not in str(plan_for(9.2, monkeypatch, LLAMA_8B))
+
+
+def test_inspect_estimates_the_same_plan_for_a_model_that_is_not_loaded() -> None:
+    memory = inspect_model(EngineConfig(model="Qwen3.5-0.8B"))["memory"]
+    names = [name for name, _, _ in memory["uses"]]
+    assert names[:3] == ["weights", "state slots", "KV pages"]
+    assert memory["max_rows"] > 0
 
 
 @pytest.fixture(params=FAMILIES)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.layers.inputs import RowSpan
-from penstock.ops.reference import activation, matmul, one_token
+from penstock.ops.cpu import decode
+from penstock.ops.reference import activation, matmul
 from penstock.ops.reference.moe import run_experts_gathered, run_experts_grouped
 from penstock.ops.weight import Weight
 from qwen3_5_float64 import delta_rule_by_token
@@ -36,7 +37,7 @@ def assert_close(ours: Tensor, exact: Tensor, tolerance: float = 2e-6) -> None:
 
 def take_plain_forms(patch: pytest.MonkeyPatch) -> None:
     """A single token goes the way of many."""
-    patch.setattr(one_token, "is_alone", lambda x, deterministic: False)
+    patch.setattr(decode, "is_alone", lambda x, deterministic: False)
 
 
 def assert_one_token_is_like_many(
@@ -238,7 +239,7 @@ class Paged:
             lens.cumsum(0).int(),
             torch.tensor([span.context_len for span in self.spans]).int(),
             self.spans,
-            ops.Chunks.of(self.spans, "cpu"),
+            ops.TokenBlocks.of(self.spans, "cpu"),
             0.3,
             window,
             self.gate,
@@ -282,8 +283,8 @@ def test_decode_attention_of_one_row_is_softmax_attention(
     many.
     """
     paged = Paged([(1, context_len)], 16, in_order=in_order)
-    assert one_token.is_alone(paged.q, deterministic=False)
-    assert not one_token.is_alone(paged.q, deterministic=True)
+    assert decode.is_alone(paged.q, deterministic=False)
+    assert not decode.is_alone(paged.q, deterministic=True)
     assert_close(paged.attend(window), paged.expected(window))
     take_plain_forms(monkeypatch)
     assert_close(paged.attend(window), paged.expected(window))
@@ -348,7 +349,7 @@ class Mixer:
             torch.tensor(slots),
             torch.tensor(initial),
             spans,
-            ops.Chunks.of(spans, "cpu"),
+            ops.TokenBlocks.of(spans, "cpu"),
             self.heads[0],
             **given,
         )
@@ -393,7 +394,7 @@ MIXERS = [(2, 6, 16, 24), (3, 3, 24, 16)]
 )
 @pytest.mark.parametrize("start", [0, 2, 5, 64])
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("form", ["chunks", "tokens", "tokens alone"])
+@pytest.mark.parametrize("form", ["blocks", "tokens", "tokens alone"])
 def test_delta_net_is_the_recurrence(
     heads: tuple[int, int, int, int],
     start: int,
@@ -402,7 +403,7 @@ def test_delta_net_is_the_recurrence(
     ring_width: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In chunks or token by token, from nothing or from a state in another slot: outputs, and what
+    """In blocks or token by token, from nothing or from a state in another slot: outputs, and what
     is left behind, which is a whole ring whatever the step itself wrote of it.
     """
     mixer = Mixer(*heads, ring_width)
@@ -415,7 +416,7 @@ def test_delta_net_is_the_recurrence(
     initial = 3 if start else 9  # 9 holds NaN: a row that starts at 0 must not look
     if form == "tokens":
         take_plain_forms(monkeypatch)
-    if form != "chunks":
+    if form != "blocks":
         outputs = []
         for t in range(length):
             source = 7 if t else initial

@@ -12,7 +12,7 @@ from penstock import ops
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import SparseMLP
 from penstock.layers.packing import pack_weights
-from penstock.ops.cpu import few_rows
+from penstock.ops.cpu import skinny_gemm
 from penstock.ops.reference import packed
 from small_models import FAMILIES, logprobs_of, make_engine, prompt, request, run
 
@@ -24,7 +24,7 @@ NEEDS_PACKING = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "is_available", lambda: False)
+    monkeypatch.setattr(skinny_gemm, "is_available", lambda: False)
 
 
 def some(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -20,7 +20,7 @@ import pytest
 
 from penstock.eval.report.charts import THEMES
 from penstock.serve.page.files import FOLDER, INDEX, PAGE_PATHS, PREFIX, SANDBOX, file_names
-from penstock.serve.page.live import LiveRoute
+from penstock.serve.page.routes import LiveRoute
 from test_serve_access import GOOD, KEYS, Answered, app_of, call
 
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

@@ -15,8 +15,7 @@ import pytest
 
 from penstock.cache import Cache
 from penstock.engine.scheduler import Scheduler
-from penstock.eval.reuse import possible_reuse
-from penstock.eval.traces import BLOCK_TOKENS, Arrival, read_trace
+from penstock.eval.traces import BLOCK_TOKENS, Arrival, possible_reuse, read_trace
 from penstock.types import Request, SamplingParams, StepOutput
 
 PAGE = 64

@@ -8,10 +8,11 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from penstock.digests import PageDigests, Segment, scope_of
 from penstock.errors import ContextLengthError, RequestError
-from penstock.text.prompt import build_requests
+from penstock.text.prompt import build_pooling_request, build_requests
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import Request, SamplingParams
+from penstock.types import Pooling, PoolingKind, Request, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +131,20 @@ def test_requests_that_can_never_succeed_name_the_field(
 def test_priority_is_passed_on(tokenizer: Tokenizer) -> None:
     (request,) = build_requests("r", (1, 2), SamplingParams(), tokenizer, 10, priority=-3)
     assert (request.priority, request.token_ids) == (-3, (1, 2))
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_what_a_server_asks_for_brings_its_digests_so_that_no_engine_hashes_a_prompt(
+    tokenizer: Tokenizer, kind: PoolingKind
+) -> None:
+    ids, salt = list(range(20)), "salt"
+    pooled = build_pooling_request(
+        "r", ids, Pooling(kind=kind), tokenizer, 100, tenant="ann", cache_salt=salt, page_size=4
+    )
+    image = (Segment(9, 7, b"an image"),)
+    (asked,) = build_requests(
+        "r", ids, SamplingParams(), tokenizer, 100, cache_salt=salt, page_size=4, segments=image
+    )
+    assert pooled.page_digests == PageDigests.of(ids, 4, scope_of("ann", salt))
+    assert asked.page_digests == PageDigests.of(ids, 4, scope_of("", salt), image)
+    assert asked.segments == image

@@ -21,8 +21,7 @@ from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.responses import runs as runs_module
 from penstock.serve.responses.custom_tools import InputText
 from penstock.serve.responses.items import COMPACTED, Item, Part, plain_messages, seal
-from penstock.serve.responses.logprobs import ScoreQueue
-from penstock.serve.responses.replies import ResponseChoice, ResponseReplyFormat
+from penstock.serve.responses.replies import ResponseChoice, ResponseReplyFormat, ScoreQueue
 from penstock.serve.responses.requests import (
     PLAIN_FORM,
     ReplyForm,
@@ -37,7 +36,7 @@ from penstock.serve.responses.store import (
     UnknownResponseError,
 )
 from penstock.serve.text_stream import ReplyDelta, ScoredToken, Usage
-from penstock.serve.truncation import without_oldest
+from penstock.text.chat_prompt import without_oldest
 from penstock.text.dialects import (
     ContentDelta,
     Delta,

@@ -117,23 +117,38 @@ def test_a_thought_that_is_excluded_is_thought_and_not_told(
     assert int(num_tokens) > 0
 
 
-def test_a_salt_parts_what_is_cached(server: Server) -> None:
-    def num_cached(path: str, **more: Any) -> int:
-        ask = (
-            {"prompt": LONG}
-            if path == "completions"
-            else {"messages": [{"role": "user", "content": LONG}]}
-        )
-        answer = server.post({**ask, "max_tokens": 2, **more}, f"/v1/{path}").json()
-        cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return cached
+CHAT = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 2}
+OLLAMA = {"stream": False, "options": {"num_predict": 2}}
+SALTED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", {"prompt": LONG, "max_tokens": 2}),
+    ("/v1/responses", {"input": LONG, "max_output_tokens": 2}),
+    ("/v1/messages", CHAT),
+    ("/v1/embeddings", {"input": LONG}),
+    ("/v1/score", {"text_1": "no", "text_2": LONG}),
+    ("/api/chat", {"messages": CHAT["messages"], **OLLAMA}),
+    ("/api/generate", {"prompt": LONG, "raw": True, **OLLAMA}),
+    ("/api/embed", {"input": LONG}),
+    ("/completion", {"prompt": LONG, "n_predict": 2}),
+]
 
-    for path in ("chat/completions", "completions"):
-        assert num_cached(path) == 0
-        assert num_cached(path) > 0
-        assert num_cached(path, cache_salt="a") == 0
-        assert num_cached(path, cache_salt="a") > 0
-        assert num_cached(path, cache_salt="b") == 0
+
+@pytest.mark.parametrize(("path", "body"), SALTED, ids=[path for path, _ in SALTED])
+def test_a_salt_parts_what_is_cached_in_every_api(
+    server: Server, path: str, body: dict[str, Any]
+) -> None:
+    def num_reused() -> float:
+        text = server.http.get(f"{server.url}/metrics").text
+        found = re.findall(r"^penstock_prefix_tokens_reused_total\S* (\S+)$", text, re.M)
+        return sum(map(float, found))
+
+    def reuses(salt: str) -> bool:
+        before = num_reused()
+        answer = server.post({**body, "cache_salt": f"{salt} of {path}"}, path)
+        assert answer.status_code == 200, answer.text
+        return num_reused() > before
+
+    assert [reuses(salt) for salt in "aabba"] == [False, True, False, True, True]
 
 
 @pytest.mark.parametrize("name", ["unheard_of", "mirostat"])

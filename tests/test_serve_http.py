@@ -18,8 +18,7 @@ import pytest
 
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError
-from penstock.serve import open_files
-from penstock.serve.open_files import connection_limit
+from penstock.serve.connection import FILES_PER_ENGINE, OWN_FILES, TURNED_AWAY, connection_limit
 from serving import FREE, MESSAGES, Server, eventually, start_server
 from two_layers import two_layers
 
@@ -166,7 +165,7 @@ def is_open(connection: socket.socket) -> bool:
 def test_more_connections_than_files_allow_are_told_so_and_engines_still_start(
     server: Server, folder: Path
 ) -> None:
-    limit = MAX_FILES - open_files.OWN_FILES - open_files.FILES_PER_ENGINE - open_files.TURNED_AWAY
+    limit = MAX_FILES - OWN_FILES - FILES_PER_ENGINE - TURNED_AWAY
     server.http.close()
     with contextlib.ExitStack() as opened:
         idle = [

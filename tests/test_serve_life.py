@@ -19,7 +19,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError, ContextLengthError, EngineDeadError, ModelNotFoundError
 from penstock.serve import client as client_module
 from penstock.serve.client import EngineClient
-from penstock.serve.open_files import allow_many_files
+from penstock.serve.connection import allow_many_files
 from penstock.serve.server import open_port
 from penstock.types import Request, SamplingParams, TokenDelta
 from serving import (

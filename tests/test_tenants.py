@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from penstock.digests import extend_digests
-from penstock.text.segments import SegmentEncoder
+from penstock.text.pieces import PieceEncoder
 from serving import Server, start_server
 
 KEYS = ("sk-of-ann", "sk-of-ben")
@@ -147,7 +147,7 @@ def test_texts_are_remembered_for_each_tenant_apart() -> None:
         encoded.extend(pieces)
         return [list(piece.encode()) for piece in pieces]
 
-    segments = SegmentEncoder(encode, ["<|end|>"])
+    encoder = PieceEncoder(encode, ["<|end|>"])
     for tenant in ("ann", "ben", "ann", "ben", ""):
-        assert segments.encode(LONG, tenant) == list(LONG.encode())
+        assert encoder.encode(LONG, tenant) == list(LONG.encode())
     assert encoded == [LONG] * 3

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from penstock.assets import default_model
 from penstock.errors import CheckpointError, RequestError
-from penstock.text.segments import MIN_SEGMENT_CHARS, SegmentEncoder
+from penstock.text.pieces import MIN_PIECE_CHARS, PieceEncoder
 from penstock.text.tokenizer import Tokenizer
 
 
@@ -407,14 +407,14 @@ TEXTS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(TEXTS)
-def test_remembered_segments_never_change_an_id(qwen: Tokenizer, library, text: str) -> None:
+def test_remembered_pieces_never_change_an_id(qwen: Tokenizer, library, text: str) -> None:
     expected = library.encode(text, add_special_tokens=False).ids
     assert [qwen.encode(text), qwen.encode(text), qwen.encode(text, True)] == [expected] * 3
 
 
 @settings(max_examples=150, deadline=None)
 @given(TEXTS)
-def test_the_embedded_tokenizer_remembers_segments_without_changing_an_id(
+def test_the_embedded_tokenizer_remembers_pieces_without_changing_an_id(
     tiny_folder: Path, text: str
 ) -> None:
     embedded, model = _embedded(tiny_folder)
@@ -427,7 +427,7 @@ def _embedded(folder: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     return Tokenizer.load(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def counting_encoder(library, max_bytes: int = 1 << 20) -> tuple[SegmentEncoder, list[str]]:
+def counting_encoder(library, max_bytes: int = 1 << 20) -> tuple[PieceEncoder, list[str]]:
     """An encoder and the pieces that it had to have encoded."""
     asked: list[str] = []
 
@@ -436,7 +436,7 @@ def counting_encoder(library, max_bytes: int = 1 << 20) -> tuple[SegmentEncoder,
         return [library.encode(piece, add_special_tokens=False).ids for piece in pieces]
 
     controls = [token.content for token in library.get_added_tokens_decoder().values()]
-    return SegmentEncoder(encode_pieces, controls, max_bytes), asked
+    return PieceEncoder(encode_pieces, controls, max_bytes), asked
 
 
 def test_a_conversation_that_grows_is_encoded_only_where_it_is_new(library) -> None:
@@ -448,7 +448,7 @@ def test_a_conversation_that_grows_is_encoded_only_where_it_is_new(library) -> N
             "why?<|im_end|>\n<|im_start|>assistant\n"
         )
         assert encoder.encode(text) == library.encode(text, add_special_tokens=False).ids
-        assert turn == 0 or sum(map(len, asked)) < 2 * MIN_SEGMENT_CHARS
+        assert turn == 0 or sum(map(len, asked)) < 2 * MIN_PIECE_CHARS
         asked.clear()
         text += f"Answer {turn}. " * 3 * turn
 
@@ -457,13 +457,13 @@ def test_of_control_tokens_that_begin_alike_the_longest_is_taken() -> None:
     model = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<": 2, ">": 3}, []))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.add_tokens([AddedToken(token, normalized=False) for token in ("<a>", "<a>b", "b<a>")])
-    encoder = SegmentEncoder.of(model, lambda pieces: [model.encode(piece).ids for piece in pieces])
+    encoder = PieceEncoder.of(model, lambda pieces: [model.encode(piece).ids for piece in pieces])
     assert encoder is not None
     for text in ("a" * 300 + "<a>b" + "a" * 300, "a" * 300 + "b<a>b<a>" + "b" * 300):
         assert encoder.encode(text) == model.encode(text).ids
 
 
-def test_the_memory_for_segments_is_bounded_and_keeps_what_is_used(library) -> None:
+def test_the_memory_for_pieces_is_bounded_and_keeps_what_is_used(library) -> None:
     encoder, asked = counting_encoder(library, max_bytes=20_000)
     often = "often used " * 100
     for number in range(50):
@@ -490,7 +490,7 @@ def test_threads_share_one_memory_and_get_the_same_ids(library) -> None:
 @pytest.mark.parametrize(
     "unsafe", ["strips", "single word", "normalised", "prefix space", "metaspace", "plain"]
 )
-def test_segments_are_remembered_only_where_pieces_are_independent(unsafe: str) -> None:
+def test_pieces_are_remembered_only_where_they_are_independent(unsafe: str) -> None:
     model = tokenizers.Tokenizer(models.BPE({"a": 0, "\u0120": 1}, []))
     model.pre_tokenizer = {
         "prefix space": pre_tokenizers.ByteLevel(add_prefix_space=True),
@@ -503,6 +503,6 @@ def test_segments_are_remembered_only_where_pieces_are_independent(unsafe: str) 
         "normalised": {"normalized": True},
     }
     model.add_tokens([AddedToken("<end>", **({"normalized": False} | flags.get(unsafe, {})))])
-    assert SegmentEncoder.of(model, lambda pieces: []) is None
+    assert PieceEncoder.of(model, lambda pieces: []) is None
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    assert (SegmentEncoder.of(model, lambda pieces: []) is None) == (unsafe in flags)
+    assert (PieceEncoder.of(model, lambda pieces: []) is None) == (unsafe in flags)

@@ -412,8 +412,13 @@ class Cache:
         }
 
     def _extend_digests(self, sequence: Sequence) -> None:
+        request = sequence.request
         extend_digests(
-            sequence.digests, sequence.tokens, self.page_size, sequence.request.cache_scope
+            sequence.digests,
+            sequence.tokens,
+            self.page_size,
+            request.cache_scope,
+            request.segments,
         )
 
     def _take_slot(self, hit: PrefixHit) -> int | None:

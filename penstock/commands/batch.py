@@ -115,8 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _opened(output: Path) -> Iterator[BinaryIO]:
-    """Opens the file of results for this command alone, after the last result that was written
-    completely."""
+    """Opens the results file for this command alone, after the last complete result."""
     try:
         with output.open("ab", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -141,8 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(
     arguments: argparse.Namespace, bench: Bench, batch: int, context: int
 ) -> tuple[Measurement, breakdown.Breakdown | None, dict[str, Any]]:
-    """Checks, times and prints one shape at once: a Ctrl-C loses only the shapes that were not
-    measured."""
+    """Checks, times and prints one shape at once: Ctrl-C loses only those not yet measured."""
     sampling = SAMPLED if arguments.sampled else SamplingParams()
     found, name = None, f"{batch} x {context:,}"
     with PhaseList() as phases, timed(name, phases) as report:

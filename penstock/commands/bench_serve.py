@@ -37,8 +37,7 @@ from penstock.eval.load import LoadClients
 from penstock.eval.load_summary import LoadSummary, Spread, summarise
 from penstock.eval.prompts import PromptMaker, RequestMaker, fit_prompts
 from penstock.eval.results import deliver_line, prepare_output, read_fields
-from penstock.eval.reuse import PossibleReuse, possible_reuse
-from penstock.eval.traces import Arrival
+from penstock.eval.traces import Arrival, PossibleReuse, possible_reuse
 from penstock.progress import Phase, PhaseList, timed
 
 # Of the engine; other benches set them themselves.
@@ -155,9 +154,7 @@ def _measure(
 
 
 def _possible_reuse(arrivals: Sequence[Arrival], api: ChatRequests) -> PossibleReuse | None:
-    """For a trace that says what its prompts share; other prompts share nothing that is known
-    here.
-    """
+    """For a trace that says what its prompts share; nothing is known about other prompts."""
     if not any(arrival.block_ids for arrival in arrivals):
         return None
     kv_tokens = api.kv_tokens()
@@ -177,15 +174,13 @@ def remarks(summary: LoadSummary, possible: PossibleReuse | None = None) -> list
     if summary.num_cached_tokens or possible is not None:
         found.append(
             f"{summary.num_cached_tokens:,} of {summary.prompt.total:,} prompt tokens were in the "
-            "server's "
-            f"prefix cache{'.' if possible is None else f'; {possible.in_words()}.'}"
+            f"server's prefix cache{'.' if possible is None else f'; {possible.in_words()}.'}"
         )
     num_tokens, num_events = summary.completion.total, summary.num_events
     if num_tokens > FEW_TEXTS * num_events:
         found.append(
             f"Only {num_events:,} of {num_tokens:,} tokens came with text: TTFT and ITL count only "
-            "those. "
-            "Is the tokenizer the model's? See --tokenizer."
+            "those. Is the tokenizer the model's? See --tokenizer."
         )
     elif num_tokens > 1.05 * num_events:
         found.append(

@@ -1,6 +1,4 @@
-"""Where the time of a decode step goes: kernel by kernel, and the share in which the GPU was
-busy.
-"""
+"""Where a decode step's time goes: by kernel, and the share in which the GPU was busy."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ COLUMNS = ["kernel", "launches a step", "us a step", "share"]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """All launches of one kernel in a step. Kernels that overlap count twice in the sum of their
-    times.
-    """
+    """All launches of one kernel in a step. Overlapping kernels count twice in the sum."""
 
     name: str
     launches: float
@@ -48,9 +44,7 @@ class Breakdown:
 
 
 def break_down(step: Callable[[], object], num_steps: int) -> Breakdown:
-    """Runs the steps under the profiler of the GPU. It slows the host, so `busy` is a lower
-    bound.
-    """
+    """Runs the steps under the GPU's profiler, which slows the host: `busy` is a lower bound."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

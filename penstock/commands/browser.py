@@ -17,9 +17,7 @@ def open_page(url: str) -> threading.Thread:
 
 
 def page_address(url: str) -> str:
-    """As a browser on this machine reaches it: an address that stands for every interface is
-    none.
-    """
+    """As a browser here reaches it: an address that stands for every interface is none."""
     address = read_address(url)
     host = address.hostname or "127.0.0.1"
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)

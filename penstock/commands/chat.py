@@ -1,7 +1,7 @@
 """`penstock chat`: a conversation in the terminal, with a model in this process or behind a URL.
 
 Reads messages, runs slash commands and prints the answer as it comes. The model is anything that
-streams pieces of text for a list of messages; this file knows neither engines nor HTTP.
+streams pieces of text for a list of messages; this file knows no engine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, Protocol
 from penstock.commands.console import paint, print_error
 from penstock.commands.flags import UsageError, add_engine_flags, read_settings
 from penstock.commands.local import LocalModel, load_llm
-from penstock.commands.remote import RemoteModel
 from penstock.commands.sampling import add_sampling_flags, given_sampling, read_sampling
 from penstock.config import SAMPLING_NAMES, EngineConfig, ServeConfig, from_mapping
 from penstock.errors import PenstockError, nearest
+from penstock.http_client import HttpClient
 
 DESCRIPTION = "Talk to a model. It runs in this process, or behind --base-url."
 USAGE = "penstock chat [-m MODEL] [flags]"
@@ -47,6 +47,7 @@ HELP = '''Type a message and press Enter. """ starts and ends a message of sever
 Ctrl-C stops an answer, not the program.'''
 
 Message = dict[str, str]
+REPLY_TIMEOUT_S = 600.0
 
 
 class ChatModel(Protocol):
@@ -114,8 +115,7 @@ class Conversation:
     stats: AnswerStats | None = None
 
     def answer(self, text: str) -> None:
-        """Prints the model's answer to `text`; both are added to the conversation unless the model
-        failed."""
+        """Prints the answer to `text`; both join the conversation unless the model failed."""
         asked = [*self.messages, {"role": "user", "content": text}]
         told = [{"role": "system", "content": self.system}] if self.system else []
         with StopSwitch() as stop:
@@ -288,8 +288,7 @@ def _open_model(arguments: argparse.Namespace) -> ChatModel:
 
 
 def _converse(conversation: Conversation, prompt: str, more_prompt: str) -> int:
-    """Reads and answers until the input ends. On a terminal an error ends a turn, otherwise the
-    program."""
+    """Reads and answers until the input ends. An error ends a turn, or without a terminal all."""
     while True:
         try:
             text = read_message(prompt, more_prompt)
@@ -337,3 +336,39 @@ def _line_history() -> Iterator[None]:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(path)
+
+
+@dataclass(slots=True)
+class RemoteModel:
+    """A model behind a URL. `num_tokens`: of the last answer, as the server counted it."""
+
+    base_url: str
+    name: str = ""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    num_tokens: int | None = None
+    _client: HttpClient = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._client = HttpClient(self.base_url, timeout_s=REPLY_TIMEOUT_S)
+        if not self.name:
+            self.name = self._client.first_model()
+
+    def stream(
+        self, messages: list[dict[str, str]], thinking: bool | None
+    ) -> Generator[tuple[str, bool]]:
+        """Pieces of the answer, each with whether it is reasoning."""
+        body: dict[str, Any] = {"model": self.name, "messages": messages, **self.sampling}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": thinking}
+        self.num_tokens = None
+        with contextlib.closing(self._client.events("/v1/chat/completions", body)) as chunks:
+            for chunk in chunks:
+                if chunk.get("usage"):
+                    self.num_tokens = chunk["usage"]["completion_tokens"]
+                for choice in chunk.get("choices", ()):
+                    delta = choice.get("delta", {})
+                    if delta.get("reasoning_content"):
+                        yield delta["reasoning_content"], True
+                    if delta.get("content"):
+                        yield delta["content"], False

@@ -78,9 +78,7 @@ MEASUREMENTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag of several measurements is listed with the first of them, and means the same in
-    all.
-    """
+    """A flag of several measurements is listed with the first, and means the same in all."""
     parser.add_argument("what", choices=MEASUREMENTS, metavar="WHAT", help="which measurement")
     parser.add_argument(
         "--concurrency",

@@ -21,10 +21,8 @@ from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError, PenstockError, nearest
 
 ENV_PREFIX = "PENSTOCK_"
-FORGE_VARIABLES = (
-    "PENSTOCK_LLM_BASE_URL",
-    "PENSTOCK_LLM_MODEL",
-)  # of `penstock forge`, for bash run.sh
+# Of `penstock forge`, for bash run.sh.
+FORGE_VARIABLES = ("PENSTOCK_LLM_BASE_URL", "PENSTOCK_LLM_MODEL")
 # Settings of a server that also concern a model in the command's own process.
 TEXT_SETTINGS = (
     "tokenizer",
@@ -51,9 +49,7 @@ def foreign_flag(command: str, flag: str, owners: str) -> UsageError:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises `UsageError` and answers an unknown flag with the nearest
-    one.
-    """
+    """An ArgumentParser that raises `UsageError` and suggests the nearest flag."""
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (\S+): ", r"\1: ", message)

@@ -89,9 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_out(arguments.out)
-    before = signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # ends like Ctrl-C: with a report
+    # Ends like Ctrl-C: with a report.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     log = RunLog(arguments.out.parent)
     try:
         # The server before torch: it imports the same at the same time.

@@ -11,13 +11,17 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.commands.console import human_bytes, human_count, print_table
 from penstock.commands.flags import add_flags, add_model_argument, read_settings
 from penstock.commands.roofline import Roofline, text_config
 from penstock.config import EngineConfig, from_mapping
+from penstock.errors import CapacityError
 from penstock.models.source import ModelSource, find_model, has_weight_files
+
+if TYPE_CHECKING:
+    from penstock.engine.memory import MemoryPlan
 
 DESCRIPTION = "Parameters, bytes and what fits here, of a model folder or of a preset."
 USAGE = "penstock inspect [MODEL] [flags]"
@@ -39,6 +43,7 @@ class Machine:
     name: str
     total_bytes: int
     free_bytes: int
+    is_gpu: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +76,7 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
     storage = _find_storage(source)
     machine = find_machine()
     parameters = roofline.parameters
+    memory = _plan_memory(model, config, roofline.weight_bytes, machine)
     free = int(machine.free_bytes * _MEMORY_SHARE) - roofline.weight_bytes
     longest = text_config(source.config).get("max_position_embeddings", CONTEXTS[-1])
     return {
@@ -93,6 +99,12 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
             "total_bytes": machine.total_bytes,
             "free_bytes": machine.free_bytes,
         },
+        "memory": memory
+        and {
+            "max_rows": memory.pools.max_rows,
+            "max_model_len": memory.pools.max_model_len,
+            "uses": memory.uses,
+        },
         "fits": {
             str(context): max(free, 0)
             // (roofline.state_bytes_per_request + roofline.kv_bytes_per_token * context)
@@ -100,6 +112,20 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
             if context <= longest
         },
     }
+
+
+def _plan_memory(
+    model: Any, config: EngineConfig, weight_bytes: int, machine: Machine
+) -> MemoryPlan | None:
+    """What an engine would do with this machine's memory; None: the model does not fit."""
+    from penstock.engine.memory import estimate_memory
+
+    try:
+        return estimate_memory(
+            model, config, weight_bytes, machine.free_bytes, is_gpu=machine.is_gpu
+        )
+    except CapacityError:
+        return None
 
 
 def _find_storage(source: ModelSource) -> dict[str, Any] | None:
@@ -125,14 +151,13 @@ def find_machine() -> Machine:
 
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        return Machine(torch.cuda.get_device_name(), total, free)
+        return Machine(torch.cuda.get_device_name(), total, free, is_gpu=True)
     lines = Path("/proc/meminfo").read_text().splitlines()
     kilobytes = {
         key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines)
     }
-    return Machine(
-        "this machine's RAM", kilobytes["MemTotal"] * 1024, kilobytes["MemAvailable"] * 1024
-    )
+    total, free = kilobytes["MemTotal"] * 1024, kilobytes["MemAvailable"] * 1024
+    return Machine("this machine's RAM", total, free, is_gpu=False)
 
 
 def _print_report(report: dict[str, Any]) -> None:
@@ -161,6 +186,13 @@ def _print_report(report: dict[str, Any]) -> None:
         ["tokens each", "requests at a time"],
         [[f"{int(context):,}", f"{count:,}"] for context, count in report["fits"].items()],
     )
+    if memory := report["memory"]:
+        print(
+            f"By default an engine serves {memory['max_rows']} requests of up to "
+            f"{memory['max_model_len']:,} tokens here."
+        )
+        uses = [[name, human_bytes(num_bytes), holds] for name, num_bytes, holds in memory["uses"]]
+        print_table(["memory", "bytes", "holds"], uses)
 
 
 def _print_storage(stored: dict[str, Any]) -> None:

@@ -1,6 +1,4 @@
-"""The load of `penstock bench serve`: settings, contradictions between them, and the levels they
-give.
-"""
+"""The load of `penstock bench serve`: settings, their contradictions, and their levels."""
 
 from __future__ import annotations
 

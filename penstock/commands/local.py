@@ -1,6 +1,4 @@
-"""A model in this process, for the commands that use one. Imports the engine only when it is
-loaded.
-"""
+"""A model in this process, for commands that use one. Imports the engine when it is loaded."""
 
 from __future__ import annotations
 

@@ -148,8 +148,7 @@ class Bench:
         )
 
     def check_decodes(self, batch: int, context: int) -> dict[str, Any]:
-        """Checks a decode step of the shape: its ops against their references and, on a GPU, its
-        graph."""
+        """Checks a decode step of the shape: ops against references and, on a GPU, its graph."""
         engine, shape = self.engine.engine, f"{batch} x {context:,}"
         dtype = engine.info.dtype
         decoding = Decoding(engine, batch, context, 1, SamplingParams())
@@ -172,7 +171,9 @@ class Bench:
         """Checks the first step of the shape's prompts, or as much of each as one step takes."""
         engine, shape = self.engine.engine, f"{batch} x {context:,}"
         budget = (
-            engine.scheduler.max_step_tokens if batch == 1 else engine.scheduler.shared_step_tokens
+            engine.policy.scheduler.max_step_tokens
+            if batch == 1
+            else engine.policy.scheduler.shared_step_tokens
         )
         prompts = random_prompts(self.engine, batch, max(1, min(context, budget // batch)))
         ids, whole = list(range(batch)), engine.runner
@@ -215,13 +216,13 @@ class Bench:
         engine = self.engine.engine
         num_steps = self.warmup + self.repeats + PROFILED_STEPS
         # The first request to decode must not end before the last one has been measured.
-        engine.scheduler.mixed_step_tokens = engine.scheduler.shared_step_tokens
+        engine.policy.scheduler.mixed_step_tokens = engine.policy.scheduler.shared_step_tokens
         sampling = dataclasses.replace(sampling, max_tokens=num_steps + batch + 2, ignore_eos=True)
         for row, prompt in enumerate(random_prompts(self.engine, batch, context)):
             engine.submit(
                 Request(id=f"bench-{row}", token_ids=tuple(prompt.tolist()), sampling=sampling)
             )
-        while engine.scheduler.num_decoding < batch:
+        while engine.policy.scheduler.num_decoding < batch:
             engine.step()
         for _ in range(self.warmup):
             engine.step()
@@ -231,7 +232,7 @@ class Bench:
             ends.append(time.perf_counter())
         seconds = tuple(after - before for before, after in itertools.pairwise(ends))
         found = break_down(engine.step, PROFILED_STEPS) if is_on_gpu(self.engine) else None
-        assert engine.scheduler.num_decoding == batch, "a reply ended while it was measured"
+        assert engine.policy.scheduler.num_decoding == batch, "a reply ended while it was measured"
         for row in range(batch):
             engine.abort(f"bench-{row}")
         while engine.has_work:
@@ -257,9 +258,9 @@ class Decoding:
         updates = []
         for row, sequence in enumerate(self._sequences):
             sequence.row = row
-            is_admitted = engine.cache.admit(sequence)
+            is_admitted = engine.policy.cache.admit(sequence)
             assert is_admitted, "the engine was sized for this"
-            pages = engine.cache.reserve(sequence, context + num_steps)
+            pages = engine.policy.cache.reserve(sequence, context + num_steps)
             assert pages is not None
             sequence.num_computed = context
             updates.append(PageUpdate(row, 0, tuple(pages)))
@@ -291,7 +292,7 @@ class Decoding:
 
     def release(self) -> None:
         for sequence in self._sequences:
-            self.engine.cache.release(sequence)
+            self.engine.policy.cache.release(sequence)
 
 
 def fill_with_noise(engine: Engine, seed: int = 0) -> None:
@@ -366,8 +367,7 @@ def measure_limits(engine: LogitsEngine) -> Limits:
 
 
 def time_chain(launch: Callable[[], object], repeats: int) -> tuple[float, ...]:
-    """Seconds from the end of each launch to the end of the next, by the GPU's clock, without
-    waiting."""
+    """Seconds from the end of each launch to that of the next, by the GPU's clock."""
     import torch
 
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]

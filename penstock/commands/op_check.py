@@ -98,9 +98,7 @@ class OpCheck:
         self.found.append(found)
 
     def worst(self) -> OpError:
-        """The first wrong one, since others may have inherited its NaN, or else the largest
-        error.
-        """
+        """The first wrong one, since others may have inherited its NaN, or the largest error."""
         wrong = (found for found in self.found if not found.of_limit <= 1)
         return next(wrong, None) or max(self.found, key=lambda found: found.of_limit)
 
@@ -216,8 +214,7 @@ def check_ops(dtype: str, shape: str, step: Callable[[], object]) -> OpError:
 def check_graphs(
     dtype: str, shape: str, runner: Runner, plan: StepPlan, reset: Callable[[], None]
 ) -> float:
-    """The median row's difference between a captured step and the same one launched kernel by
-    kernel."""
+    """The median row's difference between a captured step and one launched by kernel."""
     reset()
     replayed = runner.logits(plan)
     reset()

@@ -36,8 +36,7 @@ class Parameters:
 
     @property
     def always_read(self) -> int:
-        """Parameters that every step reads. Of the embedding a step reads rows, unless it is also
-        the head."""
+        """Parameters that every step reads. Of the embedding only rows, unless it is the head."""
         return self.total - self.experts - self.mtp - (0 if self.is_tied else self.embedding)
 
     @property
@@ -174,9 +173,7 @@ class Roofline:
 
 
 def _delta_rule_operations(spec: StateSpec) -> int:
-    """For one token: two Gram rows, the triangular solve, the product with it, three K x V
-    products.
-    """
+    """For one token: two Gram rows, the triangular solve, its product, three K x V products."""
     key, value = spec.key_dim, spec.value_dim
     in_chunk = 4 * _CHUNK * key + _CHUNK * (key + value) + 2 * _CHUNK * value
     return spec.num_value_heads * (in_chunk + 6 * key * value)

@@ -40,9 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def serve(engine_config: EngineConfig, serve_config: ServeConfig, is_opened: bool = False) -> None:
-    """Until a signal; `is_opened`: the page opens as soon as there is a port, and shows the
-    start.
-    """
+    """Until a signal; `is_opened`: the page opens once there is a port, and shows the start."""
     if is_opened and not serve_config.page:
         raise UsageError(
             "The page is to be opened, and --no-page turns it off", todo="Leave one of them out."

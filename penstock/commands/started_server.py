@@ -91,9 +91,7 @@ def running_or_started_server(
     on_phase: OnPhase,
     words: Sequence[str] = (),
 ) -> Iterator[StartedServer]:
-    """The server of --base-url, or one started with the flags of this command line and these
-    words.
-    """
+    """The server of --base-url, or one started with this command line's flags and these words."""
     if not base_url:
         with started_server([*server_words(arguments), *words], on_phase) as server:
             yield server
@@ -109,8 +107,7 @@ def running_or_started_server(
 
 @contextlib.contextmanager
 def started_server(words: Sequence[str], on_phase: OnPhase) -> Iterator[StartedServer]:
-    """Runs `penstock serve` with these flags on a free port; yields when /health reports that it is
-    ready."""
+    """Runs `penstock serve` with these flags on a free port; yields when /health is ready."""
     command = module_command("penstock", "serve", "--host", "127.0.0.1", "--port", "0", *words)
     started_s = time.monotonic()
     # The batch folder belongs to the user's own server.

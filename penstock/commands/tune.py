@@ -121,8 +121,7 @@ def _table_to_write(out: str | None, device: str) -> tuple[Path, dict[str, Tile]
 
 
 def cut_layers(source: ModelSource, num_layers: int) -> ModelSource:
-    """The same model with fewer layers: enough weights not to fit a cache, few enough to load in a
-    second."""
+    """The same model with fewer layers: too large for a cache, loaded in a second."""
     config = copy.deepcopy(dict(source.config))
     text = config.get("text_config", config)
     text["num_hidden_layers"] = min(num_layers, text["num_hidden_layers"])
@@ -189,8 +188,7 @@ def _fastest(
 def _play_again(
     engine: Engine, decoding: Decoding, trials: Trials, question: Question, tile: Tile
 ) -> tuple[float, float]:
-    """Seconds of a step before and with the tile, in turns: the minimum of many times may have been
-    luck."""
+    """Seconds of a step before and with the tile, in turns: one minimum may be luck."""
     before = capture_step(engine, decoding)
     with _answer(trials, question, tile):
         after = capture_step(engine, decoding)
@@ -222,8 +220,7 @@ def capture_step(engine: Engine, decoding: Decoding) -> torch.cuda.CUDAGraph:
 
 
 def _step(engine: Engine, decoding: Decoding) -> Callable[[], torch.Tensor]:
-    """Up to the logits: a step that continued from its own tokens would choose other experts in
-    every replay."""
+    """Up to the logits: continuing from its own tokens would change experts in every replay."""
     from penstock.engine.graphs import DecodeStep
 
     runner, rows = engine.runner, decoding.rows

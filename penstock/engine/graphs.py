@@ -26,7 +26,7 @@ from penstock import ops
 from penstock.engine.row_table import RowTable, SamplingMode
 from penstock.layers.inputs import LayerCache, RowSpan, StepInputs
 from penstock.progress import OnPhase, Phase
-from penstock.types import CacheSpec, RowPlan, StepPlan
+from penstock.types import CacheSpec, RowPlan
 
 Caches = Sequence[LayerCache | None]
 Launch = Callable[[], object]
@@ -80,7 +80,7 @@ class DecodeStep:
             self._pack(())
         )  # [4, size]: row, position, state slot, initial slot
         self._token_of_row = torch.arange(size + 1, device=rows.device)
-        self._no_chunks = ops.Chunks.of((), rows.device)
+        self._no_blocks = ops.TokenBlocks.of((), rows.device)
         self._loaded: tuple[RowPlan, ...] = ()
 
     def load(self, plans: tuple[RowPlan, ...]) -> None:
@@ -103,7 +103,7 @@ class DecodeStep:
             state_slots=state_slots,
             initial_slots=initial_slots,
             spans=self._spans(),
-            chunks=self._no_chunks,
+            blocks=self._no_blocks,
             deterministic=self.deterministic,
         )
         hidden = self.model(inputs, self.caches)
@@ -181,18 +181,21 @@ class DecodeGraphs:
                 )
             self._captured[size, "logits"] = graph, borrow(logits)
 
+    def size_for(self, rows: Sequence[RowPlan]) -> int | None:
+        if not all(row.is_decode for row in rows):
+            return None
+        return next((size for size in self._steps if size >= len(rows)), None)
+
     def replay(
-        self, plan: StepPlan, mode: SamplingMode
+        self, rows: tuple[RowPlan, ...], size: int, mode: SamplingMode
     ) -> Tensor:  # [rows] int64, or [rows, vocab] float32
         """Valid until the next replay; copy it on the same stream."""
-        num_rows = len(plan.rows)
-        size = min(size for size in self._steps if size >= num_rows)
-        self._steps[size].load(plan.rows)
+        self._steps[size].load(rows)
         if not _is_whole(size, mode):
             self._captured[size, "logits"][0].replay()
         graph, output = self._captured[size, mode]
         graph.replay()
-        return output[:num_rows]
+        return output[: len(rows)]
 
 
 def _is_whole(size: int, mode: SamplingMode) -> bool:
@@ -293,11 +296,6 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     message."""
     words = ("out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
-
-
-def is_decode(plan: StepPlan) -> bool:
-    """Whether every row continues from its last sample."""
-    return all(row.is_decode for row in plan.rows)
 
 
 def graph_sizes(max_rows: int) -> list[int]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from penstock.config import EngineConfig, from_mapping
 from penstock.engine.device import pick_device
-from penstock.engine.engine import Engine, check_token_ids
+from penstock.engine.engine import Engine
+from penstock.engine.policy import check_token_ids
 from penstock.errors import CapacityError, ContextLengthError, RequestError
 from penstock.models.source import ModelSource
 from penstock.types import PageUpdate, Request, RowPlan, StepPlan
@@ -67,7 +68,7 @@ class LogitsEngine:
         for id, prompt in zip(request_ids, prompts):
             row = Row.start(Request(id=str(id), token_ids=prompt), arrival=0)
             row.row = self._free_rows.pop()
-            admitted = self.engine.cache.admit(row)
+            admitted = self.engine.policy.cache.admit(row)
             assert admitted, "room was checked"
             self._requests[id] = row
             rows.append(row)
@@ -103,7 +104,7 @@ class LogitsEngine:
             row = self._requests.pop(id)
             assert row.row is not None
             self._free_rows.append(row.row)
-            self.engine.cache.release(row)
+            self.engine.policy.cache.release(row)
 
     def _run(self, rows: list[Row], are_decodes: bool = False) -> Tensor:
         """Steps until every row's tokens are computed; a step takes what fits its token budget."""
@@ -122,7 +123,7 @@ class LogitsEngine:
     ) -> tuple[list[RowPlan], list[PageUpdate]]:
         plans: list[RowPlan] = []
         updates: list[PageUpdate] = []
-        scheduler = self.engine.scheduler
+        scheduler = self.engine.policy.scheduler
         budget = scheduler.max_step_tokens if len(rows) == 1 else scheduler.shared_step_tokens
         page_size = self.engine.info.page_size
         for row in rows:
@@ -135,7 +136,7 @@ class LogitsEngine:
             budget = max(budget - num_tokens, 0)
             assert row.row is not None
             first = len(row.pages)
-            pages = self.engine.cache.reserve(row, num_tokens)
+            pages = self.engine.policy.cache.reserve(row, num_tokens)
             assert pages is not None, "room was checked"
             if pages:
                 updates.append(PageUpdate(row.row, first, tuple(pages)))
@@ -200,7 +201,7 @@ class LogitsEngine:
         self._check_pages(needed - sum(len(row.pages) for row in replaced))
 
     def _check_pages(self, needed: int) -> None:
-        cache, info = self.engine.cache, self.engine.info
+        cache, info = self.engine.policy.cache, self.engine.info
         if info.num_pages and needed > cache.num_free_pages:
             raise CapacityError(
                 f"{needed} more pages are needed",

@@ -20,6 +20,7 @@ from penstock.engine.dry_run import DryRun, free_bytes
 from penstock.engine.pools import GB, PoolSizes, size_pools
 from penstock.engine.runner import Runner
 from penstock.errors import CapacityError
+from penstock.ops.weight import bytes_of
 from penstock.progress import OnPhase, Phase, timed
 
 # GPUs of at least so many GB: tokens in a step of one request, and in a step of several.
@@ -38,6 +39,7 @@ LEAST_RESERVE_BYTES = 256 * 1024**2
 class MemoryPlan:
     """How many bytes of a device each use of its memory gets."""
 
+    weight_bytes: int
     pools: PoolSizes
     page_size: int
     max_step_tokens: int
@@ -46,19 +48,35 @@ class MemoryPlan:
     graph_bytes: int = 0
     reserve_bytes: int = 0
 
-    def describe(self) -> str:
-        parts = [self.pools.describe(self.page_size)]
-        uses = {
-            f"a step of {self.max_step_tokens:,} tokens": self.step_bytes,
-            "graphs": self.graph_bytes,
-            "reserve": self.reserve_bytes,
-        }
-        beside = [
-            f"{num_bytes / GB:.2f} GB for {use}" for use, num_bytes in uses.items() if num_bytes
+    @property
+    def uses(self) -> list[tuple[str, int, str]]:
+        """What the memory is for, how many bytes, and what fits there."""
+        pools = self.pools
+        slots = f"{max(pools.num_slots - 1, 0):,}; {pools.max_checkpoints:,} may be checkpoints"
+        num_pages = max(pools.num_pages - 1, 0)
+        uses = [
+            ("weights", self.weight_bytes, ""),
+            ("state slots", pools.num_slots * pools.slot_bytes, slots),
+            (
+                "KV pages",
+                pools.num_pages * pools.page_bytes,
+                f"{num_pages * self.page_size:,} tokens in {num_pages:,}",
+            ),
+            ("largest step", self.step_bytes, f"{self.max_step_tokens:,} tokens"),
+            ("graphs", self.graph_bytes, ""),
+            ("reserve", self.reserve_bytes, ""),
         ]
-        if beside:
-            parts.append("besides " + ", ".join(beside))
-        return "; ".join(parts)
+        return [use for use in uses if use[1]]
+
+    def __str__(self) -> str:
+        """A headline and a table, as the start of an engine prints it."""
+        pools = self.pools
+        lines = [f"{pools.max_rows} requests of up to {pools.max_model_len:,} tokens"]
+        lines += [
+            f"{name:<12} {num_bytes / GB:8.2f} GB  {holds}".rstrip()
+            for name, num_bytes, holds in self.uses
+        ]
+        return "\n".join(lines)
 
 
 def build_runner(
@@ -70,7 +88,7 @@ def build_runner(
     device = model.device
     with timed("cache", on_phase) as report:
         plan, warmed = plan_memory(model, config, name, report)
-        report(Phase("cache", plan.describe()))
+        report(Phase("cache", str(plan)))
     runner = Runner.for_pools(model, config, plan.pools)
     if device.type != "cuda":
         return plan, runner
@@ -100,7 +118,8 @@ def plan_memory(
         budget = GB if config.memory_gb is None else config.memory_gb * GB
         num_tokens = config.max_step_tokens or CPU_STEP_TOKENS
         pools = _size(model, config, int(budget))
-        return MemoryPlan(pools, config.page_size, num_tokens, num_tokens), pools
+        plan = MemoryPlan(bytes_of(model), pools, config.page_size, num_tokens, num_tokens)
+        return plan, pools
     free_at_first = _usable_bytes(config, device)
     draft = _draft_pools(model, config, name, free_at_first)
     on_phase(Phase("cache", "compiling kernels"))
@@ -125,6 +144,7 @@ def plan_memory(
             raise
         raise _too_tight(name, device, free_at_first, free_at_first - budget) from error
     plan = MemoryPlan(
+        weight_bytes=bytes_of(model),
         pools=pools,
         page_size=config.page_size,
         max_step_tokens=step.num_tokens,
@@ -134,6 +154,28 @@ def plan_memory(
         reserve_bytes=reserve,
     )
     return plan, draft
+
+
+def estimate_memory(
+    model: Any, config: EngineConfig, weight_bytes: int, free: int, *, is_gpu: bool
+) -> MemoryPlan:
+    """For a model that is not loaded: steps and graphs are not measured, so a GPU's reserve stands
+    for them too."""
+    left = free - weight_bytes
+    budget = int(DRAFT_SHARE * left) if is_gpu else int(GB)
+    most = STEP_TOKENS[-1][1] if is_gpu else CPU_STEP_TOKENS
+    return MemoryPlan(
+        weight_bytes=weight_bytes,
+        pools=_size(model, config, budget, config.max_rows or _most_rows(is_gpu)),
+        page_size=config.page_size,
+        max_step_tokens=most,
+        shared_step_tokens=most,
+        reserve_bytes=max(left - budget, 0) if is_gpu else 0,
+    )
+
+
+def _most_rows(is_gpu: bool) -> int:
+    return 256 if is_gpu else 64
 
 
 def _usable_bytes(config: EngineConfig, device: torch.device) -> int:
@@ -169,7 +211,7 @@ def _size(model: Any, config: EngineConfig, budget: int, max_rows: int | None = 
         element_bytes=model.dtype.itemsize,
         state_bytes=config.state_bytes,
         page_size=config.page_size,
-        max_rows=max_rows or config.max_rows or (256 if model.device.type == "cuda" else 64),
+        max_rows=max_rows or config.max_rows or _most_rows(model.device.type == "cuda"),
         max_model_len=config.max_model_len,
         max_position=model.max_position,
         prefix_cache=config.prefix_cache,

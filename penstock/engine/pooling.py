@@ -29,15 +29,6 @@ class PooledRows:
     vectors: Tensor  # [rows, width] float32
 
 
-def needs_every_state(plan: StepPlan) -> bool:
-    """Whether a row of the step needs more than the hidden state of its last token."""
-    return any(
-        row.prompt_targets is not None
-        or (row.pooled is not None and row.pooled.pooling.kind == "mean")
-        for row in plan.rows
-    )
-
-
 def pool_rows(
     model: Model,
     table: RowTable,

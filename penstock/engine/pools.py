@@ -35,17 +35,6 @@ class PoolSizes:
         """The sizes that kernels and graphs are compiled for."""
         return self.max_rows, self.max_model_len
 
-    def describe(self, page_size: int) -> str:
-        parts = [f"{self.num_bytes / GB:.2f} GB"]
-        if self.page_bytes:
-            parts.append(f"{(self.num_pages - 1) * page_size:,} tokens of KV")
-        if self.slot_bytes:
-            parts.append(
-                f"{self.num_slots - 1} state slots ({self.max_checkpoints} may be checkpoints)"
-            )
-        parts.append(f"{self.max_rows} requests of up to {self.max_model_len:,} tokens")
-        return ", ".join(parts)
-
 
 def size_pools(
     specs: list[CacheSpec],

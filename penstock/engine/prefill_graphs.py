@@ -26,7 +26,7 @@ from penstock.engine.graphs import (
 from penstock.engine.row_table import RowTable
 from penstock.engine.step_inputs import RowCounts, StepSize, pack_padded
 from penstock.layers.inputs import LayerCache
-from penstock.ops import CHUNK
+from penstock.ops import BLOCK_TOKENS
 from penstock.progress import OnPhase, Phase
 from penstock.types import RowPlan
 
@@ -146,4 +146,4 @@ def prefill_sizes(max_rows: int, max_step_tokens: int) -> list[StepSize]:
 
 def _num_prompts(num_tokens: int, max_rows: int) -> int:
     """Steps with many prompts shorter than a block are rare, so they are launched eagerly."""
-    return min(num_tokens // CHUNK, MAX_PROMPTS, max_rows)
+    return min(num_tokens // BLOCK_TOKENS, MAX_PROMPTS, max_rows)

@@ -229,9 +229,9 @@ class RowTable:
             kv_index=page * self.page_size + positions % self.page_size,
             page_table=self.page_table[inputs.pop("rows"), :num_pages],
             spans=spans,
-            chunks=ops.Chunks(
-                pieces=inputs.pop("pieces").int().view(-1, 4),
-                rows=inputs.pop("chunk_rows").int().view(-1, 2),
+            blocks=ops.TokenBlocks(
+                table=inputs.pop("blocks").int().view(-1, 4),
+                rows=inputs.pop("block_rows").int().view(-1, 2),
             ),
             deterministic=deterministic,
             **inputs,

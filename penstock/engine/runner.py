@@ -1,7 +1,9 @@
-"""Everything that runs on the device. Takes a plan of integers, launches one step, and does not
-wait.
+"""Everything that runs on the device: model, caches, row table and graphs. Takes a plan of
+integers, launches one step, and does not wait.
 
-The only place where the host waits for the device is `PendingStep.wait`.
+The plan is all that a runner learns, so the same plans give the same results in any process.
+`WAYS` decides how a step is launched. The only place where the host waits for the device is
+`PendingStep.wait`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import functools
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +22,12 @@ from penstock.config import EngineConfig
 from penstock.engine.device import on_device
 from penstock.engine.device_cache import allocate_caches
 from penstock.engine.grammar_masks import StepMasks
-from penstock.engine.graphs import DecodeGraphs, Model, is_decode, run_for_last_tokens, warm_up
-from penstock.engine.pooling import PooledRows, needs_every_state, pool_rows
+from penstock.engine.graphs import DecodeGraphs, Model, run_for_last_tokens, warm_up
+from penstock.engine.pooling import PooledRows, pool_rows
 from penstock.engine.pools import PoolSizes
 from penstock.engine.prefill_graphs import PrefillGraphs
 from penstock.engine.row_table import RowTable, SampleInputs, SamplingNeeds
+from penstock.engine.step_inputs import StepSize
 from penstock.layers.inputs import LayerCache
 from penstock.progress import OnPhase
 from penstock.types import PromptScores, PromptTargets, StepOutput, StepPlan, TokenLogprob
@@ -34,6 +37,11 @@ TARGET_ROWS = 64  # rows of logits at a time: a row has hundreds of thousands
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Scores = tuple[Tensor, Tensor, Tensor]  # logprobs [T], top logprobs [T, k], top ids [T, k]
+FillMasks = Callable[[], StepMasks]
+
+# The most that a step must give, from the least: tokens of unchanged logits; logits; hidden states
+# of the last tokens, to pool; hidden states of all tokens, to score or average.
+Wanted = Literal["tokens", "logits", "last states", "all states"]
 
 
 class PendingStep:
@@ -120,13 +128,12 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedLogits:
-    """The first half of a step. Valid until the next launch: graphs write their logits to the same
-    memory."""
+class Launched:
+    """A step up to its logits, or up to its tokens. Valid until the next launch: graphs write to
+    the same memory."""
 
-    plan: StepPlan
-    needs: SamplingNeeds
-    logits: Tensor  # [L, vocab] float32
+    logits: Tensor | None = None  # [L, vocab] float32
+    token_ids: Tensor | None = None  # [L] int64
     scores: dict[int, Scores] = field(default_factory=dict)  # of prompt targets, by row
     pooled: list[PooledRows] = field(default_factory=list)
 
@@ -178,7 +185,7 @@ class Runner:
         kernels."""
         warm_up([graphs.warmup for graphs in self.graphs_to_capture(max_step_tokens)])
         for cache in self.caches:
-            cache.forget_nobodys()  # warm-up steps wrote over each other there
+            cache.zero_padding()  # warm-up steps wrote over each other there
         torch._C._cuda_clearCublasWorkspaces()  # each warm-up thread allocated one
 
     @_on_its_device
@@ -192,25 +199,16 @@ class Runner:
         self.prefill_graphs, self.graphs = prompts, decodes
 
     @_on_its_device
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan, fill_masks: FillMasks | None = None) -> PendingStep:
+        """`fill_masks` is called while the device computes the logits that its masks are for."""
         self.rows.update(plan)
         needs = self.rows.sampling_needs(plan)
-        if self.graphs is not None and needs.are_plain and is_decode(plan):
-            return PendingStep(plan, needs, [self.graphs.replay(plan, needs.mode)])
-        return self.launch_sampling(self._launch_forward(plan, needs))
-
-    @_on_its_device
-    def launch_logits(self, plan: StepPlan) -> LaunchedLogits:
-        """Half of `launch`, for steps whose masks the host fills meanwhile; `launch_sampling` is
-        the rest."""
-        self.rows.update(plan)
-        return self._launch_forward(plan, self.rows.sampling_needs(plan))
-
-    @_on_its_device
-    def launch_sampling(
-        self, launched: LaunchedLogits, masks: StepMasks | None = None
-    ) -> PendingStep:
-        plan, needs = launched.plan, launched.needs
+        wanted = _wanted(plan, needs, is_masked=fill_masks is not None)
+        launched = self._launch(plan, wanted, needs)
+        masks = None if fill_masks is None else fill_masks()
+        if launched.token_ids is not None:
+            return PendingStep(plan, needs, [launched.token_ids])
+        assert launched.logits is not None
         sampling = self.rows.sample_inputs(plan)
         tensors = self._sample(launched.logits, sampling, needs, masks)
         return PendingStep(plan, needs, tensors, launched.scores, launched.pooled)
@@ -219,23 +217,51 @@ class Runner:
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
         """One step whose tokens the caller chooses."""
         self.rows.update(plan)
-        logits = self._forward(plan)
+        logits = self._launch(plan, "logits", self.rows.sampling_needs(plan)).logits
+        assert logits is not None
         return logits if self.graphs is None else logits.clone()  # the next replay overwrites them
 
-    def _launch_forward(self, plan: StepPlan, needs: SamplingNeeds) -> LaunchedLogits:
-        if all(row.prompt_targets is None and row.pooled is None for row in plan.rows):
-            return LaunchedLogits(plan, needs, self._forward(plan))
+    def _launch(self, plan: StepPlan, wanted: Wanted, needs: SamplingNeeds) -> Launched:
+        for way in WAYS:
+            if wanted in way.gives and (size := way.size_for(self, plan)) is not None:
+                return way.launch(self, plan, size, needs)
+        raise AssertionError("the last way takes every step")
+
+    def _decode_size(self, plan: StepPlan) -> int | None:
+        return None if self.graphs is None else self.graphs.size_for(plan.rows)
+
+    def _prefill_size(self, plan: StepPlan) -> StepSize | None:
+        return None if self.prefill_graphs is None else self.prefill_graphs.size_for(plan.rows)
+
+    def _any_size(self, plan: StepPlan) -> int:
+        return len(plan.rows)
+
+    def _replay_tokens(self, plan: StepPlan, size: int, needs: SamplingNeeds) -> Launched:
+        assert self.graphs is not None
+        return Launched(token_ids=self.graphs.replay(plan.rows, size, needs.mode))
+
+    def _replay_decodes(self, plan: StepPlan, size: int, _: SamplingNeeds) -> Launched:
+        assert self.graphs is not None
+        return Launched(self.graphs.replay(plan.rows, size, "logits"))
+
+    def _replay_prefill(self, plan: StepPlan, size: StepSize, _: SamplingNeeds) -> Launched:
+        assert self.prefill_graphs is not None
+        return Launched(self.prefill_graphs.replay(plan.rows, size))
+
+    def _run_last(self, plan: StepPlan, *_: object) -> Launched:
         inputs = self.rows.step_inputs(plan.rows, self.deterministic)
-        hidden = None
-        if needs_every_state(plan):
-            hidden = self.model(inputs, self.caches)
-            last = hidden[inputs.last_tokens]
-        else:
-            last = run_for_last_tokens(self.model, inputs, self.caches)
+        last = run_for_last_tokens(self.model, inputs, self.caches)
+        pooled = pool_rows(self.model, self.rows, plan, None, last, self.deterministic)
+        return Launched(self._logits_of_sampling(last, plan), pooled=pooled)
+
+    def _run_all(self, plan: StepPlan, *_: object) -> Launched:
+        inputs = self.rows.step_inputs(plan.rows, self.deterministic)
+        hidden = self.model(inputs, self.caches)
+        last = hidden[inputs.last_tokens]
         logits = self._logits_of_sampling(last, plan)
-        scores = {} if hidden is None else self._scores_of(hidden, plan)
+        scores = self._scores_of(hidden, plan)
         pooled = pool_rows(self.model, self.rows, plan, hidden, last, self.deterministic)
-        return LaunchedLogits(plan, needs, logits, scores, pooled)
+        return Launched(logits, scores=scores, pooled=pooled)
 
     def _scores_of(self, hidden: Tensor, plan: StepPlan) -> dict[int, Scores]:  # hidden: [T, H]
         scores, first = {}, 0
@@ -258,14 +284,6 @@ class Runner:
             parts.append(ops.token_logprobs(logits, token_ids[some], targets.num_top))
         logprobs, top, top_ids = (torch.cat(part) for part in zip(*parts))
         return logprobs, top, top_ids
-
-    def _forward(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
-        if self.graphs is not None and is_decode(plan):
-            return self.graphs.replay(plan, "logits")
-        if self.prefill_graphs is not None and (size := self.prefill_graphs.size_for(plan.rows)):
-            return self.prefill_graphs.replay(plan.rows, size)
-        inputs = self.rows.step_inputs(plan.rows, self.deterministic)
-        return self._logits_of_sampling(run_for_last_tokens(self.model, inputs, self.caches), plan)
 
     def _logits_of_sampling(
         self, hidden: Tensor, plan: StepPlan
@@ -307,3 +325,33 @@ class Runner:
         if num_top is None:
             return [token_ids]
         return [token_ids, *ops.token_logprobs(raw, token_ids, num_top)]
+
+
+def _wanted(plan: StepPlan, needs: SamplingNeeds, is_masked: bool) -> Wanted:
+    prompts = () if plan.is_decode else plan.rows
+    if any(row.needs_all_states for row in prompts):
+        return "all states"
+    if any(row.pooled is not None for row in prompts):
+        return "last states"
+    return "tokens" if needs.are_plain and not is_masked else "logits"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to launch a step."""
+
+    name: str
+    gives: tuple[Wanted, ...]
+    # The size of the captured step that takes the plan's rows; None: there is none.
+    size_for: Callable[[Runner, StepPlan], Any]
+    launch: Callable[[Runner, StepPlan, Any, SamplingNeeds], Launched]
+
+
+# Tried from the top: the first that fits a step launches it.
+WAYS = (
+    Way("sampled graph", ("tokens",), Runner._decode_size, Runner._replay_tokens),
+    Way("decode graph", ("logits",), Runner._decode_size, Runner._replay_decodes),
+    Way("prefill graph", ("tokens", "logits"), Runner._prefill_size, Runner._replay_prefill),
+    Way("eager", ("tokens", "logits", "last states"), Runner._any_size, Runner._run_last),
+    Way("eager, all states", ("all states",), Runner._any_size, Runner._run_all),
+)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.layers.inputs import RowSpan
-from penstock.ops import CHUNK, cut_chunks
+from penstock.ops import BLOCK_TOKENS, cut_blocks
 from penstock.types import RowPlan
 
 FROM_LAST_SAMPLE = -1
@@ -21,12 +21,12 @@ FROM_LAST_SAMPLE = -1
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """How many rows, tokens and pieces the rows of a step have."""
+    """How many rows, tokens and blocks the rows of a step have."""
 
     num_decodes: int
     num_prompts: int
     num_prompt_tokens: int
-    num_pieces: int
+    num_blocks: int
 
     @classmethod
     def of(cls, rows: Sequence[RowPlan]) -> RowCounts:
@@ -35,7 +35,7 @@ class RowCounts:
             num_decodes=len(rows) - len(prompts),
             num_prompts=len(prompts),
             num_prompt_tokens=sum(row.num_tokens for row in prompts),
-            num_pieces=len(cut_chunks([span_of(row) for row in prompts])[0]),
+            num_blocks=len(cut_blocks([span_of(row) for row in prompts])[0]),
         )
 
 
@@ -56,9 +56,9 @@ class StepSize:
         return self.num_decodes + self.num_prompt_tokens
 
     @property
-    def num_pieces(self) -> int:
-        """A prompt may begin and end inside an aligned piece."""
-        return self.num_prompt_tokens // CHUNK + self.num_prompts
+    def num_blocks(self) -> int:
+        """A prompt may begin and end inside an aligned block."""
+        return self.num_prompt_tokens // BLOCK_TOKENS + self.num_prompts
 
     def spans(self, rows: Sequence[RowPlan]) -> tuple[RowSpan, ...]:
         """The rows as the host knows them, in their places. Kernels may rely only on which of them
@@ -73,7 +73,7 @@ class StepSize:
             counts.num_decodes <= self.num_decodes
             and counts.num_prompts <= self.num_prompts
             and counts.num_prompt_tokens <= self.num_prompt_tokens
-            and counts.num_pieces <= self.num_pieces
+            and counts.num_blocks <= self.num_blocks
         )
 
     def place_of(self, rows: Sequence[RowPlan]) -> list[int]:
@@ -123,8 +123,8 @@ def pack_padded(rows: Sequence[RowPlan], size: StepSize, padding_row: int) -> Pa
         "rows": (size.num_rows, padding_row),
         "state_slots": (size.num_rows, 0),
         "initial_slots": (size.num_rows, 0),
-        "pieces": (4 * size.num_pieces, 0),
-        "chunk_rows": (2 * size.num_prompts, 0),
+        "blocks": (4 * size.num_blocks, 0),
+        "block_rows": (2 * size.num_prompts, 0),
     }
     return PackedStep(
         {name: _pad(parts[name], *given) for name, given in lengths_and_fills.items()}
@@ -132,7 +132,7 @@ def pack_padded(rows: Sequence[RowPlan], size: StepSize, padding_row: int) -> Pa
 
 
 def _pack(rows: Sequence[RowPlan]) -> dict[str, np.ndarray]:
-    pieces, chunk_rows = cut_chunks([span_of(row) for row in rows])
+    blocks, block_rows = cut_blocks([span_of(row) for row in rows])
     num_tokens = np.array([row.num_tokens for row in rows], dtype=np.int64)
     query_start = np.concatenate(([0], num_tokens.cumsum()))
     row_ids = np.array([row.row for row in rows], dtype=np.int64)
@@ -147,8 +147,8 @@ def _pack(rows: Sequence[RowPlan]) -> dict[str, np.ndarray]:
         "rows": row_ids,
         "state_slots": np.array([row.slot for row in rows], dtype=np.int64),
         "initial_slots": np.array([row.initial_slot for row in rows], dtype=np.int64),
-        "pieces": np.array(pieces, dtype=np.int64).flatten(),
-        "chunk_rows": np.array(chunk_rows, dtype=np.int64).flatten(),
+        "blocks": np.array(blocks, dtype=np.int64).flatten(),
+        "block_rows": np.array(block_rows, dtype=np.int64).flatten(),
     }
 
 

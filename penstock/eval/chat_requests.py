@@ -26,9 +26,7 @@ def listed_model(client: HttpClient) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a load. `answer` is the number that the reply to a spot check must end
-    with.
-    """
+    """One request of a load. `answer`: the number that a spot check's reply must end with."""
 
     prompt: str
     max_tokens: int
@@ -82,8 +80,7 @@ class ChatRequests:
         return json.dumps(fields | self._common | self._extra).encode()
 
     def count_tokens(self, prompt: str) -> int:
-        """The length of a prompt as the server counts it, chat template included: requests one
-        token."""
+        """A prompt's length as the server counts it, with the chat template: requests one token."""
         answer = self.client.json(
             "POST", self.path, self._fields(prompt) | self._extra | {"max_tokens": 1}
         )
@@ -105,8 +102,7 @@ class ChatRequests:
 
 
 class RawRequests(ChatRequests):
-    """A server's completions of raw prompts: without a chat template, a prompt is as long as its
-    text."""
+    """A server's completions of raw prompts: without a template, as long as their text."""
 
     path = "/v1/completions"
     is_raw = True

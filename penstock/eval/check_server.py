@@ -15,30 +15,27 @@ from typing import Any
 
 from penstock.config import setting
 from penstock.errors import PenstockError
-from penstock.eval import conformance, conformance_load
+from penstock.eval import conformance
 from penstock.eval.chat_requests import UNLISTED_MODEL, listed_model
 from penstock.eval.find_tokenizer import find_folder
 from penstock.eval.probe import CheckFailed, NotTested, Probe
 from penstock.eval.recount import TokenCounter
-from penstock.eval.results import Bars, Reporter, prepare_output, require_above_zero
+from penstock.eval.results import Bars, Reporter, ServerSettings, prepare_output, require_above_zero
 from penstock.progress import Phase
 
 MAX_HANGING = 3  # checks in a row without an answer; then the rest is not tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckSettings:
+class CheckSettings(ServerSettings):
     """Which server to check, and with what."""
 
-    base_url: str = setting("http://127.0.0.1:8000", "a running server")
-    model: str = setting("", "name to send (default: the server's first model)")
     tokenizer: str | None = setting(
         None, "the model's folder, to count tokens again (default: if found here)"
     )
     timeout: float = setting(
         60.0, "seconds after which a request fails (default: 60; 300 or 600 where replies are long)"
     )
-    output: str | None = setting(None, "write the verdicts to this file, as JSON")
 
     def __post_init__(self) -> None:
         require_above_zero(timeout=self.timeout)
@@ -79,8 +76,8 @@ CHECKS = (
     Check("faulty requests", "T11", conformance.refusals),
     Check("too long a prompt", "T11", conformance.too_long),
     Check("unknown path", "T11", conformance.unknown_path),
-    Check("64 at once", "T14", conformance_load.many_at_once),
-    Check("leaving frees the place", "T14", conformance_load.leaving_frees_the_place),
+    Check("64 at once", "T14", conformance.many_at_once),
+    Check("leaving frees the place", "T14", conformance.leaving_frees_the_place),
     Check("still healthy", "T10", conformance.health),
 )
 

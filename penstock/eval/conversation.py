@@ -102,8 +102,7 @@ class Conversation:
 
     @property
     def completion(self) -> str:
-        """The last turn as the model must write it after the generation prompt, with the turn's
-        end."""
+        """The last turn as the model must write it after the generation prompt, with its end."""
         turn = self.messages[-1]
         text: str = turn["content"]
         if calls := turn.get("tool_calls"):
@@ -136,9 +135,7 @@ class Conversation:
 
 
 def _spaced(text: str) -> str:
-    """The text with everything but letters, digits and what joins them in a code as single
-    spaces.
-    """
+    """The text with all but letters, digits and what joins them in a code as single spaces."""
     kept = "".join(c if c.isalnum() or c in "-_" else " " for c in text)
     return " ".join(kept.split())
 

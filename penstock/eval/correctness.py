@@ -26,6 +26,7 @@ from penstock.eval.lm_harness import Asking, LocalTask, evaluate, require_data, 
 from penstock.eval.reply import Reply
 from penstock.eval.results import (
     Reporter,
+    ServerSettings,
     draw_seed,
     output_file,
     percent,
@@ -47,11 +48,9 @@ FLEXIBLE, STRICT = "flexible-extract", "strict-match"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectnessSettings:
+class CorrectnessSettings(ServerSettings):
     """Which problems to run, and on which server."""
 
-    base_url: str = setting("http://127.0.0.1:8000", "a running server")
-    model: str = setting("", "name to send (default: the server's first model)")
     limit: float = setting(
         200,
         "problems to run, as a count or a fraction: 0.1 (default: 200; quality: 100 of each task)",
@@ -61,7 +60,6 @@ class CorrectnessSettings:
         None,
         "seed of problems and prompts (default: random, and reported; embedded: 1234; gates: 0)",
     )
-    output: str | None = setting(None, "also write the last line to this file")
     output_dir: str | None = setting(
         None, "folder for it instead: correctness.json or throughput.json"
     )
@@ -149,9 +147,7 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
 
 @dataclass(slots=True)
 class Grades:
-    """`num_flexible` are right in any format of the number, `num_strict` in the requested
-    format.
-    """
+    """`num_flexible`: right in any format of the number; `num_strict`: in the requested one."""
 
     problems: str
     num_asked: int
@@ -195,8 +191,7 @@ class Grades:
 
 
 def ask_gsm8k(data: Path | None, asking: Asking) -> Grades:
-    """GSM8K-CoT, 8-shot, as lm-eval asks and grades it: from the file, or from the set that it
-    fetches."""
+    """GSM8K-CoT, 8-shot, as lm-eval asks and grades it: from the file, or as it fetches it."""
     task = LocalTask(
         "penstock_gsm8k_cot", "gsm8k/gsm8k-cot.yaml", "test", data, {"num_fewshot": NUM_FEWSHOT}
     )
@@ -225,8 +220,7 @@ def ask_gsm8k(data: Path | None, asking: Asking) -> Grades:
 def ask_embedded(
     settings: CorrectnessSettings, model: str, seed: int, reporter: Reporter
 ) -> Grades:
-    """Word problems held out from the embedded model's training: they need no file and no other
-    package."""
+    """Word problems held out from the embedded model's training: no file or package needed."""
     endpoint, asked = (
         Endpoint(settings.base_url, model),
         held_out.take("word_problems", int(settings.limit), seed),

@@ -22,9 +22,7 @@ DRAFTED, ACCEPTED = "penstock_draft_tokens_total", "penstock_draft_tokens_accept
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """How many tokens a server has drafted with the model's MTP head, and how many were
-    accepted.
-    """
+    """How many tokens a server has drafted with the MTP head, and how many were accepted."""
 
     num_drafted: float
     num_accepted: float
@@ -35,9 +33,7 @@ class DraftCounts:
 
 
 class Endpoint:
-    """A server behind a URL. Safe to use from several threads: every call has its own
-    connection.
-    """
+    """A server behind a URL. Thread-safe: every call has its own connection."""
 
     def __init__(self, base_url: str, model: str = "") -> None:
         self._client = HttpClient(base_url, timeout_s=TIMEOUT_S)

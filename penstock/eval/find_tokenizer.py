@@ -24,8 +24,7 @@ HOW_TO_VERIFY = "Use --tokenizer FOLDER, the folder of the served model with its
 
 
 class ServerCounter:
-    """Counts with a server's `POST /tokenize`, after a level is over, so that no request waits for
-    it."""
+    """Counts with a server's `POST /tokenize`, after a level, so that no request waits for it."""
 
     def __init__(self, client: HttpClient, model: str) -> None:
         self._client = client

@@ -24,7 +24,14 @@ from penstock.eval import held_out
 from penstock.eval.conversation import Conversation
 from penstock.eval.endpoint import Endpoint
 from penstock.eval.reply import Reply
-from penstock.eval.results import Bars, Reporter, no_bars, prepare_output, require_at_least
+from penstock.eval.results import (
+    Bars,
+    Reporter,
+    ServerSettings,
+    no_bars,
+    prepare_output,
+    require_at_least,
+)
 from penstock.progress import Phase, timed
 
 Ask = Callable[[Conversation], Reply | str]
@@ -44,8 +51,7 @@ MAX_FAILURES_KEPT = 20
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Problems of one ability, and what counts as passing one; only those in `THRESHOLDS` are
-    gates."""
+    """Problems of one ability, and what passes one; only those in `THRESHOLDS` are gates."""
 
     name: str
     passes: Callable[[Conversation, Reply], bool]
@@ -222,17 +228,14 @@ def format_failures(result: GateResult, most: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateSettings:
+class GateSettings(ServerSettings):
     """Which server to run the problems on, and how many."""
 
-    base_url: str = setting("http://127.0.0.1:8000", "a running server")
-    model: str = setting("", "name to send (default: the server's first model)")
     limit: int = setting(200, "problems per gate")
     seed: int = setting(0, "seed of the problems")
     concurrency: int = setting(8, "requests at a time")
     mtp: str | None = setting(None, 'JSON file with {"mtp_acceptance": share}')
     show: int = setting(0, "print N wrong replies per gate")
-    output: str | None = setting(None, "also write the last line to this file")
     json: str | None = setting(None, "the same as --output, by its name in `penstock bench`")
 
     def __post_init__(self) -> None:

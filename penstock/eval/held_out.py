@@ -1,6 +1,4 @@
-"""The problems of the gates, held out from the embedded model's training. Made by
-`training/problems`.
-"""
+"""The gates' problems, held out from the embedded model's training (`training/problems`)."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from penstock.eval.prompts import RequestMaker, make_prompts
 from penstock.eval.recount import TokenCounter
 from penstock.eval.results import (
     Reporter,
+    ServerSettings,
     draw_seed,
     format_table,
     prepare_output,
@@ -42,18 +43,15 @@ SIZES = ",".join(f"{prompt}+{reply}" for prompt, reply in PUBLISHED_MS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatencySettings:
+class LatencySettings(ServerSettings):
     """What to request, how often, and from which server."""
 
-    base_url: str = setting("http://127.0.0.1:8000", "a running server")
-    model: str = setting("", "name to send (default: the server's first model)")
     api: str = setting(
         "completions", "endpoint: raw prompts, or chats with their template", choices=tuple(APIS)
     )
     sizes: str = setting(SIZES, "tokens of prompt+reply, a chat's template included")
     warmup: int = setting(5, "requests before the timed ones, of each size")
     runs: int = setting(50, "timed requests of each size")
-    output: str | None = setting(None, "also write the last line to this file")
     tokenizer: str | None = setting(None, "the model's folder, to generate prompts")
     seed: int | None = setting(None, "seed of the prompts (default: random)")
     timeout: float = setting(300.0, "seconds after which a request fails")

@@ -31,9 +31,7 @@ MAX_MESSAGE_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class LocalTask:
-    """One of lm-eval's tasks; `source` is its YAML file below lm_eval/tasks, `data` its
-    questions.
-    """
+    """One of lm-eval's tasks; `source`: its YAML below lm_eval/tasks; `data`: its questions."""
 
     name: str
     source: str

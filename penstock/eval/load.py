@@ -95,9 +95,7 @@ _PartResult = tuple[list[StreamedReply], float, float]  # replies, largest lag, 
 
 @contextlib.contextmanager
 def _nothing_imported_from_here() -> Iterator[None]:
-    """A new process begins with `python -c`, which would import from the working directory
-    first.
-    """
+    """A new process begins with `python -c`, which imports from the working directory first."""
     name, before = "PYTHONSAFEPATH", os.environ.get("PYTHONSAFEPATH")
     os.environ[name] = "1"
     try:

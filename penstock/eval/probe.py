@@ -67,8 +67,7 @@ class Reply:
 
     @property
     def thought(self) -> str:
-        """The reasoning that a server separated from the content, by either of its usual names;
-        empty: none."""
+        """The reasoning that a server separated, by either of its usual names; empty: none."""
         message = field_of(self.choice, "message", dict)
         return str(message.get("reasoning_content") or message.get("reasoning") or "")
 
@@ -136,8 +135,7 @@ class Probe:
         ).encode()
 
     def send(self, *bodies: bytes, timeout_s: float | None = None) -> list[RawAnswer]:
-        """All of them at once, whatever they contain. A request that runs out of time is a client
-        that disconnects."""
+        """All at once, whatever they contain. One that runs out of time is a client that leaves."""
 
         async def send_all() -> list[RawAnswer]:
             requests = [self._target.encode_request(body) for body in bodies]

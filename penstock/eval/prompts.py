@@ -86,8 +86,7 @@ class PromptMaker:
     def make_of_blocks(
         self, block_ids: Sequence[int], num_tokens: int, block_tokens: int = BLOCK_TOKENS
     ) -> str:
-        """A prompt that shares its beginning with every other one that has the same leading block
-        ids."""
+        """A prompt that shares its beginning with those that have the same leading block ids."""
         units: list[str] = []
         for place, block in enumerate(block_ids):
             rng = Random(f"{self.seed}-block-{block}")
@@ -106,8 +105,7 @@ class PromptMaker:
         return [rng.choice(LETTERS), *rng.choices(self.words, k=num_units - 1)]
 
     def _number_as_words(self, number: int) -> list[str]:
-        """Different numbers in different words, the lowest digit first: the first word differs
-        soonest."""
+        """Different numbers in different words, the lowest digit first: they differ soonest."""
         words = Random(f"{self.seed}-words").sample(self.words, len(self.words))
         spelt = [words[number % len(words)]]
         while number := number // len(words):
@@ -116,8 +114,7 @@ class PromptMaker:
 
 
 def fit_prompts(count_tokens: CountTokens, seed: int) -> PromptMaker:
-    """Finds by probing which words the server counts as one token each, and the template's
-    overhead."""
+    """Finds by probing which words count as one token each, and the template's overhead."""
     num_probes = 0
 
     def excess(words: Sequence[str]) -> int:
@@ -182,9 +179,7 @@ class TokenPrompts:
         return self._counter.count_prompt([{"role": "user", "content": prompt}])
 
     def make(self, index: int, num_tokens: int) -> str:
-        """The prompt with this number; if no repair gives the exact length, the nearest one
-        found.
-        """
+        """The prompt with this number; if no repair gives the exact length, the nearest found."""
         _require_room(num_tokens, self.num_template_tokens)
         rng = Random(f"{self._seed}-{index}")
         ids = self._draw(rng, num_tokens - self.num_template_tokens)

@@ -26,6 +26,7 @@ from penstock.eval.harness_tasks import EXAMPLES, KINDS, Mark, ask_task
 from penstock.eval.lm_harness import Asking, require_lm_eval
 from penstock.eval.results import (
     Reporter,
+    ServerSettings,
     draw_seed,
     format_table,
     prepare_output,
@@ -40,11 +41,9 @@ LIMIT, LIMIT_VARIABLE = 100.0, "QUALITY_LIMIT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QualitySettings:
+class QualitySettings(ServerSettings):
     """Which tasks to run, and on which server."""
 
-    base_url: str = setting("http://127.0.0.1:8000", "a running server")
-    model: str = setting("", "name to send (default: the server's first model)")
     tasks: str | None = setting(
         None, f"tasks among {','.join(TASKS)} (default: those with questions)"
     )
@@ -56,7 +55,6 @@ class QualitySettings:
     )
     num_concurrent: int = setting(8, "requests at a time")
     seed: int | None = setting(None, "seed of every request (default: random)")
-    output: str | None = setting(None, "also write the last line to this file")
     max_tokens: int | None = setting(None, "tokens of a reply (default: 512; GPQA-Diamond: 12288)")
     timeout: float = setting(600.0, "seconds after which a request fails")
     body: str | None = setting(

@@ -36,8 +36,7 @@ class Recount:
 
     @property
     def is_off(self) -> bool:
-        """A model may split text differently from a tokenizer; a few tokens in a hundred are
-        tolerated."""
+        """A model may split text unlike a tokenizer; a few tokens in a hundred are tolerated."""
         return abs(self.claimed - self.counted) > max(2, 0.03 * self.counted)
 
 
@@ -50,8 +49,7 @@ class ReplyCounter(Protocol):
 
 
 def recount_reply(counter: ReplyCounter, text: str, claimed: int, finish_reason: str) -> Recount:
-    """A turn that ended by itself has one token more than its text, which a server may count or
-    not."""
+    """A turn that ended by itself has one token more than its text; servers may count it."""
     counted = counter.count_text(text)
     has_end = finish_reason == "stop" and claimed > counted
     return Recount(claimed, counted + has_end)
@@ -95,8 +93,7 @@ class TokenCounter:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def is_plain(self, token_id: int) -> bool:
-        """Whether it stands for whole characters of ordinary text: neither a control token nor a
-        fragment."""
+        """Whether it stands for whole characters: neither a control token nor a fragment."""
         if token_id in self._added_ids:
             return False
         text = self.decode([token_id])
@@ -106,8 +103,7 @@ class TokenCounter:
         return len(self.encode(text))
 
     def count_prompt(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Tokens of the whole prompt, including the opening of the reply; the bare text without a
-        template."""
+        """Tokens of the whole prompt, with the reply's opening; without a template, of the text."""
         if self._template is None:
             return sum(self.count_text(str(message["content"])) for message in messages)
         try:

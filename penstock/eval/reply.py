@@ -149,8 +149,7 @@ def _parse_call(block: str, types: Mapping[str, Mapping[str, str]]) -> Call | No
 
 
 def _typed(text: str, kind: str) -> Any:
-    """The text as a value of the schema's type; if none fits, the text itself, which no check
-    accepts."""
+    """The text as a value of the schema's type; if none fits, the text, which no check accepts."""
     try:
         if kind == "integer":
             return int(text)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.config import setting
 from penstock.errors import ConfigError, PenstockError
 from penstock.progress import OnPhase
 
@@ -25,10 +26,18 @@ def no_bars() -> AbstractContextManager[OnPhase]:
     return nullcontext(lambda phase: None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """What every measurement of a server has."""
+
+    base_url: str = setting("http://127.0.0.1:8000", "a running server")
+    model: str = setting("", "name to send (default: the server's first model)")
+    output: str | None = setting(None, "also write the last line, or the verdicts, to this file")
+
+
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Where a measurement reports: `bars` opens a place for phases, `origin` begins every JSON
-    line."""
+    """Where a measurement reports: `bars` opens phases, `origin` begins every JSON line."""
 
     bars: Bars
     origin: Mapping[str, Any]

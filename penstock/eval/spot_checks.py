@@ -85,9 +85,8 @@ class SpotCheck:
 
 def draw_check(rng: Random) -> SpotCheck:
     sign, a, b, value = _draw_sum(rng)
-    forms = (
-        WRITTEN if rng.random() < 0.75 or value < 0 else SPOKEN
-    )  # "the difference of 3 and 5" is 2 to many
+    # "the difference of 3 and 5" is 2 to many
+    forms = WRITTEN if rng.random() < 0.75 or value < 0 else SPOKEN
     text = pick(rng, forms[sign]).format(a=a, b=b)
     question = pick(rng, QUESTIONS).replace("{sum}", text)
     question = question[0].upper() + question[1:]

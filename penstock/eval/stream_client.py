@@ -30,9 +30,7 @@ MAX_MESSAGE_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server of the OpenAI API: its address, resolved once, and the path of its chat
-    completions.
-    """
+    """A server of the OpenAI API: its address, resolved once, and its chat completions' path."""
 
     address: str
     port: int
@@ -73,9 +71,7 @@ class Target:
 
 @dataclass(slots=True)
 class RawAnswer:
-    """The undecoded answer. Times are of the system's monotonic clock, which all processes
-    share.
-    """
+    """The undecoded answer. Times are of the monotonic clock, which all processes share."""
 
     started_s: float
     ended_s: float = 0.0
@@ -86,8 +82,7 @@ class RawAnswer:
 
 
 class _Exchange(asyncio.Protocol):
-    """Sends the request and records the answer; `ended` is done when the answer or the connection
-    ends."""
+    """Sends the request and records the answer; `ended` is done when that or the line ends."""
 
     def __init__(self, request: bytes, answer: RawAnswer, on_piece: Callable[[], None]) -> None:
         self._request = request
@@ -137,8 +132,7 @@ def _certificates() -> ssl.SSLContext:
 async def exchange(
     target: Target, request: bytes, timeout_s: float, on_piece: Callable[[], None] = lambda: None
 ) -> RawAnswer:
-    """Sends one encoded request and waits for the end of its answer. Never raises for what a server
-    does."""
+    """Sends one encoded request and awaits its whole answer. Never raises for a server's deeds."""
     answer = RawAnswer(time.monotonic())
     protocol = _Exchange(request, answer, on_piece)
     security: dict[str, Any] = {}
@@ -168,9 +162,8 @@ class StreamedReply:
     started_s: float
     ended_s: float
     error: str = ""
-    token_times_s: array[float] = field(
-        default_factory=lambda: array("d")
-    )  # of every event with text
+    # Of every event with text.
+    token_times_s: array[float] = field(default_factory=lambda: array("d"))
     text: str = ""
     content: str = ""  # the text without reasoning in a field of its own
     finish_reason: str = ""
@@ -193,8 +186,7 @@ class StreamedReply:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first; unlike gaps it does not depend on how tokens share
-        events."""
+        """Seconds per token after the first; unlike gaps, the same however tokens share events."""
         if self.num_completion_tokens < 2 or len(self.token_times_s) < 2:
             return None
         return (self.token_times_s[-1] - self.token_times_s[0]) / (self.num_completion_tokens - 1)
@@ -276,9 +268,7 @@ def read_answer(answer: RawAnswer) -> StreamedReply:
 
 
 def _read_whole(reply: StreamedReply, answer: RawAnswer) -> bool:
-    """An answer without a stream: one event, whose text is not timed because it came all at
-    once.
-    """
+    """An answer without a stream: one event, whose text is not timed: it came all at once."""
     body = b"".join(piece for _, piece in answer.pieces)
     if not any(
         choice.message or choice.text is not None for choice in _EVENTS.decode(body).choices

@@ -29,6 +29,7 @@ from penstock.eval.prompts import Prompts, RequestMaker, make_prompts
 from penstock.eval.recount import ReplyCounter, TokenCounter, recount_reply
 from penstock.eval.results import (
     Reporter,
+    ServerSettings,
     draw_seed,
     format_table,
     output_file,
@@ -50,16 +51,13 @@ LEVELS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputSettings:
+class ThroughputSettings(ServerSettings):
     """What to send, how much of it at a time, and what to compare it with."""
 
-    base_url: str = setting("http://127.0.0.1:8000", "a running server")
-    model: str = setting("", "name to send (default: the server's first model)")
     num_requests: int = setting(64, "requests of a level", aliases=("--num-prompts",))
     input_tokens: int = setting(1024, "tokens of a prompt, chat template included")
     max_tokens: int = setting(1024, "tokens of a reply, which may end earlier")
     concurrency: tuple[int, ...] = setting(LEVELS, "requests at a time, one level each")
-    output: str | None = setting(None, "also write the last line to this file")
     output_dir: str | None = setting(
         None, "folder for it instead: correctness.json or throughput.json"
     )

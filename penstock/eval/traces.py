@@ -2,7 +2,7 @@
 
 Reads two public formats: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake's
 JSON lines (timestamp in ms, input_length, output_length, and hash_ids that name shared blocks of
-the prompt). Knows lengths and times only, not the prompts.
+the prompt). Knows lengths and times only, not the prompts; from them, what could be reused.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import datetime
 import itertools
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from random import Random
 from penstock.errors import PenstockError
 
 BLOCK_TOKENS = 512  # of one hash id in a Mooncake trace
+PAGE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +125,65 @@ class Clamp:
         return dataclasses.replace(
             arrival, input_len=max(self.min_input, input_len), output_len=output_len
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PossibleReuse:
+    """Of one load, in tokens."""
+
+    unbounded: int  # with a cache that evicts nothing
+    kv_tokens: int | None  # size of the server's cache, if it reports it
+    bounded: int | None  # with a cache of that size
+
+    def in_words(self) -> str:
+        words = f"{self.unbounded:,} could be in one that evicts nothing"
+        if self.bounded is not None:
+            words += f", {self.bounded:,} in one of {self.kv_tokens:,} tokens"
+        return words
+
+    def as_dict(self) -> dict[str, int | None]:
+        return {
+            "possible_cached_tokens": self.unbounded,
+            "possible_cached_tokens_same_memory": self.bounded,
+            "server_kv_tokens": self.kv_tokens,
+        }
+
+
+def possible_reuse(
+    arrivals: Iterable[Arrival], max_tokens: int | None = None, page_tokens: int = PAGE_TOKENS
+) -> list[int]:
+    """The tokens of each prompt that a prefix cache of `max_tokens` has; None: it evicts nothing.
+
+    A reference for a server's own count: an LRU cache of whole pages that can continue after every
+    page. Prompts come one after the other, and each is cached as soon as it has come.
+    """
+    max_pages = None if max_tokens is None else max_tokens // page_tokens
+    pages: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
+    numbers = itertools.count()
+    reused = []
+    for arrival in arrivals:
+        keys = list(_page_keys(arrival, page_tokens, next(numbers)))
+        limit = (arrival.input_len - 1) // page_tokens
+        known = next(
+            (i for i, key in enumerate(keys[:limit]) if key not in pages), min(limit, len(keys))
+        )
+        reused.append(known * page_tokens)
+        for key in reversed(keys):  # of a prompt, the last page is evicted first
+            pages[key] = None
+            pages.move_to_end(key)
+        while max_pages is not None and len(pages) > max_pages:
+            pages.popitem(last=False)
+    return reused
+
+
+def _page_keys(arrival: Arrival, page_tokens: int, number: int) -> Iterator[int]:
+    """One for each page of prompt and reply, equal if all tokens up to its end are."""
+    num_prompt, num_all = arrival.input_len, arrival.input_len + arrival.output_len
+    key = 0
+    for end in range(page_tokens, num_all + page_tokens, page_tokens):
+        last_block = (end - 1) // arrival.block_tokens
+        is_named = end <= num_prompt and last_block < len(arrival.block_ids)
+        first_block = (end - page_tokens) // arrival.block_tokens
+        content = arrival.block_ids[first_block : last_block + 1] if is_named else (-1, number)
+        key = hash((key, content))
+        yield key

@@ -31,9 +31,7 @@ Confine = Callable[[list[str], dict[str, Any]], dict[str, str]]
 
 
 class NoLogits(Exception):
-    """A call was answered with something else. That ends a candidate: as an outcome it might pass
-    for a refusal.
-    """
+    """A call got no logits: it ends the candidate, or it might pass for a refusal."""
 
 
 class PenstockRefused(importlib.abc.MetaPathFinder):
@@ -46,10 +44,7 @@ class PenstockRefused(importlib.abc.MetaPathFinder):
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    for ending in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # they are for the judge, who then ends this process
+    for ending in (signal.SIGINT, signal.SIGTERM):  # for the judge, who then ends this process
         signal.signal(ending, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     confine = load_file("confine", str(Path(__file__).with_name("confine.py"))).confine
@@ -95,9 +90,7 @@ def import_for_all(with_kernels: bool) -> None:
 
 
 def know_kernels_that_moved() -> None:
-    """Triton compiles a kernel anew when it stands on another line; from candidate to candidate
-    most do.
-    """
+    """Triton recompiles a kernel that moved to another line, as most do between candidates."""
     from triton.runtime import jit
 
     JITCallable: Any = getattr(jit, "JITCallable", jit.JITFunction)
@@ -117,9 +110,7 @@ def fault_of_answer(answer: Any, device: str) -> str:
     import torch
 
     if type(answer) is not torch.Tensor:
-        return (
-            f"answered with an object of type {type(answer).__name__}; a torch.Tensor is expected"
-        )
+        return f"answered with a {type(answer).__name__}; a torch.Tensor is expected"
     if answer.device.type != device.partition(":")[0] or not answer.is_floating_point():
         return f"answered with {answer.dtype} on {answer.device}; logits on {device} are expected"
     return ""
@@ -178,9 +169,8 @@ class EnginePlayer:
             is_cut = timed[0] <= number < timed[1] and is_enough()
             if is_cut or number == timed[1] - 1:
                 self.wait()
-                kept = {
-                    one: logits.clone() for one, logits in kept.items()
-                }  # a thread's are too late
+                # What a thread computes from here on is too late.
+                kept = {one: logits.clone() for one, logits in kept.items()}
                 self.wait()
                 stop()
             if is_cut:
@@ -196,21 +186,15 @@ class EnginePlayer:
         if kind == "prefill":
             prompts = [torch.tensor(prompt, dtype=torch.int64, device=place) for prompt in tokens]
             return kind, list(ids), prompts
-        return (
-            kind,
-            list(ids),
-            torch.tensor([one for (one,) in tokens], dtype=torch.int64, device=place),
-        )
+        flat = [one for (one,) in tokens]
+        return kind, list(ids), torch.tensor(flat, dtype=torch.int64, device=place)
 
     def call(self, kind: str, ids: list[str], tokens: Any) -> Any:
         if kind == "remove":
             self.engine.remove(ids)
             return None
-        logits = (
-            self.engine.prefill(ids, tokens)
-            if kind == "prefill"
-            else self.engine.decode(ids, tokens)
-        )
+        run = self.engine.prefill if kind == "prefill" else self.engine.decode
+        logits = run(ids, tokens)
         if fault := fault_of_answer(logits, self.device):
             raise NoLogits(fault)
         return logits
@@ -231,9 +215,8 @@ class Session:
         self.player = EnginePlayer(None, "cpu")
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
-        self.connection.sendall(
-            json.dumps({**message, "bytes": len(payload)}).encode() + b"\n" + payload
-        )
+        line = json.dumps({**message, "bytes": len(payload)})
+        self.connection.sendall(line.encode() + b"\n" + payload)
 
     def receive(self) -> dict[str, Any] | None:
         line = self.lines.readline(MAX_MESSAGE)
@@ -315,13 +298,10 @@ class Session:
                 return time.perf_counter() - began
 
         wall = play(None)  # the second time, the same requests replace themselves
-        profiler = profile(
-            use_device="cuda" if on_gpu else None, use_kineto=True
-        )  # or kernels are not seen
+        # Without Kineto kernels are not seen; its averages by name take longer than the work.
+        profiler = profile(use_device="cuda" if on_gpu else None, use_kineto=True)
         play(profiler)
-        results: Any = (
-            profiler.kineto_results
-        )  # averages by name would take far longer than the work
+        results: Any = profiler.kineto_results
         spans = [
             (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
             for event in results.events()
@@ -358,9 +338,7 @@ def time_of_innermost(spans: list[Span]) -> dict[str, float]:
 
 
 def time_in_turn(spans: list[Span]) -> dict[str, float]:
-    """Seconds by name; a kernel that starts early waits for the one before, so time is the earlier
-    one's.
-    """
+    """Seconds by name; a kernel that starts early waits: shared time is the earlier one's."""
     totals: dict[str, float] = {}
     until = 0
     for start, end, name in sorted(spans):
@@ -370,27 +348,18 @@ def time_in_turn(spans: list[Span]) -> dict[str, float]:
 
 
 _KINDS = {
-    "attention": ("attention", "flash", "fmha", "bmm", "softmax", "merge_splits", "sdpa"),
-    "projection": (
-        "mm",
-        "gemm",
-        "linear",
-        "mv",
-        "cutlass",
-        "nvjet",
-        "product",
-        "sum_parts",
-        "splitk",
-    ),
+    "attention": "attention flash fmha bmm softmax merge_splits sdpa",
+    "projection": "mm gemm linear mv cutlass nvjet product sum_parts splitk",
 }
 
 
 def kind_of_work(name: str) -> str:
     """From the name of an operation or of a kernel."""
     lowered = name.lower()
-    return next(
-        (kind for kind, words in _KINDS.items() if any(word in lowered for word in words)), "small"
+    kinds = (
+        kind for kind, words in _KINDS.items() if any(map(lowered.__contains__, words.split()))
     )
+    return next(kinds, "small")
 
 
 if __name__ == "__main__":

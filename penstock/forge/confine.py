@@ -21,9 +21,7 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 READ_ACCESS = 0b1101  # execute, read a file, list a folder
-FILE_ACCESS = (
-    0b111 | 1 << 14 | 1 << 15
-)  # what can be done to a file, or to a device, rather than to a folder
+FILE_ACCESS = 0b111 | 1 << 14 | 1 << 15  # what can be done to files and devices, not folders
 MAX_CAPABILITIES = 64
 RESTRICTIONS = ("system calls", "files", "privileges", "file sizes")  # by worth, the first first
 CPU_RESTRICTIONS = (*RESTRICTIONS, "addresses")  # a CUDA driver reserves addresses without end
@@ -38,28 +36,19 @@ def confine(restrictions: Iterable[str], limits: Mapping[str, Any]) -> dict[str,
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit(resource.RLIMIT_CPU, int(limits["seconds"] * (os.cpu_count() or 1)) + 1)
     wanted = set(restrictions)
-    in_force = {
-        name: apply(libc, limits) for name, apply in _RESTRICTIONS.items() if name in wanted
-    }
+    chosen = {name: apply for name, apply in _RESTRICTIONS.items() if name in wanted}
+    in_force = {name: apply(libc, limits) for name, apply in chosen.items()}
     return {name: words for name, words in in_force.items() if words}
 
 
 def _let_memory_be_locked() -> None:
-    """Drivers pin memory, which root may without limit; without its privileges the limit would
-    count.
-    """
+    """Drivers pin memory. Root may without limit; without its privileges the limit would count."""
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(
-            resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-        )
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, 2 * (resource.RLIM_INFINITY,))
 
 
 class _Ruleset(ctypes.Structure):
-    _fields_ = (
-        ("files", ctypes.c_uint64),
-        ("network", ctypes.c_uint64),
-        ("scoped", ctypes.c_uint64),
-    )
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("files", "network", "scoped"))
 
 
 class _PathRule(ctypes.Structure):
@@ -118,18 +107,9 @@ def _no_privileges(libc: Any, limits: Mapping[str, Any]) -> str:
 # unshare, mount, umount2, open_by_handle_at, bpf, keyctl, kexec_load, io_uring_setup (whose sockets
 # no filter sees); and setsid and setpgid, which leave the group of processes that is killed
 # together.
-_SYSTEM_CALLS = {
-    "x86_64": (
-        0xC000003E,
-        41,
-        (101, 310, 311, 438, 308, 272, 165, 166, 304, 321, 250, 246, 425, 112, 109),
-    ),
-    "aarch64": (
-        0xC00000B7,
-        198,
-        (117, 270, 271, 438, 268, 97, 40, 39, 265, 280, 219, 104, 425, 157, 154),
-    ),
-}
+_X86 = (0xC000003E, 41, 101, 310, 311, 438, 308, 272, 165, 166, 304, 321, 250, 246, 425, 112, 109)
+_ARM = (0xC00000B7, 198, 117, 270, 271, 438, 268, 97, 40, 39, 265, 280, 219, 104, 425, 157, 154)
+_SYSTEM_CALLS = {"x86_64": _X86, "aarch64": _ARM}
 _X32_CALLS = 0x40000000  # a second set of numbers for the calls of x86_64
 
 
@@ -147,12 +127,10 @@ class _Program(ctypes.Structure):
 
 
 def _few_system_calls(libc: Any, limits: Mapping[str, Any]) -> str:
-    """A filter of the kernel's: no sockets but Unix ones, and nothing that reaches into other
-    processes.
-    """
+    """A seccomp filter: no sockets but Unix ones, nothing that reaches into other processes."""
     if platform.machine() not in _SYSTEM_CALLS:
         return ""
-    architecture, open_socket, refused = _SYSTEM_CALLS[platform.machine()]
+    architecture, open_socket, *refused = _SYSTEM_CALLS[platform.machine()]
     load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
     allow, refuse = (answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x00050000 | errno.EPERM)
     program = [
@@ -177,19 +155,13 @@ def _few_system_calls(libc: Any, limits: Mapping[str, Any]) -> str:
     filter_ = _Program(len(program), instructions)
     if libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(filter_), 0, 0):
         return ""
-    return (
-        "no sockets but Unix ones, no tracing, no mounting, no other namespaces or groups of "
-        "processes"
-    )
+    return "no sockets but Unix ones, no tracing or mounting, no other namespaces or process groups"
 
 
 def _small_files(libc: Any, limits: Mapping[str, Any]) -> str:
     _limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
-    return (
-        f"{limits['file_bytes'] >> 20} MiB at most"
-        if limits["file_bytes"]
-        else "nothing is written"
-    )
+    size = limits["file_bytes"] >> 20
+    return f"{size} MiB at most" if size else "nothing is written"
 
 
 def _few_addresses(libc: Any, limits: Mapping[str, Any]) -> str:

@@ -24,14 +24,10 @@ LIBRARY_FOLDER = Path(__file__).parents[1] / "ops" / "triton"
 PACKAGE = "penstock.forge.fragments"
 LIBRARY = "penstock.ops.triton."
 ENTRY = "create_engine"
-ORDER = (
-    "shape",
-    "weights_separate",
-    "weights_fused",
-    "weights",
-)  # first; what is chosen; then the engine
+# First; then what is chosen; last the engine.
+ORDER = ("shape", "weights_separate", "weights_fused", "weights")
 LAST = ("engine",)
-WIDTH = 110
+WIDTH = 100
 
 _DIRECTIVE = re.compile(r"\s*# forge: (when|value|end)\b ?(.*)$")
 _CLAIM = re.compile(r"(\w+)(!?=)([\w|]+)")
@@ -77,12 +73,16 @@ def emit(design: Design, says: str) -> str:
 
 
 def keep_lines(text: str, design: Design, values: Mapping[str, str]) -> str:
-    """Applies the directives: lines and blocks that the design wants, constants with its values."""
+    """Applies the directives: statements and blocks of the design, constants with its values."""
     kept: list[str] = []
     is_wanted = True
-    for line in text.splitlines():
+    starts = _statement_starts(text)
+    for number, line in enumerate(text.splitlines(), 1):
         directive = _DIRECTIVE.search(line)
         code = line[: directive.start()] if directive else line
+        assert not directive or code.strip() != ")", (
+            f"a directive marks one line of several: {line}"
+        )
         if directive and directive[1] == "end":
             is_wanted = True
         elif directive and not code.strip():
@@ -90,6 +90,8 @@ def keep_lines(text: str, design: Design, values: Mapping[str, str]) -> str:
         elif directive and directive[1] == "when":
             if is_wanted and _holds(directive[2], design):
                 kept.append(code)
+            elif is_wanted:  # a formatter may have split the statement: all of it goes
+                del kept[len(kept) - number + starts.get(number, number) :]
         elif directive:
             name = code.partition("=")[0].strip()
             kept.append(f"{name} = {values[name]}" if name in values else code)
@@ -98,10 +100,15 @@ def keep_lines(text: str, design: Design, values: Mapping[str, str]) -> str:
     return "\n".join(kept) + "\n"
 
 
+@functools.cache
+def _statement_starts(text: str) -> dict[int, int]:
+    """The first line of the statement that ends on a line: of several the innermost."""
+    found = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt))
+    return dict(sorted((node.end_lineno or 0, node.lineno) for node in found))
+
+
 def _holds(condition: str, design: Design) -> bool:
-    """`cache=pages`, `graphs!=none`, `graphs=decode|all`; several joined by spaces must all
-    hold.
-    """
+    """`cache=pages`, `graphs!=none`, `graphs=decode|all`; of several, separated by spaces, all."""
     claims = _CLAIM.findall(condition)
     assert claims, f"a directive says {condition!r}, which no design can answer"
     return all(
@@ -125,9 +132,7 @@ def _read_fragment(text: str) -> tuple[tuple[Definition, ...], tuple[Import, ...
             imports += _imports_of(node)
         elif names := _names_of(node):
             start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
-            while start and lines[start - 1].startswith(
-                "#"
-            ):  # a comment above belongs to what it is about
+            while start and lines[start - 1].startswith("#"):  # its comment
                 start -= 1
             source = "\n".join(lines[start : node.end_lineno])
             if tail := _comment_behind(lines[(node.end_lineno or 1) - 1], node):

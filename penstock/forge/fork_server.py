@@ -30,9 +30,7 @@ KEPT_CUDA_VARIABLES = (
 
 class ForkServer:
     def __init__(self, device: str) -> None:
-        """For candidates of this device; nobody knows yet whether there is one: "auto" may be a
-        GPU.
-        """
+        """For candidates of this device; "auto" may turn out to be a GPU."""
         self.started = time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="forge-")
         self.scratch = Path(self._folder.name)

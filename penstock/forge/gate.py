@@ -38,9 +38,7 @@ class Verdict:
 
 
 def check(player: Player, cases: Sequence[Case], allowed: Distance) -> Verdict:
-    """Stops at the first case with a fault. Tokens come from the CPU and from the device in
-    turn.
-    """
+    """Stops at the first case with a fault. Tokens come from the CPU and the device in turn."""
     worst, num_calls = 0.0, 0
     for number, case in enumerate(cases):
         try:

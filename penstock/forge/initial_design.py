@@ -6,9 +6,7 @@ from penstock.forge import decisions
 from penstock.forge.machine import Machine
 from penstock.forge.target import Target
 
-LAYER_OPERATIONS = (
-    30  # that torch launches for a layer of a decode step, attention of one row included
-)
+LAYER_OPERATIONS = 30  # that torch launches for a layer of a decode step of one row
 FEW_OPERATIONS = {  # of a layer in torch, for prompts and for decode steps
     "weights": "fused",
     "norm": "folded",

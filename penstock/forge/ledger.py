@@ -40,9 +40,8 @@ class Row:
     worst: float = 0.0  # distance from right logits, in units of the tolerance
     peak_bytes: int = 0
     build_s: float = 0.0
-    phases: Mapping[str, float] = field(
-        default_factory=dict
-    )  # seconds: start, build, gate, measure, profile
+    # Seconds: start, build, gate, measure, profile.
+    phases: Mapping[str, float] = field(default_factory=dict)
     held_to: tuple[str, ...] = ()  # the restrictions that the candidate ran under
 
     def facts(self) -> dict[str, Any]:
@@ -86,10 +85,8 @@ class Ledger:
 
 def count_changes(before: str, after: str) -> tuple[int, int]:
     """Lines added and removed."""
-    changes = list(difflib.ndiff(before.splitlines(), after.splitlines()))
-    return sum(line.startswith("+ ") for line in changes), sum(
-        line.startswith("- ") for line in changes
-    )
+    changes = [line[:2] for line in difflib.ndiff(before.splitlines(), after.splitlines())]
+    return changes.count("+ "), changes.count("- ")
 
 
 @dataclass(frozen=True, slots=True)

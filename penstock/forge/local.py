@@ -1,6 +1,4 @@
-"""An engine in this process, behind the same `play` as one in the sandbox: for people who trust
-theirs.
-"""
+"""An engine in this process, behind the same `play` as one in the sandbox: for trusted code."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ def load_module(path: Path) -> ModuleType:
             f"{path} cannot be loaded",
             f"{type(error).__name__}: {error}",
             "It is loaded without an entry in sys.modules, so @dataclass fails in it where "
-            "annotations are"
-            " postponed.",
+            "annotations are postponed.",
         ) from error
 
 
@@ -123,9 +120,8 @@ class ResidentPeak:
 
     def __init__(self) -> None:
         gc.collect()
-        with contextlib.suppress(
-            OSError, AttributeError
-        ):  # freed memory that is kept would hide new memory
+        # Freed memory that is kept would hide new memory.
+        with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         with contextlib.suppress(OSError):
             RESET.write_text(RESET_PEAK)

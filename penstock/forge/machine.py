@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from penstock.forge.fragments.product_packed import multiply, pack
 from penstock.forge.target import Target
 
-CLEAR_GAIN = (
-    1.2  # of one thread over all, of packed weights over plain ones: below it neither is chosen
-)
+CLEAR_GAIN = 1.2  # of one thread, or of packed weights: below it neither is chosen
 PROBED_ROWS = 8
 PROBED_PRODUCTS = 10
 PROBED_STRETCHES = 5
@@ -32,12 +30,8 @@ class Machine:
     bytes_per_second: float  # read and written by a copy
     flops_per_second: float  # of a product in the model's type
     launch_s: float  # of the smallest operation, from Python
-    one_thread_gain: float = (
-        1.0  # on a CPU: times as fast as with all threads, for a few rows of the model
-    )
-    packed_gain: float = (
-        1.0  # on a CPU: of products with packed weights, times as fast as torch's own
-    )
+    one_thread_gain: float = 1.0  # on a CPU: over all threads, for a few rows of the model
+    packed_gain: float = 1.0  # on a CPU: of products with packed weights over torch's own
 
     @classmethod
     def measure(cls, target: Target) -> Machine:

@@ -93,9 +93,7 @@ class Timing:
 def draw_benches(
     target: Target, oracle: Oracle, seed: int, sizes: Sizes | None = None, seconds: float = math.inf
 ) -> list[Bench]:
-    """Each for two plays at least, and for more as long as right answers have taken no more than
-    that.
-    """
+    """Each for at least two plays, and for more as long as right answers took less than that."""
     rng = random.Random(seed)
     sizes = sizes or Sizes.of(target)
     started = time.monotonic()
@@ -182,9 +180,7 @@ def measure(
 
 
 def _time(player: Player, bench: Bench, allowed: Distance) -> tuple[float, str, int]:
-    """The quickest of at least two plays, since the first may have had to warm up; or of one long
-    one.
-    """
+    """The quickest of at least two plays, since the first may warm up; or of one long one."""
     seconds: list[float] = []
     peak_bytes = 0
     for case in bench.plays:

@@ -1,6 +1,4 @@
-"""An engine without a cache: every call runs whole texts anew, one request after the other. The
-baseline.
-"""
+"""The baseline: no cache, every call computes whole texts anew, one request after the other."""
 
 from __future__ import annotations
 

@@ -63,9 +63,7 @@ class Case:
 
 @dataclass(slots=True)
 class Life:
-    """A request from its prefill to its end, and which calls ask for logits at which of its
-    positions.
-    """
+    """A request from prefill to end, and which calls ask for logits at which of its positions."""
 
     tokens: list[int]
     asked: list[tuple[int, int, int]]  # call, row of the answer, position
@@ -114,9 +112,7 @@ class Oracle:
 
 
 class Allowance:
-    """Seconds for right answers. What the next ones will take follows from what the last ones
-    took.
-    """
+    """Seconds for right answers. The next ones' cost is estimated from the last ones'."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -1,6 +1,4 @@
-"""How a run went, as a picture: the best engine so far over the trials, and what became of every
-idea.
-"""
+"""A run as a picture: the best engine so far over the trials, and the outcome of every idea."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ MAX_LABEL = 34
 
 
 def draw_progress(rows: Sequence[Row], title: str) -> str:
-    """An SVG. Upwards is faster, every doubling as high as the next; failed trials lie at the
-    foot.
-    """
+    """An SVG. Higher is faster, on a logarithmic axis; failed trials are at the bottom."""
     scores = [row.score for row in rows if row.score]
     lowest, highest = min([1.0, *scores]), max([2.0, *scores])
 

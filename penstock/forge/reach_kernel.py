@@ -1,7 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The smallest kernel: for `reach`, which wants to know whether one can be compiled and
-launched.
-"""
+"""The smallest kernel: `reach` uses it to see whether one can be compiled and launched."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ products and attention in the type that the engine computes in.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,11 @@ from torch import Tensor
 from penstock.errors import CapacityError, CheckpointError
 from penstock.forge.fragments.shape import Shape
 from penstock.forge.target import Target
-from penstock.forge.toy_weights import tensor_shapes
 
 NUM_READERS = 8  # one thread copies to a GPU no faster than it finds the pages of a file
-DERIVED_TENSOR = (
-    "rotary_emb.inv_freq"  # that older checkpoints store though it follows from the config
-)
+DERIVED_TENSOR = "rotary_emb.inv_freq"  # of older checkpoints; it follows from the config
 MOST_NAMED = 6
+TOY_STD = 0.02
 
 
 class Reference:
@@ -39,9 +38,7 @@ class Reference:
         self.frequencies = shape.rope_theta ** (-dims / shape.head_dim)
 
     def in_float32(self) -> Reference:
-        """The same with the same weights, widened one by one as they are used: they are neither
-        read nor held twice.
-        """
+        """The same weights, widened one by one as they are used: neither read nor held twice."""
         wider = copy.copy(self)
         wider.dtype = torch.float32
         return wider
@@ -126,9 +123,7 @@ def read_weights(target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _check_tensors(stored: Any, shape: Shape, path: Path) -> dict[str, Tensor]:
-    """All tensors of the model in their shapes, and no others: what nothing uses would have been
-    meant.
-    """
+    """All tensors of the model in their shapes, and no others: an unused one is an error."""
     if not isinstance(stored, dict) or not all(
         isinstance(tensor, Tensor) for tensor in stored.values()
     ):
@@ -170,3 +165,41 @@ def _check_tensors(stored: Any, shape: Shape, path: Path) -> dict[str, Tensor]:
 def _tell(found: list[str]) -> str:
     more = len(found) - MOST_NAMED
     return ", ".join(found[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def save_toy_weights(
+    shape: Shape, folder: Path, dtype: torch.dtype, seed: int, name: str = "model.pt"
+) -> Path:
+    """Random weights for models without real ones: matrices are normal, norms near one."""
+    # A GPU, if there is one, draws and rounds: eight billion numbers take a CPU minutes.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(size: tuple[int, ...]) -> Tensor:
+        numbers = torch.randn(size, generator=generator, device=device).mul_(TOY_STD)
+        return (numbers.add_(1.0) if len(size) == 1 else numbers).to(dtype).cpu()
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    torch.save({f"{name}.weight": draw(size) for name, size in tensor_shapes(shape)}, path)
+    return path
+
+
+def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of every tensor that a model of this shape has, by its bare name."""
+    hidden, width = shape.hidden_size, shape.intermediate_size
+    yield "embed_tokens", (shape.vocab_size, hidden)
+    for layer in range(shape.num_layers):
+        at = f"layers.{layer}."
+        yield at + "input_layernorm", (hidden,)
+        yield at + "self_attn.q_proj", (shape.num_query_rows, hidden)
+        yield at + "self_attn.k_proj", (shape.num_key_rows, hidden)
+        yield at + "self_attn.v_proj", (shape.num_key_rows, hidden)
+        yield at + "self_attn.o_proj", (hidden, shape.num_query_rows)
+        yield at + "post_attention_layernorm", (hidden,)
+        yield at + "mlp.gate_proj", (width, hidden)
+        yield at + "mlp.up_proj", (width, hidden)
+        yield at + "mlp.down_proj", (hidden, width)
+    yield "norm", (hidden,)
+    if shape.has_own_head:
+        yield "lm_head", (shape.vocab_size, hidden)

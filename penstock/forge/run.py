@@ -1,6 +1,4 @@
-"""One run of forge from a config on disk to an engine on disk: opens what the search needs, and
-closes it.
-"""
+"""One run of forge, from a config on disk to an engine on disk: opens and closes resources."""
 
 from __future__ import annotations
 
@@ -14,10 +12,8 @@ from penstock.forge.fork_server import ForkServer
 from penstock.forge.ledger import Ledger
 from penstock.forge.machine import Machine
 from penstock.forge.measure import Sizes
-from penstock.forge.phases import Phases, tell
-from penstock.forge.probe import Reach, settle
-from penstock.forge.run_log import RunLog
-from penstock.forge.sandbox import Limits, Sandbox
+from penstock.forge.run_log import Phases, RunLog, tell
+from penstock.forge.sandbox import Limits, Reach, Sandbox, settle
 from penstock.forge.search import Engine, Search
 from penstock.forge.target import Target
 from penstock.forge.trial import Exam
@@ -120,9 +116,7 @@ def _settle(sandbox: Sandbox) -> tuple[Reach, float]:
 
 
 def require_isolation(reached: Reach) -> None:
-    """A model's code is a stranger's: it runs where the network is out of its reach, or not at
-    all.
-    """
+    """A model's code is untrusted: it runs where it cannot reach the network, or not at all."""
     if not reached.network:
         raise PenstockError(
             "A writing model's code cannot be kept off the network here",

@@ -1,4 +1,4 @@
-"""results.log: what a run tells people as it goes, also when nothing comes of it. Needs no torch.
+"""results.log: what a run tells people as it goes, also when it fails, and where its time goes.
 
 An earlier run's log is replaced with the first trial. A run that ends before that adds behind it
 why: the engine that still lies there has its story, and whoever looks for a new one finds the
@@ -12,7 +12,7 @@ import os
 import textwrap
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from penstock.errors import PenstockError
@@ -44,9 +44,7 @@ class RunLog:
         except BaseException as error:
             if error is not self._explained:
                 self._explained = error
-                with contextlib.suppress(
-                    OSError
-                ):  # what was raised is worse than a log that is not there
+                with contextlib.suppress(OSError):  # what was raised is worse
                     self._append(*self._explanation(error))
             raise
 
@@ -73,3 +71,28 @@ def replace_file(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text)
     os.replace(draft, path)
+
+
+class Phases:
+    """One clock, read at the end of every phase. A phase that comes again adds up."""
+
+    def __init__(self, started: float | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self.started = time.monotonic() if started is None else started
+        self._last = self.started
+
+    def end(self, name: str) -> float:
+        """The phase of this name ends now; its seconds."""
+        now = time.monotonic()
+        taken, self._last = now - self._last, now
+        self.seconds[name] = self.seconds.get(name, 0.0) + taken
+        return taken
+
+    @property
+    def total_s(self) -> float:
+        return self._last - self.started
+
+
+def tell(seconds: Mapping[str, float]) -> str:
+    """`build 1.2, gate 3.4`"""
+    return ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())

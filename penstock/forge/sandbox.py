@@ -1,9 +1,9 @@
 """Where candidates run: in a process of their own with limits, asked over a socket. Trusts nothing
 it hears.
 
-What is enforced depends on the machine (`confine` does it, `probe` finds out), and is told in the
-report. Time is always: a candidate that does not answer in time is killed with everything it
-started.
+What is enforced depends on the machine (`confine` does it; `settle` finds out before the first
+trial, by what a probe inside could then not do), and is told in the report. Time always is: a
+candidate that does not answer in time is killed with everything it started.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,15 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.errors import PenstockError
 from penstock.forge.confine import CPU_RESTRICTIONS, RESTRICTIONS
 from penstock.forge.fork_server import ForkServer
-from penstock.forge.phases import Phases
+from penstock.forge.run_log import Phases
 from penstock.forge.target import Target
 from penstock.forge.traces import Call
 
 MAX_LINE = 1 << 20
 MAX_PAYLOAD = 1 << 31
 WATCH_S = 0.05
+PROBE_S = 30.0
 MEMORY_SHARE = 0.95  # of a GPU
 FILE_BYTES = 1 << 28  # compiled kernels; on a CPU nothing is written
 # What a CUDA driver writes to: its devices, memory shared between processes, the names of its
@@ -187,9 +190,7 @@ class Hosted:
         timed: tuple[int, int] = (-1, -1),
         on_device: bool = True,
     ) -> Played:
-        """Plays calls. Seconds lie between the judge's word and the candidate's, by the judge's
-        clock.
-        """
+        """Plays calls. The judge's clock times them, between its word and the candidate's."""
         self._write(do="play", calls=encode_calls(calls, on_device), keep=list(keep), timed=timed)
         seconds = 0.0
         if timed[0] >= 0:
@@ -284,3 +285,62 @@ def _cut(payload: bytes, outcomes: list[Any], keep: Sequence[int]) -> dict[int, 
         logits[number] = numbers[start : start + size].view(int(shape[0]), int(shape[1]))
         start += size
     return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a probe could do. Empty: it could; otherwise what was in its way."""
+
+    device: str
+    weights: str = ""
+    network: str = ""
+    outside: str = ""  # a file that is nobody's business
+
+    @property
+    def obstacle(self) -> str:
+        return self.device or self.weights
+
+
+def settle(sandbox: Sandbox) -> Reach:
+    """Leaves the sandbox with the strongest restrictions that its device works under."""
+    reached = probe(sandbox)
+    if not reached.obstacle:
+        return reached
+    sandbox.restrictions = []
+    if obstacle := probe(sandbox).obstacle:
+        raise PenstockError(
+            f"{sandbox.target.device} does not work in a process of its own, even without "
+            "restrictions",
+            obstacle,
+            "Run `penstock inspect` to see whether it works at all.",
+        )
+    for restriction in sandbox.wanted:
+        kept = sandbox.restrictions
+        sandbox.restrictions = [*kept, restriction]
+        if obstacle := probe(sandbox).obstacle:
+            sandbox.given_up[restriction] = obstacle
+            sandbox.restrictions = kept
+    return probe(sandbox)
+
+
+def probe(sandbox: Sandbox) -> Reach:
+    """What can be done under the sandbox's present restrictions."""
+    with tempfile.TemporaryDirectory(prefix="forge-outside-") as folder:
+        words = {
+            "device": sandbox.target.device,
+            "compiled": str(_kernel_cache(sandbox)),
+            "weights": str(sandbox.target.weight_dir / "model.pt"),
+            "outside": str(Path(folder) / "reached"),
+        }
+        try:
+            return Reach(**sandbox.reach(words, PROBE_S))
+        except CandidateError as error:
+            return Reach(device=str(error))
+
+
+def _kernel_cache(sandbox: Sandbox) -> Path:
+    """The candidates' own, which they find filled; but a kernel that was compiled under fewer
+    restrictions would only be read under more.
+    """
+    own = sandbox.scratch / "compiled"
+    return Path(tempfile.mkdtemp(dir=sandbox.scratch)) if own.exists() else own

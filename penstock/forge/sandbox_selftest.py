@@ -38,9 +38,7 @@ def _obstacle(attempt: Callable[[], object]) -> str:
 
 
 def _compute(device: str) -> None:
-    """On a GPU with a kernel of its own: for its first one Triton runs a C compiler and an
-    assembler.
-    """
+    """On a GPU with a kernel of its own, for which Triton runs a C compiler and an assembler."""
     import torch
 
     numbers = torch.zeros(16, device=device)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.forge import decisions, plan
+from penstock.forge import decisions
 from penstock.forge.decisions import Alternative, Design
 from penstock.forge.emit import WIDTH, emit
 from penstock.forge.initial_design import first_design, opening
@@ -30,7 +30,7 @@ from penstock.forge.run_log import replace_file
 from penstock.forge.sandbox import Sandbox
 from penstock.forge.target import Target
 from penstock.forge.trial import Bar, Exam, Outcome, profile_engine, run_trial
-from penstock.forge.writer import Proposal, Writer
+from penstock.forge.writer import Proposal, Writer, describe_choices
 
 LEAST_PROMISE = 0.003  # of all time: below it an alternative is not worth a trial
 FADED = 0.25  # what is left of a promise that was not kept, once something else has been
@@ -131,9 +131,8 @@ class Search:
         """From the plain design, or from an engine that somebody else wrote."""
         design = first_design(self.machine)
         source = source or self._write(design)
-        is_profiled = (
-            opening(self.target, self.machine) is None
-        )  # or else it is not what comes next
+        # Where there is an opening, the profile is not what comes next.
+        is_profiled = opening(self.target, self.machine) is None
         outcome = run_trial(
             self.sandbox,
             source,
@@ -175,9 +174,8 @@ class Search:
         changed = decisions.differences(first.design, design)
         self._judge("search", "; ".join(changed), why, self._write(design), design)
         if self._best() is not first:
-            del self.judged_s[
-                :-1
-            ]  # trials of engines like the first tell nothing about those to come
+            # Trials of engines like the first tell nothing about those to come.
+            del self.judged_s[:-1]
 
     def _follow_plan(self, writer: Writer) -> None:
         """What a writing model would try, of what can be decided; then the profile chooses."""
@@ -185,7 +183,7 @@ class Search:
         device = "cuda" if self.target.is_cuda else "cpu"
         reply_s = PLAN_SHARE * self._left_s
         best = self._best()
-        choices = plan.describe_choices(best.design, device)
+        choices = describe_choices(best.design, device)
         steps = writer.plan(self._brief(best), choices, device, reply_s)
         if isinstance(steps, str):
             self._tell(f"no plan of {writer.name}: {steps}")
@@ -268,15 +266,11 @@ class Search:
         self._record(author, idea, why, before.source, source, outcome, verdict, total)
 
     def _bar(self) -> Bar:
-        """What may be kept in the end; on a CPU also what looks slower until the best one is timed
-        again.
-        """
+        """What may be kept; on a CPU also what looks slower until the best one is timed again."""
         return Bar(self._best().timings, LEAST_GAIN if self.target.is_cuda else DOUBTFUL_GAIN)
 
     def _is_better(self, outcome: Outcome) -> bool:
-        """Where others may disturb the measurement the reigning engine is timed again, right
-        after.
-        """
+        """Times the best engine again, right after, where other processes may disturb it."""
         best = self._best()
         gain = score(outcome.timings, best.timings)
         is_clear = (
@@ -336,9 +330,7 @@ class Search:
             self.best = replace(best, outcome=replace(best.outcome, profile=profile))
 
     def _share(self, part: str) -> float:
-        """Of all time, prefill and decode counting the same; equal parts of what no profiler has
-        seen.
-        """
+        """Of all time, prefill and decode weighted alike; unseen time is split evenly."""
         outcome = self._best().outcome
         if part == "memory":
             total = self.machine.memory_bytes

@@ -22,19 +22,10 @@ WRITTEN_FOR = (
     "forge writes engines for plain Llamas: model_type tiny_llama, interleaved rope, no biases."
 )
 SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
 )
-OPTIONAL_SIZES = (
-    "num_key_value_heads",
-    "head_dim",
-)  # null, too, says that they follow from the others
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")  # null: they follow from the others
 # Keys that can make something else of a Llama, and the values with which they do not; null never
 # does.
 PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
@@ -130,9 +121,7 @@ class Target:
         return 2 * self.shape.num_layers * self.shape.num_key_rows * self.dtype.itemsize
 
     def describe(self) -> str:
-        """One line: `12 layers x 768, 12 heads of 64 over 4 key heads, vocabulary 32000,
-        bfloat16`.
-        """
+        """`12 layers x 768, 12 heads of 64 over 4 key heads, vocabulary 32000, bfloat16`"""
         shape = self.shape
         heads = f"{shape.num_heads} heads of {shape.head_dim} over {shape.num_kv_heads} key heads"
         numbers = str(self.dtype).removeprefix("torch.")

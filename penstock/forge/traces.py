@@ -141,9 +141,8 @@ def _removed(trace: Trace) -> Trace:
     trace.decode(["c", "a"])
     trace.prefill({"b": _lengths(trace, 1, 130)[0]})
     trace.decode(["a", "b", "c"])
-    trace.prefill(
-        {"d": _lengths(trace, 1, 130)[0], "a": 3, "b": lengths[1] + 4}
-    )  # shorter, and longer
+    # One is replaced by a shorter prompt, one by a longer.
+    trace.prefill({"d": _lengths(trace, 1, 130)[0], "a": 3, "b": lengths[1] + 4})
     trace.decode(["a", "d", "c", "b"], steps=2)
     return trace.end()
 

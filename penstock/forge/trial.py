@@ -1,6 +1,4 @@
-"""One trial of one candidate: screened, built, checked, timed, profiled. The same for every
-author.
-"""
+"""One trial of one candidate: screened, built, checked, timed, profiled. Equal for all authors."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from penstock.forge.oracle import (
     count_tokens,
     typical_case,
 )
-from penstock.forge.phases import Phases
+from penstock.forge.run_log import Phases
 from penstock.forge.sandbox import CandidateError, Hosted, OutOfTime, Sandbox
 from penstock.forge.static_check import refusal
 from penstock.forge.target import Target
@@ -34,9 +32,7 @@ from penstock.forge.traces import Trace, correctness_traces
 LEAST_SLOTS = 20  # for the requests of a mixed trace, and a spare one
 CROWD = 65  # one more than the rows that steps are captured for
 CPU_CACHE_BYTES = 4 << 30  # a part of what a trial on a CPU may have beside the weights
-CASES_SHARE = (
-    0.2  # of the time that is left, for right answers of situations; every candidate plays them
-)
+CASES_SHARE = 0.2  # of the time left, for right answers of situations; all candidates play them
 BENCHES_SHARE = 0.1
 ALWAYS = ("single", "batched", "inserted in between", "removed, re-added, replaced", "refusals")
 PROFILED_CALLS = 3  # of a trace: reading a profile takes longer than what it is of
@@ -44,9 +40,7 @@ PROFILED_CALLS = 3  # of a trace: reading a profile takes longer than what it is
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """What every candidate of a run has to pass and is timed with. Drawn once; no candidate sees
-    it.
-    """
+    """What every candidate of a run must pass and is timed with. Drawn once; hidden from them."""
 
     cases: Sequence[Case]
     benches: Sequence[Bench]
@@ -92,9 +86,7 @@ class Exam:
 
 
 def answer_in_time(knowing: Oracle, traces: Sequence[Trace], seconds: float) -> list[Case]:
-    """Those that are always asked, then the others, cheap ones first, as long as they end in
-    time.
-    """
+    """Those that are always asked, then the others, cheap ones first, while there is time."""
     allowance = Allowance(seconds)
     asked = sorted(traces, key=lambda trace: (trace.name not in ALWAYS, count_tokens(trace)))
     return [
@@ -120,12 +112,10 @@ class Outcome:
     worst: float = 0.0
     peak_bytes: int = 0
     timings: Mapping[str, Timing] = field(default_factory=dict)
-    profile: Mapping[str, float] = field(
-        default_factory=dict
-    )  # seconds by "decode.attention" and the like
-    phases: Mapping[str, float] = field(
-        default_factory=dict
-    )  # seconds: start, build, gate, measure, profile
+    # Seconds by "decode.attention" and the like.
+    profile: Mapping[str, float] = field(default_factory=dict)
+    # Seconds: start, build, gate, measure, profile.
+    phases: Mapping[str, float] = field(default_factory=dict)
     is_cut_short: bool = False  # right, but there was no time to time it
 
     @property
@@ -228,9 +218,7 @@ def _profile(hosted: Hosted, benches: Sequence[Bench]) -> dict[str, float]:
 
 
 def count_slots(target: Target) -> int:
-    """How many requests, each with room for the longest text, captured engines have place for at
-    once.
-    """
+    """How many requests of the longest length captured engines can hold at once."""
     if not target.is_cuda:
         return MAX_SLOTS
     free_bytes = torch.cuda.mem_get_info(target.device)[0] - target.weight_bytes
@@ -248,9 +236,7 @@ def count_slots(target: Target) -> int:
 
 
 def widest_batch(num_slots: int) -> int:
-    """Of a trace of calls, where all of it may be replaced at once: new prompts go to new
-    places.
-    """
+    """For traces that may replace all requests at once: new prompts go to new places."""
     return next(batch for batch in (64, 32, 16, 8, 4) if 2 * batch < num_slots)
 
 

@@ -7,10 +7,12 @@ candidate has judged it; nothing of it runs here.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
-from penstock.forge import plan
+from penstock.forge import decisions
+from penstock.forge.decisions import Design
 from penstock.forge.ledger import Row
 from penstock.http_client import HttpClient
 
@@ -26,6 +28,13 @@ now. It is loaded without an entry in sys.modules, so dataclasses do not work in
 with one sentence that names your idea, then either a unified diff in a ```diff block or the whole new file in
 a ```python block. One idea at a time; shorter code is better than longer code."""
 
+PLAN_TASK = """You plan how an inference engine is made faster. Below is what can be decided, what the engine has
+now, what was measured and where its time goes. Answer with one line for each trial, the most promising first:
+`decision=alternative: why`. Choices that should be tried together stand in one line, with a space between
+them. At most six lines, and nothing else."""
+
+MAX_STEPS = 6
+_CHOICE = re.compile(r"\b(\w+)\s*=\s*(\w+)")
 _BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 _HUNK = re.compile(r"^@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
 
@@ -75,13 +84,13 @@ class Writer:
         except EditError as error:
             return str(error)[:300]
 
-    def plan(self, brief: str, choices: str, device: str, seconds: float) -> list[plan.Step] | str:
+    def plan(self, brief: str, choices: str, device: str, seconds: float) -> list[Step] | str:
         """What to try first, out of these choices, or why there is no plan."""
         try:
-            reply = self._ask(plan.TASK, f"{brief}\n\nWhat can be decided:\n{choices}", seconds)
+            reply = self._ask(PLAN_TASK, f"{brief}\n\nWhat can be decided:\n{choices}", seconds)
         except EditError as error:
             return str(error)[:300]
-        return plan.read_plan(reply, device) or "the reply names nothing that can be decided here"
+        return read_plan(reply, device) or "the reply names nothing that can be decided here"
 
     def _ask(self, task: str, words: str, seconds: float) -> str:
         body = {
@@ -156,3 +165,51 @@ def _find(lines: list[str], before: list[str], expected: int) -> int:
             f"the diff does not fit: {before[0] if before else 'an empty hunk'!r} is not there"
         )
     return min(places, key=lambda place: abs(place - expected))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    choices: Mapping[str, str]  # decision -> alternative
+    why: str
+
+    def line(self) -> str:
+        return " ".join(f"{name}={choice}" for name, choice in self.choices.items())
+
+    def follow(self, design: Design) -> dict[str, str]:
+        """The design with these choices, and what they require."""
+        decided = dict(design)
+        for name, choice in self.choices.items():
+            decided = decisions.decide(decided, name, choice)
+        return decided
+
+
+def describe_choices(design: Design, device: str) -> str:
+    """What can be decided on this device, and what is chosen now."""
+    lines = []
+    for decision in decisions.DECISIONS:
+        possible = [one for one in decision.alternatives if device in one.devices]
+        if len(possible) > 1:
+            lines.append(f"  {decision.name} (now {design[decision.name]}): {decision.question}")
+            lines += [f"    {decision.name}={one.name}: {one.says}" for one in possible]
+    return "\n".join(lines)
+
+
+def read_plan(reply: str, device: str) -> list[Step]:
+    """The lines of a reply that name a possible decision; other lines are skipped."""
+    steps = []
+    for line in reply.splitlines():
+        choices = {
+            name: choice
+            for name, choice in _CHOICE.findall(line)
+            if _is_possible(name, choice, device)
+        }
+        if choices:
+            steps.append(Step(choices, line.partition(":")[2].strip()[:120]))
+    return steps[:MAX_STEPS]
+
+
+def _is_possible(name: str, choice: str, device: str) -> bool:
+    decision = decisions.BY_NAME.get(name)
+    return decision is not None and any(
+        one.name == choice and device in one.devices for one in decision.alternatives
+    )

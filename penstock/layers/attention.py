@@ -84,13 +84,13 @@ class Attention(nn.Module):
             cache.values,
             self.interleaved_rope,
         )
-        query_start, spans, chunks = inputs.query_start, inputs.spans, inputs.chunks
+        query_start, spans, blocks = inputs.query_start, inputs.spans, inputs.blocks
         if only_last:
             # Plain launches, which wait: attention of one token takes keys for those of earlier
             # steps.
             last_tokens = inputs.last_tokens
             q, gate, hidden = q[last_tokens], gate[last_tokens], hidden[last_tokens]
-            query_start, spans, chunks = inputs.rows_of_one_token()
+            query_start, spans, blocks = inputs.rows_of_one_token()
         attended = paged_attention(
             q,
             cache.keys,
@@ -99,7 +99,7 @@ class Attention(nn.Module):
             query_start,
             inputs.context_lens,
             spans,
-            chunks,
+            blocks,
             self.head_dim**-0.5,
             self.window,
             gate if self.gated else None,

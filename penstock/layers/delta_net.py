@@ -69,7 +69,7 @@ class DeltaNet(nn.Module):
             inputs.state_slots,
             inputs.initial_slots,
             inputs.spans,
-            inputs.chunks,
+            inputs.blocks,
             self.num_key_heads,
             deterministic=deterministic,
         )

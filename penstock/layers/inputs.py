@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.ops import Chunks
+from penstock.ops import TokenBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StepInputs:
         Tensor  # [R] int64   where it comes from; ignored for a row that starts at position 0
     )
     spans: tuple[RowSpan, ...]  # the rows again, on the host
-    chunks: Chunks  # those of several tokens once more, cut for kernels
+    blocks: TokenBlocks  # those of several tokens once more, cut for kernels
     deterministic: bool = False  # results must not depend on what else is in the step
 
     @property
@@ -52,11 +52,11 @@ class StepInputs:
         """The last one of each row, and of a row that has none any other."""
         return (self.query_start[1:] - 1).clamp(min=0)
 
-    def rows_of_one_token(self) -> tuple[Tensor, tuple[RowSpan, ...], Chunks]:
-        """`query_start`, `spans` and `chunks` of the step if each row had only its last token."""
+    def rows_of_one_token(self) -> tuple[Tensor, tuple[RowSpan, ...], TokenBlocks]:
+        """`query_start`, `spans` and `blocks` of the step if each row had only its last token."""
         starts = torch.arange(len(self.query_start), device=self.query_start.device)
         spans = tuple(RowSpan(1, max(1, span.context_len)) for span in self.spans)
-        return starts, spans, Chunks(pieces=self.chunks.pieces[:0], rows=self.chunks.rows[:0])
+        return starts, spans, TokenBlocks(table=self.blocks.table[:0], rows=self.blocks.rows[:0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class KVCache:
     keys: Tensor  # [pages, page_size, Hkv, D]
     values: Tensor  # [pages, page_size, Hkv, D]
 
-    def forget_nobodys(self) -> None:
+    def zero_padding(self) -> None:
         self.keys[0].zero_()
         self.values[0].zero_()
 
@@ -78,7 +78,7 @@ class StateCache:
     recurrent: Tensor  # [slots, Hv, K, V] float32 or float16
     conv: Tensor  # [slots, W, C]  the input of position p lies at p % W
 
-    def forget_nobodys(self) -> None:
+    def zero_padding(self) -> None:
         self.recurrent[0].zero_()
         self.conv[0].zero_()
 

@@ -2,12 +2,13 @@
 
 One alphabet for shapes, used in every signature of the project:
 
-    T  tokens in the step        R  rows in the step          P  pages per row      L  wanted logits
-    H  hidden size               Hq Hk Hv Hkv  heads          D  attention head     K V  DeltaNet
-    head widths
-    E  experts                   k  experts a token uses      I  expert width       C  conv channels
-    M N  matmul dims             F  dense MLP width           Kc  conv taps         W  entries of a
-    conv ring
+    T  tokens in the step    R  rows in the step      P  pages per row    L  wanted logits
+    H  hidden size           Hq Hk Hv Hkv  heads      D  attention head   K V  DeltaNet head widths
+    E  experts               k  experts of a token    I  expert width     F  dense MLP width
+    C  conv channels         Kc  conv taps            W  entries of a conv ring
+
+A product has M rows of activations (its tokens, so T in signatures), N rows of the weight, and sums
+over K: x [T, K], weight [N, K]. Tiles of kernels are BLOCK_M, BLOCK_N and BLOCK_K.
 
 An op is cut where a kernel is cut. `ops/reference` says in plain torch what each one computes: it
 is the specification, the oracle of the kernel tests and the path on a CPU. Those that have a kernel
@@ -20,7 +21,7 @@ from penstock.ops.reference import decode_rows as _decode_rows
 from penstock.ops.reference.moe import new_counters
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rope import rope_table
-from penstock.ops.reference.rows import CHUNK, LEAST_KEYS, Chunks, cut_chunks
+from penstock.ops.reference.rows import BLOCK_TOKENS, LEAST_KEYS, TokenBlocks, cut_blocks
 from penstock.ops.reference.sampling import bias_logits, penalize_repeats, token_logprobs
 from penstock.ops.weight import Weight
 
@@ -38,12 +39,12 @@ mask_logits = op(masking.mask_logits)
 sample = op(sampling.sample)
 
 __all__ = [
-    "CHUNK",
+    "BLOCK_TOKENS",
     "LEAST_KEYS",
-    "Chunks",
+    "TokenBlocks",
     "Weight",
     "bias_logits",
-    "cut_chunks",
+    "cut_blocks",
     "decode_rows",
     "gated_delta_net",
     "gated_rms_norm",

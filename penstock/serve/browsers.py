@@ -123,8 +123,7 @@ class KnownSites:
                     f"This server does not accept the name in Host: {host[:128]!r}",
                     "Another site could have made its own name point to this server.",
                     "Use the address that the server prints when it starts, start it with "
-                    "--allowed-host NAME, "
-                    "or with --api-key.",
+                    "--allowed-host NAME, or with --api-key.",
                 )
         for origin in headers.getlist("origin"):
             if not (

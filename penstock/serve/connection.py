@@ -13,15 +13,16 @@ directly to the transport. Knows HTTP chunks; the APIs write the events.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import resource
 import select
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config import ServeConfig
-from penstock.errors import OverloadedError
-from penstock.serve.open_files import TURNED_AWAY, connection_limit
+from penstock.errors import ConfigError, OverloadedError
 
 log = logging.getLogger("penstock.serve")
 
@@ -48,6 +49,10 @@ FULL_NEWS_S = 60.0
 TOO_MANY = b"Too many connections are open. Try again later."
 # Before uvicorn cancels what runs at shutdown, and logs it as a failure of ours.
 CUT_OFF_BEFORE_S = 0.5
+# Each connection takes a file descriptor, and engines need some to start.
+OWN_FILES = 48  # event loop, log, chat templates, libraries; 16 of them are in use when idle
+FILES_PER_ENGINE = 8  # while it starts: a folder, a listener, pipes, and the socket that stays
+TURNED_AWAY = 16  # connections beyond the limit that are being answered 503
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -347,3 +352,30 @@ class EventWriter:
         self._transport.write(
             b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events
         )
+
+
+def allow_many_files() -> None:
+    """Raises the soft limit to the hard one. The soft limit, often 1,024, is for programs that call
+    select(); a client beyond it would wait for an answer for ever."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # if "no limit" is more than the system allows
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def connection_limit(config: ServeConfig) -> int:
+    """The operator's limit, or all that open files allow; raises an error if that is less."""
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if num_files == resource.RLIM_INFINITY:
+        num_files = 2**31
+    num_engines = len(config.gpus) or config.replicas
+    num_reserved = OWN_FILES + FILES_PER_ENGINE * num_engines + TURNED_AWAY
+    num_possible = num_files - num_reserved
+    if num_possible < (config.max_connections or 1):
+        raise ConfigError(
+            f"The limit of {num_files} open files leaves {max(0, num_possible)} for connections",
+            f"{num_reserved} are reserved for the server and its engines; "
+            f"{config.max_connections or 1} connections are wanted.",
+            f"Raise the limit with `ulimit -n {num_reserved + (config.max_connections or 1024)}`"
+            + (", or lower --max-connections." if config.max_connections else "."),
+        )
+    return config.max_connections or num_possible

@@ -230,8 +230,7 @@ RESPONSES = FieldTable(
         "n": "There is one response: send the request n times.",
         **_each(
             "response_format structured_outputs guided_json guided_regex guided_choice "
-            "guided_grammar"
-            " json_schema regex ebnf grammar format",
+            "guided_grammar json_schema regex ebnf grammar format",
             "Use text.format, or /v1/chat/completions.",
         ),
         **_each(
@@ -259,10 +258,8 @@ MESSAGES = FieldTable(
         "compaction": "Conversations are not summarised here: send a request for a summary.",
         **_each(
             "n seed logprobs top_logprobs logit_bias min_tokens min_p frequency_penalty "
-            "presence_penalty"
-            " repetition_penalty structured_outputs guided_json guided_regex guided_choice "
-            "guided_grammar"
-            " chat_template_kwargs",
+            "presence_penalty repetition_penalty structured_outputs guided_json guided_regex "
+            "guided_choice guided_grammar chat_template_kwargs",
             "Use /v1/chat/completions, which has it.",
         ),
     },

@@ -55,8 +55,7 @@ class Bodies:
             raise OverloadedError(
                 "The server is receiving too much at the same time",
                 f"{self.num_bytes} bytes are being read and prepared, {self._num_large_bytes} of "
-                "them in "
-                f"{self._num_large} large bodies.",
+                f"them in {self._num_large} large bodies.",
                 "Try again later.",
             )
         self.num_bytes += after - before
@@ -147,8 +146,7 @@ class Place:
             raise OverloadedError(
                 "The server is full",
                 f"The body arrived slowly, {self.num_received} bytes in {SLOW_S:g} seconds or "
-                "more, and others "
-                "needed its room.",
+                "more, and others needed its room.",
                 "Try again later.",
             )
 

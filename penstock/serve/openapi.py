@@ -1,8 +1,8 @@
 """The OpenAPI document of every route.
 
 Request schemas are generated from the structs that requests are decoded into, so they stay correct;
-response schemas are written here, as far as clients rely on them. Ranges of numbers are not in it:
-a value out of range is answered with a 400 that names it.
+response schemas are written here, as far as clients rely on them, and tests hold real answers
+against them. Ranges of numbers are not in it: a value out of range is a 400 that names it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import hashlib
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import msgspec
@@ -62,10 +63,17 @@ class Operation:
     errors: str = "OpenAIError"
 
 
-def _object(*required: str, **properties: Schema) -> Schema:
-    """An object with these properties, the required ones of any type if nothing is given, and
-    perhaps more."""
-    return {"type": "object", "required": list(required), "properties": properties}
+def _object(fields: str = "", **properties: Schema) -> Schema:
+    """An object with these required fields, `name`, `name:type` or `name=value`, of any type where
+    nothing is said, and perhaps with more. `properties` says the rest."""
+    required = []
+    for field in fields.split():
+        name, _, kind = field.partition(":")
+        name, _, value = name.partition("=")
+        required.append(name)
+        if kind or value:
+            properties[name] = TYPES[kind] if kind else {"const": value}
+    return {"type": "object", "required": required, "properties": properties}
 
 
 def _list_of(items: Schema) -> Schema:
@@ -74,297 +82,156 @@ def _list_of(items: Schema) -> Schema:
 
 STRING: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
-USAGE = _object(
-    "prompt_tokens",
-    "completion_tokens",
-    "total_tokens",
-    prompt_tokens=COUNT,
-    completion_tokens=COUNT,
-    total_tokens=COUNT,
-)
+TYPES = {"str": STRING, "int": COUNT, "bool": {"type": "boolean"}}
+USAGE = _object("prompt_tokens:int completion_tokens:int total_tokens:int")
 CHAT = _object(
-    "id",
-    "object",
-    "created",
-    "model",
-    "choices",
-    "usage",
-    object={"const": "chat.completion"},
-    choices=_list_of(_object("index", "message", "finish_reason", index=COUNT)),
+    "id object=chat.completion created model choices usage",
+    choices=_list_of(_object("index:int message finish_reason")),
     usage=USAGE,
 )
 COMPLETION = _object(
-    "id",
-    "object",
-    "created",
-    "model",
-    "choices",
-    "usage",
-    object={"const": "text_completion"},
-    choices=_list_of(_object("index", "text", "finish_reason", index=COUNT, text=STRING)),
+    "id object=text_completion created model choices usage",
+    choices=_list_of(_object("index:int text:str finish_reason")),
     usage=USAGE,
 )
-VECTOR_USAGE = _object("prompt_tokens", "total_tokens", prompt_tokens=COUNT, total_tokens=COUNT)
+VECTOR_USAGE = _object("prompt_tokens:int total_tokens:int")
 EMBEDDINGS = _object(
-    "object",
-    "data",
-    "model",
-    "usage",
-    data=_list_of(_object("object", "index", "embedding", index=COUNT)),
+    "object data model usage",
+    data=_list_of(_object("object index:int embedding")),
     usage=VECTOR_USAGE,
 )
 RERANKED = _object(
-    "id",
-    "model",
-    "results",
-    "usage",
-    results=_list_of(_object("index", "relevance_score", index=COUNT)),
+    "id model results usage",
+    results=_list_of(_object("index:int relevance_score")),
     usage=VECTOR_USAGE,
 )
 SCORES = _object(
-    "id",
-    "object",
-    "data",
-    "usage",
-    data=_list_of(_object("index", "score", index=COUNT)),
-    usage=VECTOR_USAGE,
+    "id object data usage", data=_list_of(_object("index:int score")), usage=VECTOR_USAGE
 )
-MODEL = _object(
-    "id", "object", "created", "owned_by", id=STRING, object={"const": "model"}, created=COUNT
-)
+MODEL = _object("id:str object=model created:int owned_by")
 MESSAGE = _object(
-    "id",
-    "type",
-    "role",
-    "model",
-    "content",
-    "stop_reason",
-    "usage",
-    type={"const": "message"},
-    role={"const": "assistant"},
+    "id type=message role=assistant model content stop_reason usage",
     content=_list_of(_object("type")),
-    usage=_object("input_tokens", "output_tokens", input_tokens=COUNT, output_tokens=COUNT),
+    usage=_object("input_tokens:int output_tokens:int"),
 )
-RESPONSE = _object(
-    "id",
-    "object",
-    "status",
-    "model",
-    "output",
-    object={"const": "response"},
-    output=_list_of(_object("type")),
-)
-ITEM_LIST = _object("object", "data", "has_more", data=_list_of(_object("id", "type")))
-CONVERSATION = _object(
-    "id", "object", "created_at", object={"const": "conversation"}, created_at=COUNT
-)
-EVENT = _object("data", data=STRING, event=STRING)
+RESPONSE = _object("id object=response status model output", output=_list_of(_object("type")))
+ITEM_LIST = _object("object data has_more", data=_list_of(_object("id type")))
+CONVERSATION = _object("id object=conversation created_at:int")
+EVENT = _object("data:str", event=STRING)
 SESSION = _object(
-    "id",
-    "object",
-    "messages",
-    "message_bytes",
-    "continues",
-    "cached",
-    "tokens",
-    "bytes",
-    object={"const": "session"},
-    messages=COUNT,
-    message_bytes=COUNT,
-    continues={"type": "boolean"},
-    cached={"type": "boolean"},
-    tokens=COUNT,
-    bytes=COUNT,
+    "id object=session messages:int message_bytes:int continues:bool cached:bool tokens:int"
+    " bytes:int"
 )
-OLLAMA_CHAT = _object("model", "created_at", "message", "done", done={"type": "boolean"})
-OLLAMA_TEXT = _object(
-    "model", "created_at", "response", "done", response=STRING, done={"type": "boolean"}
-)
-OLLAMA_MODELS = _object(
-    "models", models=_list_of(_object("name", "model", "size", "digest", "details"))
-)
-LLAMA = {
-    "anyOf": [
-        _object("content", "tokens", "stop", "stop_type", "timings"),
-        _list_of(_object("content")),
-    ]
-}
+OLLAMA_CHAT = _object("model created_at message done:bool")
+OLLAMA_TEXT = _object("model created_at response:str done:bool")
+OLLAMA_MODELS = _object("models", models=_list_of(_object("name model size digest details")))
+LLAMA = {"anyOf": [_object("content tokens stop stop_type timings"), _list_of(_object("content"))]}
 FILE = _object(
-    "id",
-    "object",
-    "bytes",
-    "created_at",
-    "filename",
-    "purpose",
-    id=STRING,
-    object={"const": "file"},
-    bytes=COUNT,
-    created_at=COUNT,
-    filename=STRING,
+    "id:str object=file bytes:int created_at:int filename:str purpose",
     purpose={"enum": ["batch", "batch_output"]},
 )
 FORM = _object(
-    "file",
-    "purpose",
-    file={"type": "string", "contentMediaType": "application/jsonl"},
-    purpose={"const": "batch"},
+    "file purpose=batch", file={"type": "string", "contentMediaType": "application/jsonl"}
 )
 BATCH = _object(
-    "id",
-    "object",
-    "endpoint",
-    "input_file_id",
-    "completion_window",
-    "status",
-    "created_at",
-    "request_counts",
-    id=STRING,
-    object={"const": "batch"},
+    "id:str object=batch endpoint input_file_id completion_window status created_at request_counts",
     status={"enum": list(get_args(Status))},
-    request_counts=_object(
-        "total", "completed", "failed", total=COUNT, completed=COUNT, failed=COUNT
-    ),
+    request_counts=_object("total:int completed:int failed:int"),
 )
-DELETED = _object("id", "deleted", deleted={"const": True})
+DELETED = _object("id deleted", deleted={"const": True})
 ERRORS = {
-    "OpenAIError": _object(
-        "error", error=_object("message", "type", "param", "code", message=STRING, type=STRING)
-    ),
-    "AnthropicError": _object(
-        "type",
-        "error",
-        type={"const": "error"},
-        error=_object("type", "message", type=STRING, message=STRING),
-    ),
-    "OllamaError": _object("error", error=STRING),
+    "OpenAIError": _object("error", error=_object("message:str type:str param code")),
+    "AnthropicError": _object("type=error error", error=_object("type:str message:str")),
+    "OllamaError": _object("error:str"),
 }
 
-OPERATIONS = (
-    Operation("get", "/", "Whether a server is there", is_probe=True),
-    Operation("get", "/health", "Health of the engines", _object("status"), is_probe=True),
-    Operation(
-        "get", "/ready", "Whether requests should be sent here", _object("status"), is_probe=True
-    ),
-    Operation("get", "/ping", "The same for SageMaker", is_probe=True),
-    Operation("get", "/version", "The version of Penstock", _object("version", version=STRING)),
-    Operation("get", "/metrics", "Counters and histograms in Prometheus' text format"),
-    Operation("get", "/live", "The same numbers, as an event a second"),
-    Operation("get", "/page/{file}", "A file of the page that browsers are shown at /"),
-    Operation("get", "/docs", "This document, for people"),
-    Operation("get", "/openapi.json", "This document", _object("openapi", "info", "paths")),
-    Operation("get", "/v1/models", "The model", _object("object", "data", data=_list_of(MODEL))),
-    Operation("get", "/v1/models/{name}", "The model, by its name", MODEL),
-    Operation("post", "/v1/chat/completions", "Reply to a chat", CHAT, (ChatBody,), streams=True),
-    Operation(
-        "post", "/v1/completions", "Continue a text", COMPLETION, (CompletionBody,), streams=True
-    ),
-    Operation(
-        "post",
+GET, POST, DELETE = (partial(Operation, method) for method in ("get", "post", "delete"))
+OPERATIONS: tuple[Operation, ...] = (
+    GET("/", "Whether a server is there", is_probe=True),
+    GET("/health", "Health of the engines", _object("status"), is_probe=True),
+    GET("/ready", "Whether requests should be sent here", _object("status"), is_probe=True),
+    GET("/ping", "The same for SageMaker", is_probe=True),
+    GET("/version", "The version of Penstock", _object("version:str")),
+    GET("/metrics", "Counters and histograms in Prometheus' text format"),
+    GET("/live", "The same numbers, as an event a second"),
+    GET("/page/{file}", "A file of the page that browsers are shown at /"),
+    GET("/docs", "This document, for people"),
+    GET("/openapi.json", "This document", _object("openapi info paths")),
+    GET("/v1/models", "The model", _object("object data", data=_list_of(MODEL))),
+    GET("/v1/models/{name}", "The model, by its name", MODEL),
+    POST("/v1/chat/completions", "Reply to a chat", CHAT, (ChatBody,), streams=True),
+    POST("/v1/completions", "Continue a text", COMPLETION, (CompletionBody,), streams=True),
+    POST(
         "/invocations",
         "A chat or a completion, by the fields of the body",
         {"anyOf": [CHAT, COMPLETION]},
         (ChatBody, CompletionBody),
         streams=True,
     ),
-    Operation(
-        "post",
+    POST(
         "/tokenize",
         "The tokens of a text or a chat",
-        _object("tokens", "count", tokens=_list_of(COUNT), count=COUNT),
+        _object("tokens count:int", tokens=_list_of(COUNT)),
         (TokenizeBody,),
     ),
-    Operation(
-        "post",
-        "/detokenize",
-        "The text of tokens",
-        _object("prompt", prompt=STRING),
-        (DetokenizeBody,),
-    ),
-    Operation("post", "/v1/embeddings", "The vectors of texts", EMBEDDINGS, (EmbeddingBody,)),
+    POST("/detokenize", "The text of tokens", _object("prompt:str"), (DetokenizeBody,)),
+    POST("/v1/embeddings", "The vectors of texts", EMBEDDINGS, (EmbeddingBody,)),
     *(
-        Operation(
-            "post", path, "Documents by how relevant they are to a query", RERANKED, (RerankBody,)
-        )
+        POST(path, "Documents by how relevant they are to a query", RERANKED, (RerankBody,))
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
     *(
-        Operation("post", path, "How relevant texts are to texts", SCORES, (ScoreBody,))
+        POST(path, "How relevant texts are to texts", SCORES, (ScoreBody,))
         for path in ("/v1/score", "/score")
     ),
-    Operation(
-        "post",
-        "/v1/responses",
-        "Respond to a conversation",
-        RESPONSE,
-        (ResponseBody,),
-        streams=True,
-    ),
-    Operation("get", "/v1/responses/{id}", "A stored response", RESPONSE),
-    Operation("delete", "/v1/responses/{id}", "Delete a response", DELETED),
-    Operation("post", "/v1/files", "Upload requests for a batch", FILE, form=FORM),
-    Operation(
-        "get",
+    POST("/v1/responses", "Respond to a conversation", RESPONSE, (ResponseBody,), streams=True),
+    GET("/v1/responses/{id}", "A stored response", RESPONSE),
+    DELETE("/v1/responses/{id}", "Delete a response", DELETED),
+    POST("/v1/files", "Upload requests for a batch", FILE, form=FORM),
+    GET(
         "/v1/files",
         "Stored files",
         _object("data", data=_list_of(FILE)),
         queries=("purpose", "limit", "after", "order"),
     ),
-    Operation(
-        "get",
-        "/v1/responses/{id}/input_items",
-        "What a response replied to",
-        ITEM_LIST,
-    ),
-    Operation("post", "/v1/responses/{id}/cancel", "Cancel a background response", RESPONSE),
-    Operation(
-        "post",
+    GET("/v1/responses/{id}/input_items", "What a response replied to", ITEM_LIST),
+    POST("/v1/responses/{id}/cancel", "Cancel a background response", RESPONSE),
+    POST(
         "/v1/responses/input_tokens",
         "The tokens of a conversation",
-        _object("object", "input_tokens", input_tokens=COUNT),
+        _object("object input_tokens:int"),
         (ResponseBody,),
     ),
-    Operation(
-        "post",
+    POST(
         "/v1/responses/compact",
         "Shorten a conversation",
-        _object("id", "object", "output", "usage", output=_list_of(_object("type"))),
+        _object("id object output usage", output=_list_of(_object("type"))),
         (CompactBody,),
     ),
-    Operation(
-        "post", "/v1/conversations", "Begin a conversation", CONVERSATION, (ConversationBody,)
-    ),
-    Operation("get", "/v1/conversations/{id}", "A conversation", CONVERSATION),
-    Operation(
-        "post", "/v1/conversations/{id}", "Change its metadata", CONVERSATION, (ConversationBody,)
-    ),
-    Operation(
-        "delete",
-        "/v1/conversations/{id}",
-        "Delete a conversation",
-        DELETED,
-    ),
-    Operation("get", "/v1/conversations/{id}/items", "Its items", ITEM_LIST),
-    Operation("post", "/v1/conversations/{id}/items", "Add items", ITEM_LIST, (ItemsBody,)),
-    Operation("get", "/v1/conversations/{id}/items/{item_id}", "One item", _object("id", "type")),
-    Operation("delete", "/v1/conversations/{id}/items/{item_id}", "Delete an item", CONVERSATION),
-    Operation("get", "/v1/files/{id}", "One of them", FILE),
-    Operation("get", "/v1/files/{id}/content", "Its content"),
-    Operation("delete", "/v1/files/{id}", "Delete it", DELETED),
-    Operation("post", "/v1/batches", "Answer a file of requests", BATCH, (BatchBody,)),
-    Operation(
-        "get",
+    POST("/v1/conversations", "Begin a conversation", CONVERSATION, (ConversationBody,)),
+    GET("/v1/conversations/{id}", "A conversation", CONVERSATION),
+    POST("/v1/conversations/{id}", "Change its metadata", CONVERSATION, (ConversationBody,)),
+    DELETE("/v1/conversations/{id}", "Delete a conversation", DELETED),
+    GET("/v1/conversations/{id}/items", "Its items", ITEM_LIST),
+    POST("/v1/conversations/{id}/items", "Add items", ITEM_LIST, (ItemsBody,)),
+    GET("/v1/conversations/{id}/items/{item_id}", "One item", _object("id type")),
+    DELETE("/v1/conversations/{id}/items/{item_id}", "Delete an item", CONVERSATION),
+    GET("/v1/files/{id}", "One of them", FILE),
+    GET("/v1/files/{id}/content", "Its content"),
+    DELETE("/v1/files/{id}", "Delete it", DELETED),
+    POST("/v1/batches", "Answer a file of requests", BATCH, (BatchBody,)),
+    GET(
         "/v1/batches",
         "Batches",
         _object("data", data=_list_of(BATCH)),
         queries=("limit", "after", "order"),
     ),
-    Operation("get", "/v1/batches/{id}", "One of them", BATCH),
-    Operation("post", "/v1/batches/{id}/cancel", "Cancel it", BATCH),
-    Operation("get", "/v1/sessions", "Sessions", _object("data", data=_list_of(SESSION))),
-    Operation("get", "/v1/sessions/{id}", "One of them", SESSION),
-    Operation("delete", "/v1/sessions/{id}", "Delete one", DELETED),
-    Operation(
-        "post",
+    GET("/v1/batches/{id}", "One of them", BATCH),
+    POST("/v1/batches/{id}/cancel", "Cancel it", BATCH),
+    GET("/v1/sessions", "Sessions", _object("data", data=_list_of(SESSION))),
+    GET("/v1/sessions/{id}", "One of them", SESSION),
+    DELETE("/v1/sessions/{id}", "Delete one", DELETED),
+    POST(
         "/v1/messages",
         "Reply to a chat, in Anthropic's format",
         MESSAGE,
@@ -372,41 +239,25 @@ OPERATIONS = (
         streams=True,
         errors="AnthropicError",
     ),
-    Operation(
-        "post",
+    POST(
         "/v1/messages/count_tokens",
         "The tokens of such a chat",
-        _object("input_tokens", input_tokens=COUNT),
+        _object("input_tokens:int"),
         (PromptBody,),
         errors="AnthropicError",
     ),
     *(
-        Operation(
-            "post",
-            path,
-            "Continue a text, in llama-server's format",
-            LLAMA,
-            (LlamaBody,),
-            streams=True,
-        )
+        POST(path, "Continue a text, in llama-server's format", LLAMA, (LlamaBody,), streams=True)
         for path in ("/completion", "/completions")
     ),
-    Operation("post", "/apply-template", "A chat as a prompt", _object("prompt"), (ChatBody,)),
-    Operation(
-        "get",
-        "/props",
-        "Context, slots, sampling and template",
-        _object("default_generation_settings"),
-    ),
-    Operation(
-        "get", "/slots", "Which rows are busy", _list_of(_object("id", "n_ctx", "is_processing"))
-    ),
-    Operation("get", "/tokenizer_info", "Special tokens and template", _object("chat_template")),
+    POST("/apply-template", "A chat as a prompt", _object("prompt"), (ChatBody,)),
+    GET("/props", "Context, slots, sampling and template", _object("default_generation_settings")),
+    GET("/slots", "Which rows are busy", _list_of(_object("id n_ctx is_processing"))),
+    GET("/tokenizer_info", "Special tokens and template", _object("chat_template")),
     *(
         replace(operation, errors="OllamaError")
         for operation in (
-            Operation(
-                "post",
+            POST(
                 "/api/chat",
                 "Reply to a chat, in Ollama's format",
                 OLLAMA_CHAT,
@@ -414,8 +265,7 @@ OPERATIONS = (
                 streams=True,
                 stream_type=NDJSON_TYPE,
             ),
-            Operation(
-                "post",
+            POST(
                 "/api/generate",
                 "Reply to a prompt, in Ollama's format",
                 OLLAMA_TEXT,
@@ -423,27 +273,22 @@ OPERATIONS = (
                 streams=True,
                 stream_type=NDJSON_TYPE,
             ),
-            Operation("get", "/api/tags", "The model, as Ollama lists models", OLLAMA_MODELS),
-            Operation("get", "/api/ps", "The model, once it is loaded", OLLAMA_MODELS),
-            Operation(
-                "post",
+            GET("/api/tags", "The model, as Ollama lists models", OLLAMA_MODELS),
+            GET("/api/ps", "The model, once it is loaded", OLLAMA_MODELS),
+            POST(
                 "/api/show",
                 "Details of the model",
-                _object("model_info", "capabilities"),
+                _object("model_info capabilities"),
                 (ModelBody,),
             ),
-            Operation("get", "/api/version", "The Ollama whose API this is", _object("version")),
-            Operation(
-                "post", "/api/pull", "Nothing to do for the model", _object("status"), (ModelBody,)
-            ),
-            Operation(
-                "post", "/api/embed", "Vectors of texts", _object("embeddings"), (EmbedBody,)
-            ),
-            Operation("post", "/api/embeddings", "Of one", _object("embedding"), (EmbeddingsBody,)),
-            Operation("post", "/api/create", "Refused"),
-            Operation("post", "/api/copy", "Refused"),
-            Operation("post", "/api/push", "Refused"),
-            Operation("delete", "/api/delete", "Refused"),
+            GET("/api/version", "The Ollama whose API this is", _object("version")),
+            POST("/api/pull", "Nothing to do for the model", _object("status"), (ModelBody,)),
+            POST("/api/embed", "Vectors of texts", _object("embeddings"), (EmbedBody,)),
+            POST("/api/embeddings", "Of one", _object("embedding"), (EmbeddingsBody,)),
+            POST("/api/create", "Refused"),
+            POST("/api/copy", "Refused"),
+            POST("/api/push", "Refused"),
+            DELETE("/api/delete", "Refused"),
         )
     ),
 )

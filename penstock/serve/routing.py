@@ -16,12 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.config import ROUTING_POLICIES
-from penstock.digests import PageDigests
 from penstock.types import Request
 
 ROW_TOKENS = 2048
 AFFINITY = 2  # a cached token needs neither computation nor memory again
-PAGE_TOKENS = 64  # for requests without digests
 MAX_PAGES = 2**17
 HOME_TOKENS = (
     1024  # bonus of the engine that had a session's last request; less than a running reply
@@ -94,12 +92,11 @@ class Router:
 
     def pick(self, request: Request, among: Sequence[int]) -> tuple[int, int]:
         """One of these engines, and how many of the prompt's tokens it should have to compute."""
-        pages = request.page_digests
+        pages = request.page_digests  # those its engine will look up
         digests: list[bytes] = []
-        if len(self.loads) > 1 and self._policy == "prefix":
-            pages = pages or PageDigests.of(request.token_ids, PAGE_TOKENS, request.cache_scope)
+        if pages is not None and len(self.loads) > 1 and self._policy == "prefix":
             digests = pages.split()
-        page_size = pages.page_size if pages else PAGE_TOKENS
+        page_size = pages.page_size if pages else 0
         home = None if request.session_id is None else self._homes.get(request.session_id)
         known = {one: page_size * self._prefixes.num_known_pages(digests, one) for one in among}
 

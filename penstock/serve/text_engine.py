@@ -30,9 +30,8 @@ from penstock.serve.requests import (
 from penstock.serve.response_grammar import chat_grammar, form_grammar, form_param
 from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
-from penstock.serve.truncation import without_oldest
 from penstock.serve.vectors import VectorEngine
-from penstock.text.chat_prompt import ChatEncoder, RenderedChat
+from penstock.text.chat_prompt import ChatEncoder, RenderedChat, without_oldest
 from penstock.text.dialects import StreamParser, ThoughtsInContent, dialect_of
 from penstock.text.length import roles_written, words_written
 from penstock.text.loop_guard import LoopGuard

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from penstock.digests import scope_of
 from penstock.errors import ContextLengthError, EngineDeadError, PenstockError
 from penstock.serve.admission import require_priority
 from penstock.serve.fleet import Fleet
@@ -27,7 +28,7 @@ QUEUE_SHARE = 4  # one request takes at most this part of the queue
 
 TakeVector = Callable[[int, bytes], None]  # the index of an input, and float32 values
 TakeScore = Callable[[int, float], None]  # the index of a pair
-RefuseLong = Callable[[str, bool, str, int], None]  # a text, special tokens, tenant, max_model_len
+RefuseLong = Callable[[str, bool, str, int], None]  # a text, special tokens, scope, max_model_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,11 @@ class VectorRequest:
     timeout_s: float | None = None
     priority: int = 0
     tenant: str = ""
+    cache_salt: str | None = None
+
+    @property
+    def cache_scope(self) -> str:
+        return scope_of(self.tenant, self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +146,9 @@ class VectorEngine:
             if isinstance(text, str):
                 if max_tokens is None:
                     self._check_length(text, "input", asked, info)
-                prompts.append(self._text.encode(text, asked.prompt_name, max_tokens, asked.tenant))
+                prompts.append(
+                    self._text.encode(text, asked.prompt_name, max_tokens, asked.cache_scope)
+                )
             else:
                 prompts.append(text if max_tokens is None else text[:max_tokens])
         return self._build(request_id, prompts, pooling, asked, info)
@@ -153,13 +161,13 @@ class VectorEngine:
             for text in {text for pair in asked.pairs for text in pair}:
                 self._check_length(text, "documents", asked, info)
         prompts, scores = self._text.encode_pairs(
-            asked.pairs, info, asked.instruction, max_tokens, asked.tenant
+            asked.pairs, info, asked.instruction, max_tokens, asked.cache_scope
         )
         return self._build(request_id, prompts, pooling, asked, info), scores
 
     def _check_length(self, text: str, param: str, asked: VectorRequest, info: EngineInfo) -> None:
         try:
-            self._refuse_long(text, True, asked.tenant, info.max_model_len + 1)
+            self._refuse_long(text, True, asked.cache_scope, info.max_model_len + 1)
         except ContextLengthError as error:
             error.param = param
             raise
@@ -181,6 +189,7 @@ class VectorEngine:
                 info.max_model_len,
                 asked.priority,
                 asked.tenant,
+                asked.cache_salt,
                 info.page_size,
             )
             for index, token_ids in enumerate(prompts)

@@ -8,13 +8,14 @@ so that a text means the same wherever it comes from.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from penstock.errors import RequestError
+from penstock.errors import ContextLengthError, RequestError
 from penstock.text.content_marks import ContentMarker, Marks
 from penstock.text.control_tokens import ControlTokens
 from penstock.text.dialects import Thinking, dialect_of
@@ -105,3 +106,32 @@ class ChatEncoder:
         if self._control is None:
             return self._tokenizer.encode(chat.text, False, tenant)
         return self._control.encode(chat.text, chat.marked, tenant)
+
+
+def without_oldest(
+    messages: list[dict[str, Any]], require_fit: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """A conversation truncated to the context: system messages at the start stay, and it is cut
+    before a user message, so that no call loses its result and no result its call.
+
+    As many of the last messages as fit, but not all; `require_fit` raises `ContextLengthError`
+    for too many. If even the last turn does not fit, it raises that error."""
+    num_system = len(
+        list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    )
+    places = range(num_system, len(messages))
+    starts = [place for place in places if messages[place]["role"] == "user"] or [num_system]
+
+    def cut_at(start: int) -> list[dict[str, Any]]:
+        return [*messages[:num_system], *messages[start:]]
+
+    first, last = min(1, len(starts) - 1), len(starts) - 1
+    while first < last:
+        middle = (first + last) // 2
+        try:
+            require_fit(cut_at(starts[middle]))
+            last = middle
+        except ContextLengthError:
+            first = middle + 1
+    require_fit(cut_at(starts[last]))
+    return cut_at(starts[last])

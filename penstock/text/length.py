@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from penstock.errors import RequestError
-from penstock.text.segments import component_steps
+from penstock.text.pieces import component_steps
 from penstock.text.template import ChatTemplate
 
 # Normalising composes at most so many characters into one, and none of ASCII's. A test checks all.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from penstock.digests import PageDigests, scope_of
+from penstock.digests import PageDigests, Segment, scope_of
 from penstock.errors import ContextLengthError, RequestError
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Pooling, Request, SamplingParams
@@ -36,6 +36,7 @@ def build_requests(
     cache_salt: str | None = None,
     # Of an engine in another process, whose stepping thread should not hash prompts.
     page_size: int | None = None,
+    segments: tuple[Segment, ...] = (),
 ) -> list[Request]:
     """`sampling.n` requests for one prompt, each with its own id and, if a seed is given, its own
     seed."""
@@ -58,7 +59,7 @@ def build_requests(
     digests = (
         None
         if page_size is None
-        else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt))
+        else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt), segments)
     )
     return [
         Request(
@@ -70,6 +71,7 @@ def build_requests(
             end_token_ids=end_token_ids,
             banned=banned,
             boundaries=boundaries,
+            segments=segments,
             priority=priority,
             session_id=session_id,
             tenant=tenant,
@@ -96,6 +98,7 @@ def build_pooling_request(
     max_model_len: int,
     priority: int = 0,
     tenant: str = "",
+    cache_salt: str | None = None,
     page_size: int | None = None,
 ) -> Request:
     """For the vector of one prompt, which may fill the context: it has no reply."""
@@ -116,15 +119,18 @@ def build_pooling_request(
             "--max-model-len.",
             param="input",
         )
-    digests = None
-    if page_size is not None and pooling.kind == "last":
-        digests = PageDigests.of(prompt, page_size, tenant)
+    digests = (
+        None
+        if page_size is None
+        else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt))
+    )
     return Request(
         id=id,
         token_ids=prompt,
         pooling=pooling,
         priority=priority,
         tenant=tenant,
+        cache_salt=cache_salt,
         page_digests=digests,
     )
 
@@ -155,13 +161,11 @@ def limit_scores(
             f"the answer could have {num_prompt_scores + num_reply_scores:,} "
             f"log-probabilities{of_prompt}",
             f"The limit is {MAX_SCORES:,} in one answer. There are {len(prompts)} prompts, n is "
-            f"{sampling.n}, "
-            f"max_tokens {sampling.max_tokens or 1}; a token has {sampling.logprobs or 0} "
-            "alternatives, "
-            f"one of the prompt {sampling.prompt_logprobs or 0}.",
+            f"{sampling.n}, max_tokens {sampling.max_tokens or 1}; a token has "
+            f"{sampling.logprobs or 0} alternatives, one of the prompt "
+            f"{sampling.prompt_logprobs or 0}.",
             "Lower the alternatives (logprobs, top_logprobs in a chat, prompt_logprobs), n or "
-            "max_tokens, "
-            "or split the call.",
+            "max_tokens, or split the call.",
             param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
         )
     return sampling
@@ -206,8 +210,7 @@ def prompt_too_long(num_tokens: str, max_model_len: int, details: str = "") -> C
     return ContextLengthError(
         f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum",
         f"{_holds(max_model_len)} However, your messages resulted in {num_tokens} tokens, and the "
-        "reply "
-        f"needs at least 1.{details}",
+        f"reply needs at least 1.{details}",
         SHORTEN,
         param="prompt",
     )
@@ -228,8 +231,7 @@ def _resolve_max_tokens(
         raise ContextLengthError(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}",
             f"{_holds(max_model_len)} However, you requested {num_prompt_tokens + max_tokens} "
-            "tokens "
-            f"({num_prompt_tokens} in the messages, {max_tokens} in the completion).",
+            f"tokens ({num_prompt_tokens} in the messages, {max_tokens} in the completion).",
             f"Ask for at most {room} tokens, or: {SHORTEN[0].lower()}{SHORTEN[1:]}",
             param="max_tokens",
         )

@@ -24,7 +24,7 @@ from penstock.assets import NO_THINK_TEMPLATE, default_model
 from penstock.errors import CheckpointError, ConfigError, RequestError, TemplateProcessError
 from penstock.file_kinds import impostor
 from penstock.gguf.folder import folder_of, has_file, read_text
-from penstock.text.call_arguments import read_arguments
+from penstock.text.dialects.json_calls import read_arguments
 from penstock.text.json_values import refuse_many_arguments
 from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, shared_processes
 
@@ -91,8 +91,7 @@ class Limits:
                 return (
                     "the chat template ran out of fuel",
                     f"It was stopped after {self.fuel:,} instructions: {BASE_FUEL:,}, and "
-                    f"{FUEL_PER_ITEM:,} "
-                    "for every message and tool.",
+                    f"{FUEL_PER_ITEM:,} for every message and tool.",
                 )
             case "OutOfTime":
                 allowed = failure.detail or f"{self.cpu_seconds:.1f} s of CPU time"

@@ -1,7 +1,7 @@
 """Text to token ids and back, with the checkpoint's own tokenizer.json.
 
 The `tokenizers` library encodes, with a cache for long pieces if it cannot change an id
-(segments.py), or fastokens if it is installed and gives the same ids. Decoding goes through bytes,
+(pieces.py), or fastokens if it is installed and gives the same ids. Decoding goes through bytes,
 so that one rule serves whole replies, streams and logprobs. Also knows which ids end a reply and
 which start a turn. Knows nothing of requests.
 """
@@ -22,7 +22,7 @@ from penstock.errors import CheckpointError, RequestError
 from penstock.file_kinds import impostor
 from penstock.gguf.folder import folder_of, has_file, read_text
 from penstock.text.length import LengthBound
-from penstock.text.segments import SegmentEncoder
+from penstock.text.pieces import PieceEncoder
 from penstock.text.template import find_template, read_json
 
 logger = logging.getLogger(__name__)
@@ -240,13 +240,13 @@ def _remembering_encoder(model: tokenizers.Tokenizer) -> Encode:
                 for encoding in model.encode_batch_fast(pieces, add_special_tokens=False)
             ]
 
-    segments = SegmentEncoder.of(model, encode_pieces)
+    remembering = PieceEncoder.of(model, encode_pieces)
     adds_tokens = model.num_special_tokens_to_add(is_pair=False) > 0
 
     def encode(text: str, add_special_tokens: bool, tenant: str) -> list[int]:
-        if segments is None or (add_special_tokens and adds_tokens):
+        if remembering is None or (add_special_tokens and adds_tokens):
             return _encode(model, text, add_special_tokens)
-        return segments.encode(text, tenant)
+        return remembering.encode(text, tenant)
 
     return encode
 

@@ -46,13 +46,8 @@ THEMES: Mapping[str, Mapping[str, str]] = {
     name: {line.split()[0]: line.split()[column] for line in COLOURS.strip().splitlines()}
     for column, name in ((1, "light"), (2, "dark"))
 }
-ROLES = (
-    "ours",
-    "rival",
-    "other",
-    "bound",
-    "goal",
-)  # rival: the one to compare with; bound: the floor
+# rival: the one to compare with; bound: the floor
+ROLES = ("ours", "rival", "other", "bound", "goal")
 Theme = Mapping[str, str]
 
 

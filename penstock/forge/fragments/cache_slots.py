@@ -23,16 +23,12 @@ class Cache:
         slot_len = -(-shape.max_len // KEYS_AT_ONCE) * KEYS_AT_ONCE  # forge: when layers=kernels
         slot_bytes = 2 * shape.num_layers * shape.num_key_rows * slot_len * dtype.itemsize
         num_slots = count_slots(slot_bytes, device)
-        num_slots = min(
-            num_slots, FIRST_SLOTS
-        )  # more when they are asked for  # forge: when graphs=none
+        num_slots = min(num_slots, FIRST_SLOTS)  # more on demand  # forge: when graphs=none
         size = (shape.num_layers, num_slots, shape.num_kv_heads, slot_len, shape.head_dim)
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros(size, dtype=dtype, device=device)
         self.free = list(reversed(range(num_slots)))
-        self.spare = self.free.pop(
-            0
-        )  # for the rows that pad a captured step  # forge: when graphs!=none
+        self.spare = self.free.pop(0)  # of rows that pad a step  # forge: when graphs!=none
 
     def take_slots(self, count: int) -> list[int]:
         """In their order: those that follow each other can be read where they lie."""
@@ -41,9 +37,8 @@ class Cache:
             self._grow(count - len(self.free))
         # forge: end
         # forge: when graphs!=none
-        if count > len(
-            self.free
-        ):  # a captured step remembers addresses: slots cannot move to a larger place
+        # A captured step remembers addresses: slots cannot move to a larger place.
+        if count > len(self.free):
             raise MemoryError(f"{count} prompts do not fit; {len(self.free)} slots are free")
         # forge: end
         return sorted(self.free.pop() for _ in range(count))
@@ -68,8 +63,7 @@ class Cache:
         slot_bytes = 2 * self.keys[:, :1].nbytes
         raise MemoryError(
             f"{num_missing} more slots of {self.keys.shape[3]} tokens do not fit beside "
-            f"{num_slots}:"
-            f" each takes {slot_bytes / 1e9:.2f} GB"
+            f"{num_slots}: each takes {slot_bytes / 1e9:.2f} GB"
         ) from shortage
 
     # forge: end

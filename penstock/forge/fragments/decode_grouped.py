@@ -1,6 +1,4 @@
-"""Decode: one pair of batched products for all rows; the queries of a key head are the rows of a
-matrix.
-"""
+"""Decode: two batched products for all rows; the queries of a key head are a matrix's rows."""
 
 from __future__ import annotations
 

@@ -15,9 +15,8 @@ def run_tokens(model: Model, tokens: Tensor, slots: list[int], positions: list[i
     cache, device, longest = model.cache, tokens.device, max(positions) + 1
     rows, places = on_device(slots, device), on_device(positions, device)
     angles = model.rope[places]
-    is_seen = (torch.arange(longest, device=device) <= places[:, None])[
-        :, None, None
-    ]  # [R, 1, 1, longest]
+    keys = torch.arange(longest, device=device)
+    is_seen = (keys <= places[:, None])[:, None, None]  # [R, 1, 1, longest]
     is_grouped = model.shape.num_heads != model.shape.num_kv_heads
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

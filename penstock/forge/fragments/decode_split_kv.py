@@ -1,7 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention of a decode step: one program per row, key head and split; a second kernel merges the
-splits.
-"""
+"""Attention of a decode step: a program per row, key head and split; a second kernel merges."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def run_tokens(model: Model, tokens: Tensor, slots: list[int], positions: list[i
 def run_step(
     model: Model, tokens: Tensor, slots: Tensor, positions: Tensor, *, is_long: bool
 ) -> Tensor:
-    """The same with all inputs on the device, [R] each. Long rows are split, so that all processors
-    work.
-    """
+    """The same with all inputs on the device, [R] each. Long rows are split to fill the device."""
     num_splits = count_splits(model, len(tokens)) if is_long else 1
 
     def attend(layer: int, turned: Tensor, qkv: Tensor) -> Tensor:

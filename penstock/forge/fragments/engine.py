@@ -47,9 +47,9 @@ class Engine:
         slots = cache.take_slots(len(lengths))
         try:
             cache.reserve(slots, lengths)  # forge: when cache=pages
-            logits = run_prompts(
-                self.model, tokens, lengths, slots
-            )  # forge: when graphs=none|decode
+            # forge: when graphs=none|decode
+            logits = run_prompts(self.model, tokens, lengths, slots)
+            # forge: end
             logits = self.prompt_passes.launch(tokens, lengths, slots)  # forge: when graphs=all
         except BaseException:  # memory may run out; who was to be replaced still has its own slot
             for slot in slots:
@@ -127,9 +127,7 @@ class Engine:
 
 
 class CopiedTokens:
-    """Tokens on their way from the device: waiting for them is waiting for what came before the
-    step.
-    """
+    """Tokens on their way from the device: waiting for them waits for what came before the step."""
 
     def __init__(self, tokens: Tensor) -> None:
         check_type(tokens)

@@ -1,6 +1,4 @@
-"""The layers as a few kernels each. Every input is on the device, so that a step can be
-captured.
-"""
+"""The layers as a few kernels each. Every input is on the device: a step can be captured."""
 
 from __future__ import annotations
 

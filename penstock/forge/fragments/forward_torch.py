@@ -1,6 +1,4 @@
-"""The layers in plain torch. Where keys are stored and who attends to them is the caller's
-business.
-"""
+"""The layers in plain torch. The caller decides where keys are stored and how rows attend."""
 
 from __future__ import annotations
 

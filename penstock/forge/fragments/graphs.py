@@ -1,6 +1,4 @@
-"""Steps captured once and replayed: what is launched and on which memory is fixed, the numbers are
-not.
-"""
+"""Steps captured once and replayed: kernels and memory are fixed, the numbers are not."""
 
 from __future__ import annotations
 

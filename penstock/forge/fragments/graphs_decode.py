@@ -26,10 +26,8 @@ class DecodeStep:
         self.inputs = torch.zeros(4, size, dtype=torch.int64, device=model.rope.device)
         self.inputs[1] = model.cache.spare
         self.tokens, self.slots, self.positions, self.advance = self.inputs.unbind()
-        self.expected: tuple[list[int], list[int]] = (
-            [],
-            [],
-        )  # slots, and where they are after the last step
+        # Slots, and where they are after the last step.
+        self.expected: tuple[list[int], list[int]] = ([], [])
 
     def fill(self, tokens: Tensor, slots: list[int], positions: list[int]) -> None:
         num_rows, padding = len(slots), len(self.tokens) - len(slots)

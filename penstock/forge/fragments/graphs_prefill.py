@@ -23,9 +23,7 @@ SPREAD_TOKENS = 128
 
 
 class PromptPass:
-    """Up to `size` tokens of up to 16 prompts. All that is told of a prompt is its slot and where
-    it ends.
-    """
+    """Up to `size` tokens of up to 16 prompts. A prompt is described by its slot and its end."""
 
     def __init__(self, model: Model, size: int) -> None:
         self.model = model
@@ -103,9 +101,7 @@ def spread_kernel(
 
 
 def pass_sizes(longest: int) -> list[int]:
-    """Each twice the one before, and from 2048 on by a quarter at most: there padding takes
-    time.
-    """
+    """Each twice the one before; from 2048 on by a quarter at most, since padding takes time."""
     sizes = [32]
     while sizes[-1] < longest:
         size = sizes[-1]

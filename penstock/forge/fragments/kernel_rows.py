@@ -86,7 +86,7 @@ def gate_rows(gate_up: Tensor) -> Tensor:
     grid = (len(gate_up), cdiv(width, COLUMNS_AT_ONCE))
     options = launch_options(gate_up.device)
     launch(_swiglu_kernel, grid)(
-        gate_up, out, 2 * width, M=width, BLOCK_M=COLUMNS_AT_ONCE, num_warps=4, **options
+        gate_up, out, 2 * width, K=width, BLOCK_K=COLUMNS_AT_ONCE, num_warps=4, **options
     )
     return out
 
@@ -152,9 +152,7 @@ def turn_and_store_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A few heads of a token. A dimension becomes x * cos + partner * sin; the partner is read once
-    more.
-    """
+    """A few heads of a token. x becomes x * cos + partner * sin; the partner is read once more."""
     let_next_start(PDL)
     i_token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)

@@ -14,9 +14,7 @@ from torch import Tensor
 
 
 class Compilers:
-    """Kernels on their way: each form once, in threads, because compilers work without Python's
-    lock.
-    """
+    """Kernels being compiled: each form once, in threads, since compilers release Python's lock."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,7 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention of packed prompts: a program takes a tile of a prompt's tokens and heads of one key
-head.
-"""
+"""Attention of packed prompts: a program takes a tile of tokens and heads of one key head."""
 
 from __future__ import annotations
 
@@ -91,9 +89,7 @@ def attend_pack(turned: Tensor, qkv: Tensor, pack: Pack, shape: Shape) -> Tensor
 def choose_blocks(
     group: int, padded_dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, int]:
-    """The largest of a few tiles whose queries, and two blocks of keys and values, fit into shared
-    memory.
-    """
+    """The largest tile whose queries and two blocks of keys and values fit into shared memory."""
     if dtype == torch.float32:
         return 1, max(16, min(64, 4096 // padded_dim))
     for heads, keys in ((2, 64), (2, 32), (1, 64)):

@@ -1,6 +1,4 @@
-"""Products on a CPU by oneDNN, with weights packed once. A BLAS packs them anew for every
-product.
-"""
+"""Products on a CPU by oneDNN, with weights packed once; a BLAS packs them for every product."""
 
 from __future__ import annotations
 

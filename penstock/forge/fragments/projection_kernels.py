@@ -19,18 +19,18 @@ from torch import Tensor
 from penstock.forge.fragments.kernel_rows import gate_rows, scale_rows
 from penstock.forge.fragments.launch import launch
 from penstock.ops.triton.launch import (
-    ask_for,
     cdiv,
     launch_options,
     let_next_start,
     next_power_of_2,
     num_processors,
+    prefetch_l2,
     shared_memory,
     wait_for_previous,
 )
+from penstock.ops.triton.matmul_gemv import HELD_ELEMENTS, WARP_COLUMNS, _load_block, _stack
 from penstock.ops.triton.matmul_product import load_inside
-from penstock.ops.triton.matmul_tensor import SUMMED_COLUMNS, sum_parts
-from penstock.ops.triton.matmul_vector import HELD_ELEMENTS, WARP_COLUMNS, _load_chunk, _stack
+from penstock.ops.triton.matmul_small_gemm import SUMMED_COLUMNS, sum_parts
 
 VECTOR_ROWS = 4  # forge: value
 TENSOR_ROWS = 64
@@ -59,9 +59,7 @@ def project_gated(x: Tensor, eps: float, weight: Tensor) -> Tensor:
 
 
 def project_onto(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """residual [T, N] + x [T, M] by weight [N, M]. The residual is given up: the sum may take its
-    place.
-    """
+    """residual [T, N] + x [T, M] by weight [N, M]. The sum may overwrite the residual."""
     if len(x) > TENSOR_ROWS:
         return residual.addmm_(x, weight.t())
     if len(x) <= VECTOR_ROWS:
@@ -71,9 +69,7 @@ def project_onto(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 @triton.jit
 def place_rows(rows, N, IS_GATED: tl.constexpr):
-    """Which rows of the weight a program multiplies: of a gated one pairs, each of a gate and its
-    up.
-    """
+    """The rows of the weight that a program multiplies; if gated, pairs of a gate and its up."""
     source = rows // 2 + rows % 2 * (N // 2) if IS_GATED else rows
     return tl.minimum(source, N - 1).to(tl.int64)
 
@@ -137,21 +133,14 @@ def choose_vector_tile(weight: Tensor, num_rows: int) -> VectorTile:
 
 
 def vector_tile(block_n: int, M: int, num_rows: int) -> VectorTile:
-    width = (
-        1024
-        if M % 1024 == 0 or M > 4096
-        else 512
-        if M % 512 == 0
-        else min(1024, next_power_of_2(M))
-    )
-    width = max(64, width)
+    width = 512 if M % 512 == 0 else max(64, min(1024, next_power_of_2(M)))
+    width = 1024 if M % 1024 == 0 or M > 4096 else width
     num_warps = min(4, max(1, width // WARP_COLUMNS))
     num_chunks = cdiv(M, width)
     elements = block_n * width // (32 * num_warps)  # of a chunk, in one thread
     most = min(max(1, HELD_ELEMENTS[next_power_of_2(num_rows)] // elements), num_chunks)
-    held = min(
-        range(most, most // 2, -1), key=lambda held: -num_chunks % held
-    )  # few empty chunks at the end
+    # Few empty chunks at the end.
+    held = min(range(most, most // 2, -1), key=lambda held: -num_chunks % held)
     return VectorTile(block_n, width, held, num_warps)
 
 
@@ -172,29 +161,24 @@ def vector_product_kernel(
     HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A few rows of the weight in chunks of columns. The first HELD chunks are under way before the
-    wait.
-    """
+    """A few rows of the weight by chunks of columns. The first HELD loads start before the wait."""
     let_next_start(PDL)
     STRIDE: tl.constexpr = HELD * BLOCK_M
     IS_WHOLE: tl.constexpr = M % STRIDE == 0
-    GROUP: tl.constexpr = (
-        128 // p_weight.dtype.element_ty.primitive_bitwidth
-    )  # elements of a 16-byte load
+    # Elements of a 16-byte load.
+    GROUP: tl.constexpr = 128 // p_weight.dtype.element_ty.primitive_bitwidth
     NUM_GROUPS: tl.constexpr = BLOCK_M // GROUP
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     p_rows = p_weight + place_rows(rows, N, IS_GATED)[:, None] * M
     weights = ()
     for i in tl.static_range(HELD):
         columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
-        weights += (_load_chunk(p_rows, columns[None, :], M, IS_WHOLE),)
+        weights += (_load_block(p_rows, columns[None, :], M, IS_WHOLE),)
 
     WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     out_width = N // 2 if IS_GATED else N
-    tokens, places = (
-        tl.arange(0, BLOCK_T)[:, None],
-        (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH))[None, :],
-    )
+    tokens = tl.arange(0, BLOCK_T)[:, None]
+    places = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH))[None, :]
     inside = (tokens < num_rows) & (places < out_width)
     wait_for_previous(PDL)
     b_added = tl.zeros([BLOCK_T, WIDTH], tl.float32)
@@ -231,7 +215,7 @@ def vector_product_kernel(
                 squares = new_squares
             if STRIDE < M:
                 columns += STRIDE
-                next_weights += (_load_chunk(p_rows, columns[None, :], M, False),)
+                next_weights += (_load_block(p_rows, columns[None, :], M, False),)
         if STRIDE < M:
             weights = next_weights
 
@@ -267,9 +251,8 @@ def choose_tile(weight: Tensor, num_rows: int, can_split: bool) -> Tile:
     block_t = max(16, next_power_of_2(num_rows))
     block_m = 256 // weight.dtype.itemsize
     num_programs, filling = cdiv(N, WEIGHT_ROWS), num_processors(weight.device)
-    most_splits = (
-        max(1, M // (4 * block_m)) if can_split else 1
-    )  # fewer than four steps fill no pipeline
+    # Fewer than four steps fill no pipeline.
+    most_splits = max(1, M // (4 * block_m)) if can_split else 1
     num_splits = min(max(1, round(filling / num_programs)), most_splits)
     room = (shared_memory(weight.device) - SPARED_BYTES) // (
         1 if num_programs * num_splits <= filling else 2
@@ -287,9 +270,8 @@ def multiply_tensors(
     is_gated: bool = False,
 ) -> Tensor:  # [T, N], or [T, N / 2] when is_gated
     (N, M), num_rows = weight.shape, len(x)
-    tile = choose_tile(
-        weight, num_rows, can_split=norm_eps is None
-    )  # the norm of a row needs all its columns
+    # The norm of a row needs all its columns.
+    tile = choose_tile(weight, num_rows, can_split=norm_eps is None)
     out = torch.empty(num_rows, N // 2 if is_gated else N, dtype=x.dtype, device=x.device)
     parts = out
     if tile.num_splits > 1:
@@ -362,10 +344,9 @@ def tensor_product_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(1) * SPLIT
     p_rows = p_weight + place_rows(rows, N, IS_GATED)[:, None] * M
-    LINE: tl.constexpr = (
-        1024 // p_weight.dtype.element_ty.primitive_bitwidth
-    )  # elements of 128 bytes
-    ask_for(
+    # Elements of 128 bytes.
+    LINE: tl.constexpr = 1024 // p_weight.dtype.element_ty.primitive_bitwidth
+    prefetch_l2(
         p_rows + tl.minimum(start + tl.arange(0, PREFETCHED // 128) * LINE, M - 1)[None, :], PDL
     )
     wait_for_previous(PDL)

@@ -19,5 +19,5 @@ def project_gated(x: Tensor, eps: float, weight: Tensor) -> Tensor:
 
 
 def project_onto(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """residual [T, N] + x [T, M] by weight [N, M], where the residual was"""
+    """residual [T, N] + x [T, K] by weight [N, K], where the residual was"""
     return residual.addmm_(x, weight.t())

@@ -36,9 +36,7 @@ class Shape(NamedTuple):
 
 def read_shape(config: dict[str, Any]) -> Shape:
     num_heads = config["num_attention_heads"]
-    rope = (
-        config.get("rope_parameters") or {}
-    )  # where newer configs keep what older ones have beside it
+    rope = config.get("rope_parameters") or {}  # of newer configs
     return Shape(
         hidden_size=config["hidden_size"],
         num_layers=config["num_hidden_layers"],

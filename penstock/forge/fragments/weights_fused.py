@@ -41,18 +41,17 @@ def load_layer(state: StateDict, prefix: str, shape: Shape) -> Layer:
     gate_up = torch.cat([gate, state.take(prefix + "mlp.up_proj", width, hidden)])
     gate_up *= post_norm  # forge: when norm=folded|in_kernel
     down = state.take(prefix + "mlp.down_proj", hidden, width)
-    qkv, output, gate_up, down = map(
-        pack, (qkv, output, gate_up, down)
-    )  # forge: when products=packed
+    # forge: when products=packed
+    qkv, output, gate_up, down = map(pack, (qkv, output, gate_up, down))
+    # forge: end
     return Layer(input_norm, qkv, output, post_norm, gate_up, down)
 
 
 def project_heads(x: Tensor, layer: Layer, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """[.., H] -> queries [.., Hq, D], keys and values [.., Hkv, D]"""
     heads = multiply(x, layer.qkv).unflatten(-1, (-1, shape.head_dim))
-    query, key, value = heads.split(
-        (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=-2
-    )
+    counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    query, key, value = heads.split(counts, dim=-2)
     return query, key, value
 
 

@@ -40,12 +40,10 @@ def load_layer(state: StateDict, prefix: str, shape: Shape) -> Layer:
     down = state.take(prefix + "mlp.down_proj", hidden, width)
     query = swap_pairs_for_halves(query, shape.head_dim)  # forge: when rope=halves
     key = swap_pairs_for_halves(key, shape.head_dim)  # forge: when rope=halves
-    query, key, value = (
-        query * input_norm,
-        key * input_norm,
-        value * input_norm,
-    )  # forge: when norm=folded
-    gate, up = gate * post_norm, up * post_norm  # forge: when norm=folded
+    # forge: when norm=folded
+    query, key, value = query * input_norm, key * input_norm, value * input_norm
+    gate, up = gate * post_norm, up * post_norm
+    # forge: end
     return Layer(input_norm, query, key, value, output, post_norm, gate, up, down)
 
 

@@ -5,7 +5,7 @@
 // with the codes apart: the products are exact, and only the inputs were rounded, to 1 / 65024 of their block's
 // range. Eight columns of a lane share a scale, so a block is scaled once. What is added to a group's values is
 // multiplied with the sum of its inputs. FP8 codes are multiplied as float32. A row is read once for all tokens
-// and is asked for long before it is needed, as in few_rows.cpp. Sums come in one order, so a token has the same
+// and is asked for long before it is needed, as in skinny_gemm.cpp. Sums come in one order, so a token has the same
 // result whatever stands beside it.
 //
 // Compiled for one kind of rows: BITS of a code, UNIT columns that share a scale (16, 32, 64 or 128), HAS_TABLE

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.ops.reference import one_token
+from penstock.ops.cpu import decode
 from penstock.ops.reference.activation import sigmoid
 from penstock.ops.reference.rope import rotate
-from penstock.ops.reference.rows import Chunks, Span, cut_rows
+from penstock.ops.reference.rows import Span, TokenBlocks, cut_rows
 
 QUERY_BLOCK = 64
 
@@ -59,7 +59,7 @@ def paged_attention(
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
     spans: Sequence[Span],
-    chunks: Chunks,
+    blocks: TokenBlocks,
     scale: float,
     window: int = 0,  # keys a query sees, itself included; 0 is all of them
     gate: Tensor | None = None,  # [T, Hq * D]
@@ -67,24 +67,22 @@ def paged_attention(
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
-    # query_start and chunks serve kernels; here the spans say the same on the host.
-    if one_token.is_alone(q, deterministic) and len(spans) == 1:
-        alone = one_token.attend(
-            q, keys, values, page_table[0], spans[0].context_len, scale, window
-        )
+    # query_start and blocks serve kernels; here the spans say the same on the host.
+    if decode.is_alone(q, deterministic) and len(spans) == 1:
+        alone = decode.attend(q, keys, values, page_table[0], spans[0].context_len, scale, window)
         return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    for piece in cut_rows(spans, batch_decodes=not deterministic):
-        pages = page_table[piece.rows]
-        if piece.span is None:
-            longest = max(span.context_len for span in spans[piece.rows])
-            context_lens_here = context_lens[piece.rows]
-            out[piece.tokens] = _decode(
-                q[piece.tokens], keys, values, pages, context_lens_here, longest, scale, window
+    for group in cut_rows(spans, batch_decodes=not deterministic):
+        pages = page_table[group.rows]
+        if group.span is None:
+            longest = max(span.context_len for span in spans[group.rows])
+            context_lens_here = context_lens[group.rows]
+            out[group.tokens] = _decode(
+                q[group.tokens], keys, values, pages, context_lens_here, longest, scale, window
             )
         else:
-            out[piece.tokens] = _attend_row(
-                q[piece.tokens], keys, values, pages[0], piece.span.context_len, scale, window
+            out[group.tokens] = _attend_row(
+                q[group.tokens], keys, values, pages[0], group.span.context_len, scale, window
             )
     flat = out.flatten(1)
     return (flat if gate is None else flat * sigmoid(gate, deterministic)).to(q.dtype)

@@ -1,10 +1,10 @@
 """The Gated DeltaNet mixer: causal convolution, gates, the delta rule, and the gated norm of its
 output.
 
-Rows of one token take the recurrence, all of them at once; rows of several tokens take the chunked
-form, in chunks of 64 aligned to absolute positions, so that a prompt split at a multiple of 64
+Rows of one token take the recurrence, all of them at once; rows of several tokens are computed
+in blocks of 64 aligned to absolute positions, so that a prompt split at a multiple of 64
 gives the same bits. With `deterministic` every row is computed alone, and a token at such a
-position always in the chunked form.
+position always in a block.
 
 State is read from the initial slots and written to the state and checkpoint slots only; it is
 computed in float32 and rounded to what the slots hold. The inputs of the convolution are kept as a
@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.ops.reference import one_token
+from penstock.ops.cpu import decode
 from penstock.ops.reference.activation import sigmoid, silu, softplus
 from penstock.ops.reference.norm import gated_rms_norm
-from penstock.ops.reference.rows import CHUNK, Chunks, Span, cut_rows
+from penstock.ops.reference.rows import BLOCK_TOKENS, Span, TokenBlocks, cut_rows
 
 L2_EPS = 1e-6
 
@@ -43,18 +43,18 @@ def gated_delta_net(
     state_slots: Tensor,  # [R]
     initial_slots: Tensor,  # [R]
     spans: Sequence[Span],
-    chunks: Chunks,
+    blocks: TokenBlocks,
     num_key_heads: int,
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
     is_alone = (
-        one_token.is_alone(mixed, deterministic) and len(spans) == 1 and not spans[0].checkpoints
+        decode.is_alone(mixed, deterministic) and len(spans) == 1 and not spans[0].checkpoints
     )
     if is_alone and recurrent.dtype == torch.float32:
         position = spans[0].context_len - 1
         weights, slots = (conv_weight, a_log, dt_bias, norm_weight), (state_slots, initial_slots)
-        return one_token.gated_delta_net(
+        return decode.gated_delta_net(
             mixed, *weights, eps, conv, recurrent, *slots, position, num_key_heads, L2_EPS
         )
     num_value_heads, value_dim = a_log.shape[0], norm_weight.shape[0]
@@ -66,44 +66,44 @@ def gated_delta_net(
     out = torch.empty(
         len(mixed), num_value_heads, value_dim, dtype=torch.float32, device=mixed.device
     )
-    for piece in cut_rows(spans, batch_decodes=not deterministic):
-        rows, tokens = piece.rows, piece.tokens
+    for group in cut_rows(spans, batch_decodes=not deterministic):
+        rows, tokens = group.rows, group.tokens
         state = _initial(recurrent, initial_slots[rows], starts[rows] == 0)
         rings = conv.index_select(0, initial_slots[rows])
         inputs = channels[tokens].unflatten(0, (len(state), -1)).to(conv.dtype)
         history = _history(rings, starts[rows], num_inputs=len(conv_weight) - 1)
         convolved = _convolve(inputs, history, conv_weight, deterministic)
         q, k, v = _split_heads(convolved, num_key_heads, num_value_heads, value_dim)
-        if _takes_chunks(piece.span):
-            out[tokens], states = _chunked_row(
+        if _takes_blocks(group.span):
+            out[tokens], states = _row_in_blocks(
                 q[0],
                 k[0],
                 v[0],
                 log_decay[tokens],
                 beta[tokens],
                 state[0],
-                piece.span,
+                group.span,
                 deterministic,
             )
-            state = states[piece.span.num_tokens][None]
+            state = states[group.span.num_tokens][None]
         else:
             heads = q[:, 0], k[:, 0], v[:, 0]
             out[tokens], state = _recurrence(*heads, log_decay[tokens], beta[tokens], state)
             states = {1: state[0]}
         recurrent.index_copy_(0, state_slots[rows], _rounded(state, recurrent.dtype))
         conv.index_copy_(0, state_slots[rows], _add_to_rings(rings, inputs, starts[rows]))
-        for num_tokens, slot in piece.span.checkpoints if piece.span else ():
+        for num_tokens, slot in group.span.checkpoints if group.span else ():
             recurrent[slot] = _rounded(states[num_tokens], recurrent.dtype)
             conv[slot] = _add_to_rings(rings, inputs[:, :num_tokens], starts[rows])[0]
     z = z.unflatten(-1, (-1, value_dim))
     return gated_rms_norm(out, z, norm_weight, eps, deterministic=deterministic).flatten(1)
 
 
-def _takes_chunks(span: Span | None) -> TypeGuard[Span]:
+def _takes_blocks(span: Span | None) -> TypeGuard[Span]:
     """Several tokens, or one that another split of its prompt would have put at the start of a
-    chunk.
+    block.
     """
-    return span is not None and (span.num_tokens > 1 or span.context_len % CHUNK == 1)
+    return span is not None and (span.num_tokens > 1 or span.context_len % BLOCK_TOKENS == 1)
 
 
 def _initial(pool: Tensor, slots: Tensor, starts_empty: Tensor) -> Tensor:
@@ -189,19 +189,17 @@ def _recurrence(
 
 
 class _Prepared(NamedTuple):
-    """What a chunk is before it meets the state; heads as [Hk, r] with r = Hv / Hk."""
+    """What a block is before it meets the state; heads as [Hk, r] with r = Hv / Hk."""
 
-    q: Tensor  # [chunks, Hk, r, 64, K]  decayed since the chunk began
-    k: Tensor  # [chunks, Hk, 1, 64, K]
-    scores: Tensor  # [chunks, Hk, r, 64, 64]  q k^T, causal, decayed between the two tokens
-    values: Tensor  # [chunks, Hk, r, 64, V]  corrected for the chunk's own earlier tokens
-    readers: (
-        Tensor  # [chunks, Hk, r, 64, K]  what the corrections read from the state before the chunk
-    )
-    log_decay: Tensor  # [chunks, Hk, r, 64]  since the chunk began
+    q: Tensor  # [blocks, Hk, r, 64, K]  decayed since the block began
+    k: Tensor  # [blocks, Hk, 1, 64, K]
+    attn: Tensor  # [blocks, Hk, r, 64, 64]  q k^T, causal, decayed between the two tokens
+    u: Tensor  # [blocks, Hk, r, 64, V]  values, corrected for the block's own earlier tokens
+    w: Tensor  # [blocks, Hk, r, 64, K]  what the corrections read from the state before the block
+    log_decay: Tensor  # [blocks, Hk, r, 64]  since the block began
 
 
-def _chunked_row(
+def _row_in_blocks(
     q: Tensor,  # [t, Hk, K]
     k: Tensor,  # [t, Hk, K]
     v: Tensor,  # [t, Hv, V]
@@ -211,62 +209,62 @@ def _chunked_row(
     span: Span,
     deterministic: bool,
 ) -> tuple[Tensor, dict[int, Tensor]]:  # [t, Hv, V], states after the wanted numbers of tokens
-    offset = (span.context_len - span.num_tokens) % CHUNK  # of the first token in its chunk
+    offset = (span.context_len - span.num_tokens) % BLOCK_TOKENS  # of the first token in its block
     wanted = {num_tokens for num_tokens, _ in span.checkpoints} | {span.num_tokens}
     padded = [
-        _in_chunks(x, offset, k.shape[1]) for x in (q, k, v, log_decay[..., None], beta[..., None])
+        _in_blocks(x, offset, k.shape[1]) for x in (q, k, v, log_decay[..., None], beta[..., None])
     ]
-    num_chunks = len(padded[0])
-    at_once = 1 if deterministic else num_chunks
+    num_blocks = len(padded[0])
+    at_once = 1 if deterministic else num_blocks
     held = state.unflatten(0, (k.shape[1], -1))  # [Hk, r, K, V]
     outputs, states = [], {}
-    for first in range(0, num_chunks, at_once):
-        prepared = _prepare_chunks(*(x[first : first + at_once] for x in padded))
-        for index, chunk in enumerate(map(_Prepared, *prepared), start=first):
-            output, corrected = _attend_chunk(chunk, held)
+    for first in range(0, num_blocks, at_once):
+        prepared = _prepare_blocks(*(x[first : first + at_once] for x in padded))
+        for index, block in enumerate(map(_Prepared, *prepared), start=first):
+            output, corrected = _attend_block(block, held)
             outputs.append(output)
-            begin, before = index * CHUNK - offset, held
-            held = _advance(chunk, corrected, before, CHUNK)
+            begin, before = index * BLOCK_TOKENS - offset, held
+            held = _advance(block, corrected, before, BLOCK_TOKENS)
             for num_tokens in wanted:
-                if num_tokens == begin + CHUNK:
+                if num_tokens == begin + BLOCK_TOKENS:
                     states[num_tokens] = held.flatten(0, 1)
-                elif begin < num_tokens < begin + CHUNK:
-                    inside = _advance(chunk, corrected, before, num_tokens - begin)
+                elif begin < num_tokens < begin + BLOCK_TOKENS:
+                    inside = _advance(block, corrected, before, num_tokens - begin)
                     states[num_tokens] = inside.flatten(0, 1)
     out = torch.stack(outputs).permute(0, 3, 1, 2, 4).reshape(-1, *v.shape[1:])
     return out[offset : offset + span.num_tokens], states
 
 
-def _in_chunks(x: Tensor, offset: int, num_key_heads: int) -> Tensor:
-    """[t, heads, W] -> [chunks, Hk, heads / Hk, 64, W]. Zeros before and after change no state."""
-    after = -(offset + len(x)) % CHUNK
-    chunks = F.pad(x, (0, 0, 0, 0, offset, after)).unflatten(0, (-1, CHUNK)).transpose(1, 2)
-    return chunks.unflatten(1, (num_key_heads, -1)).contiguous()
+def _in_blocks(x: Tensor, offset: int, num_key_heads: int) -> Tensor:
+    """[t, heads, W] -> [blocks, Hk, heads / Hk, 64, W]. Zeros before and after change no state."""
+    after = -(offset + len(x)) % BLOCK_TOKENS
+    blocks = F.pad(x, (0, 0, 0, 0, offset, after)).unflatten(0, (-1, BLOCK_TOKENS)).transpose(1, 2)
+    return blocks.unflatten(1, (num_key_heads, -1)).contiguous()
 
 
-def _prepare_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> _Prepared:
-    """Within a chunk, token t's correction needs those of s < t: a unit lower-triangular system."""
-    total = log_decay.squeeze(-1).cumsum(-1)  # [chunks, Hk, r, 64]
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+def _prepare_blocks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> _Prepared:
+    """Within a block, token t's correction needs those of s < t: a unit lower-triangular system."""
+    total = log_decay.squeeze(-1).cumsum(-1)  # [blocks, Hk, r, 64]
+    later = torch.ones(BLOCK_TOKENS, BLOCK_TOKENS, dtype=torch.bool, device=q.device).triu(1)
     # Masked before the exponential: the other half would overflow.
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
     growth = total.exp()[..., None]
     system = (beta * (k @ k.transpose(-1, -2)) * decay).tril(-1)
     wanted = torch.cat((beta * v, beta * growth * k), dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    values, readers = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    return _Prepared(growth * q, k, q @ k.transpose(-1, -2) * decay, values, readers, total)
+    u, w = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    return _Prepared(growth * q, k, q @ k.transpose(-1, -2) * decay, u, w, total)
 
 
-def _attend_chunk(chunk: _Prepared, held: Tensor) -> tuple[Tensor, Tensor]:
-    """One chunk's outputs and final corrections [Hk, r, 64, V], given the state before it."""
-    corrected = chunk.values - chunk.readers @ held
-    return chunk.q @ held + chunk.scores @ corrected, corrected
+def _attend_block(block: _Prepared, held: Tensor) -> tuple[Tensor, Tensor]:
+    """One block's outputs and final corrections [Hk, r, 64, V], given the state before it."""
+    corrected = block.u - block.w @ held
+    return block.q @ held + block.attn @ corrected, corrected
 
 
-def _advance(chunk: _Prepared, corrected: Tensor, held: Tensor, num_tokens: int) -> Tensor:
-    """The state after `num_tokens` of the chunk."""
-    since_begin = chunk.log_decay[..., :num_tokens, None]  # [Hk, r, t, 1]
+def _advance(block: _Prepared, corrected: Tensor, held: Tensor, num_tokens: int) -> Tensor:
+    """The state after `num_tokens` of the block."""
+    since_begin = block.log_decay[..., :num_tokens, None]  # [Hk, r, t, 1]
     in_all = since_begin[..., -1:, :]
-    keys = chunk.k[..., :num_tokens, :] * (in_all - since_begin).exp()
+    keys = block.k[..., :num_tokens, :] * (in_all - since_begin).exp()
     return in_all.exp() * held + keys.transpose(-1, -2) @ corrected[..., :num_tokens, :]

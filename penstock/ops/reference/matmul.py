@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.ops.cpu import few_rows
+from penstock.ops.cpu import decode, skinny_gemm
 from penstock.ops.cpu import quantized as cpu_quantized
 from penstock.ops.quantized import QuantizedRows
-from penstock.ops.reference import one_token, packed
+from penstock.ops.reference import packed
 from penstock.ops.reference.activation import silu
 from penstock.ops.reference.norm import norm_tokens
 from penstock.ops.weight import Part, Weight
@@ -29,8 +29,8 @@ WIDENED_ELEMENTS = (
 
 
 def linear(
-    x: Tensor,  # [T, M]
-    weight: Weight,  # [N, M]
+    x: Tensor,  # [T, K]
+    weight: Weight,  # [N, K]
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N], given up: the result may take its place
     *,
@@ -75,8 +75,8 @@ def _expanded(rows: QuantizedRows, begin: int, end: int) -> Tensor:
 
 
 def multiply(
-    x: Tensor,  # [T, M]
-    weight: Tensor,  # [N, M]
+    x: Tensor,  # [T, K]
+    weight: Tensor,  # [N, K]
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N], given up
     *,
@@ -85,22 +85,22 @@ def multiply(
     """`linear` with a matrix that is no weight of a model, or a part of one."""
     if deterministic:
         out = _tiled_linear(x, weight, bias)
-    elif few_rows.is_better(x, weight):
-        return few_rows.multiply(x, weight, bias, residual)
+    elif skinny_gemm.is_better(x, weight):
+        return skinny_gemm.multiply(x, weight, bias, residual)
     elif packed.is_better(x, weight):
         out = packed.multiply(x, weight, bias)
-    elif residual is not None and bias is None and one_token.is_alone(x, deterministic):
-        return one_token.add_linear(residual, x, weight)
+    elif residual is not None and bias is None and decode.is_alone(x, deterministic):
+        return decode.add_linear(residual, x, weight)
     else:
         out = F.linear(x, weight, bias)
     return out if residual is None else residual + out
 
 
 def norm_linear(
-    x: Tensor,  # [T, M]
-    norm_weight: Tensor,  # [M] float32
+    x: Tensor,  # [T, K]
+    norm_weight: Tensor,  # [K] float32
     eps: float,
-    weight: Weight,  # [N, M]
+    weight: Weight,  # [N, K]
     bias: Tensor | None = None,  # [N]
     *,
     out_dtype: torch.dtype | None = None,  # the product is then not rounded on its way to it
@@ -114,9 +114,9 @@ def norm_linear(
     if (
         out_dtype == torch.float32
         and not deterministic
-        and few_rows.is_better(normed, weight.values)
+        and skinny_gemm.is_better(normed, weight.values)
     ):
-        return few_rows.multiply(normed, weight.values, bias, out_dtype=out_dtype)
+        return skinny_gemm.multiply(normed, weight.values, bias, out_dtype=out_dtype)
     return _widened_linear(normed, weight.values, bias, out_dtype, deterministic)
 
 

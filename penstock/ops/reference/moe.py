@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.ops.reference import one_token
+from penstock.ops.cpu import decode
 from penstock.ops.reference.activation import sigmoid
 from penstock.ops.reference.matmul import linear, multiply, multiply_parts, swiglu, swiglu_linear
 from penstock.ops.reference.norm import norm_tokens
@@ -90,8 +90,8 @@ def sparse_mlp(
     """
     stored = (gate_up, down, shared_gate_up, shared_down)
     is_plain = not any(weight is not None and weight.parts for weight in stored)
-    if is_plain and one_token.is_alone(x, deterministic):
-        return one_token.sparse_mlp(
+    if is_plain and decode.is_alone(x, deterministic):
+        return decode.sparse_mlp(
             x,
             weights,
             ids,

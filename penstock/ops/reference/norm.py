@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.ops.reference import one_token
+from penstock.ops.cpu import decode
 from penstock.ops.reference.activation import silu
 
 
@@ -17,8 +17,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_tokens(x: Tensor, weight: Tensor, eps: float, deterministic: bool) -> Tensor:
-    """`rms_norm` of x [T, M] for ops that need not always give the same bits."""
-    norm = one_token.rms_norm if one_token.is_alone(x, deterministic) else rms_norm
+    """`rms_norm` of x [T, K] for ops that need not always give the same bits."""
+    norm = decode.rms_norm if decode.is_alone(x, deterministic) else rms_norm
     return norm(x, weight, eps)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.ops.cpu import few_rows
+from penstock.ops.cpu import skinny_gemm
 
 LEAST_ELEMENTS = (
     1 << 19
@@ -22,19 +22,19 @@ USUAL_TOKENS = 1  # that the arrangement is made for; others are multiplied in i
 MOST_TOKENS = 64  # of a float32 product: for more a BLAS is as good
 
 
-def pack(weight: Tensor) -> Tensor:  # [N, M] -> [N, M]
+def pack(weight: Tensor) -> Tensor:  # [N, K] -> [N, K]
     """The same matrix in another arrangement, or as it was where that is no gain or this CPU
     cannot.
     """
     is_packed = weight.dtype == torch.bfloat16 and weight.numel() >= LEAST_ELEMENTS
-    if not is_packed or few_rows.is_available() or not _can_multiply(weight):
+    if not is_packed or skinny_gemm.is_available() or not _can_multiply(weight):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), USUAL_TOKENS)
     return packed
 
 
 def is_better(x: Tensor, weight: Tensor) -> bool:
-    """Whether `multiply` is to be preferred for x [T, M] and a weight [N, M]; always where it is
+    """Whether `multiply` is to be preferred for x [T, K] and a weight [N, K]; always where it is
     packed.
 
     Of a single token, only where the weight is wide: long sums are as quick in a BLAS."""

@@ -1,7 +1,7 @@
 """How the rows of a step are cut, for the reference ops and for kernels. The device is not asked.
 
 Consecutive decodes form one part, so that a decode step is a fixed sequence of batched operations;
-any other row is a part of its own. Kernels see those rows as chunks.
+any other row is a part of its own. Kernels see those rows as blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-CHUNK = 64
+BLOCK_TOKENS = 64
 LEAST_KEYS = 16  # of a page, that attention kernels read at once
 
 
@@ -35,35 +35,34 @@ class Span(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
-    """The rows that are not decodes as kernels see them: in pieces of at most 64 tokens, in their
-    order.
+class TokenBlocks:
+    """The rows that are not decodes as kernels see them: blocks of at most 64 tokens, in order.
 
-    A piece crosses neither a position that is a multiple of 64 nor a checkpoint.
+    A block crosses neither a position that is a multiple of 64 nor a checkpoint.
     """
 
     # [n, 4] int32  row, first token in the step, tokens, slot to save the state in (0: none)
-    pieces: Tensor
-    rows: Tensor  # [m, 2] int32  a row's first piece, and the one past its last
+    table: Tensor
+    rows: Tensor  # [m, 2] int32  a row's first block, and the one past its last
 
     @classmethod
-    def of(cls, spans: Sequence[Span], device: torch.device | str) -> Chunks:
-        pieces, rows = cut_chunks(spans)
+    def of(cls, spans: Sequence[Span], device: torch.device | str) -> TokenBlocks:
+        blocks, rows = cut_blocks(spans)
         like: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        return cls(torch.tensor(pieces, **like).view(-1, 4), torch.tensor(rows, **like).view(-1, 2))
+        return cls(torch.tensor(blocks, **like).view(-1, 4), torch.tensor(rows, **like).view(-1, 2))
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows that are computed together; `span` is the only row of a piece that is not decodes."""
+class RowGroup:
+    """Rows that are computed together; `span` is the only row of a block that is not decodes."""
 
     rows: slice
     tokens: slice
     span: Span | None
 
 
-def cut_rows(spans: Sequence[Span], *, batch_decodes: bool) -> Iterator[Piece]:
-    """The rows of a step in order. Without `batch_decodes` every row is a piece with its span."""
+def cut_rows(spans: Sequence[Span], *, batch_decodes: bool) -> Iterator[RowGroup]:
+    """The rows of a step in order. Without `batch_decodes` every row is a block with its span."""
     row = token = 0
     while row < len(spans):
         end = row
@@ -71,11 +70,11 @@ def cut_rows(spans: Sequence[Span], *, batch_decodes: bool) -> Iterator[Piece]:
             end += 1
         if end > row:
             num_tokens = end - row
-            yield Piece(slice(row, end), slice(token, token + num_tokens), None)
+            yield RowGroup(slice(row, end), slice(token, token + num_tokens), None)
         else:
             end, num_tokens = row + 1, spans[row].num_tokens
             if num_tokens:
-                yield Piece(slice(row, end), slice(token, token + num_tokens), spans[row])
+                yield RowGroup(slice(row, end), slice(token, token + num_tokens), spans[row])
         row, token = end, token + num_tokens
 
 
@@ -90,22 +89,26 @@ def decode_runs(spans: Sequence[Span]) -> Iterator[tuple[slice, slice]]:
         row, token = end_row, end_token
 
 
-def cut_chunks(
+def cut_blocks(
     spans: Sequence[Span],
 ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:
-    """The pieces and rows of `Chunks`, on the host."""
-    pieces: list[tuple[int, int, int, int]] = []
+    """The blocks and rows of `TokenBlocks`, on the host."""
+    blocks: list[tuple[int, int, int, int]] = []
     rows: list[tuple[int, int]] = []
     token = 0
     for row, span in enumerate(spans):
         if span.num_tokens and not span.is_decode:
-            first_piece, begin = len(pieces), 0
+            first_block, begin = len(blocks), 0
             saved = dict(span.checkpoints)
             start = span.context_len - span.num_tokens
-            ends = {*range(CHUNK - start % CHUNK, span.num_tokens, CHUNK), span.num_tokens, *saved}
+            ends = {
+                *range(BLOCK_TOKENS - start % BLOCK_TOKENS, span.num_tokens, BLOCK_TOKENS),
+                span.num_tokens,
+                *saved,
+            }
             for end in sorted(ends):
-                pieces.append((row, token + begin, end - begin, saved.get(end, 0)))
+                blocks.append((row, token + begin, end - begin, saved.get(end, 0)))
                 begin = end
-            rows.append((first_piece, len(pieces)))
+            rows.append((first_block, len(blocks)))
         token += span.num_tokens
-    return pieces, rows
+    return blocks, rows

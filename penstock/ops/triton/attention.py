@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import attention as reference
-from penstock.ops.reference.rows import LEAST_KEYS, Chunks, Span, decode_runs
+from penstock.ops.reference.rows import LEAST_KEYS, Span, TokenBlocks, decode_runs
 from penstock.ops.triton import decode_attention as decodes
 from penstock.ops.triton import prefill_attention as prefills
 from penstock.ops.triton.launch import (
@@ -87,7 +87,7 @@ def paged_attention(
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
     spans: Sequence[Span],
-    chunks: Chunks,
+    blocks: TokenBlocks,
     scale: float,
     window: int = 0,  # keys a query sees, itself included; 0 is all of them
     gate: Tensor | None = None,  # [T, Hq * D]
@@ -96,7 +96,7 @@ def paged_attention(
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
     if keys.shape[1] % LEAST_KEYS:
-        step = (query_start, context_lens, spans, chunks, scale, window, gate)
+        step = (query_start, context_lens, spans, blocks, scale, window, gate)
         return reference.paged_attention(
             q, keys, values, page_table, *step, deterministic=deterministic
         )
@@ -122,7 +122,7 @@ def paged_attention(
         page_table,
         query_start,
         context_lens,
-        chunks,
+        blocks,
         scale,
         window,
         gate,
@@ -204,7 +204,7 @@ def _rope_and_store_kernel(
     members = tl.arange(0, BLOCK_HEADS)
     if i_group < NUM_QUERY_GROUPS:
         heads = i_group * BLOCK_HEADS + members
-        b_q, in_token, is_inside = _norm_and_turn(
+        b_q, in_token, is_inside = _norm_and_rotate(
             p_q + i_token * q_stride,
             p_q_norm,
             p_angles,
@@ -223,7 +223,7 @@ def _rope_and_store_kernel(
     else:
         heads = (i_group - NUM_QUERY_GROUPS) * BLOCK_HEADS + members
         place = tl.load(p_kv_index + i_token).to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM)
-        b_k, in_token, is_inside = _norm_and_turn(
+        b_k, in_token, is_inside = _norm_and_rotate(
             p_k + i_token * k_stride,
             p_k_norm,
             p_angles,
@@ -244,7 +244,7 @@ def _rope_and_store_kernel(
 
 
 @triton.jit
-def _norm_and_turn(
+def _norm_and_rotate(
     p_token,
     p_norm,
     p_angles,

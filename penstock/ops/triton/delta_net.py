@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Gated DeltaNet mixer on a GPU: the kernel for rows of one token. `delta_net_chunks` has the
+"""The Gated DeltaNet mixer on a GPU: the kernel for rows of one token. `delta_net_blocks` has the
 others.
 
 A program of the kernel is one value head of one row with its whole state [K, V], 64 KB in registers
@@ -10,7 +10,7 @@ of a step writes them; the rows' slots and lengths, which say where they are, mu
 step's first layer is launched.
 
 A row's bits depend on the tile alone, never on what else is in the step. A single token is always
-the recurrence here, also where the reference in its deterministic form would open a chunk with it.
+the recurrence here, also where the reference in its deterministic form would open a block with it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import delta_net as reference
-from penstock.ops.reference.rows import Chunks, Span, decode_runs
-from penstock.ops.triton import delta_net_chunks
+from penstock.ops.reference.rows import Span, TokenBlocks, decode_runs
+from penstock.ops.triton import delta_net_blocks
 from penstock.ops.triton.activation import silu, softplus
-from penstock.ops.triton.delta_net_chunks import rounded
+from penstock.ops.triton.delta_net_blocks import rounded
 from penstock.ops.triton.launch import (
     CompileCase,
     launch_options,
@@ -54,7 +54,7 @@ def gated_delta_net(
     state_slots: Tensor,  # [R]
     initial_slots: Tensor,  # [R]
     spans: Sequence[Span],
-    chunks: Chunks,
+    blocks: TokenBlocks,
     num_key_heads: int,
     *,
     deterministic: bool = False,
@@ -64,7 +64,7 @@ def gated_delta_net(
     for rows, tokens in decode_runs(spans):
         places = (context_lens[rows], state_slots[rows], initial_slots[rows])
         _decode(out[tokens], mixed[tokens], *weights, *places, num_key_heads, deterministic)
-    delta_net_chunks.mix_chunks(
+    delta_net_blocks.mix_blocks(
         out,
         mixed,
         *weights,
@@ -72,7 +72,7 @@ def gated_delta_net(
         context_lens,
         state_slots,
         initial_slots,
-        chunks,
+        blocks,
         num_key_heads,
         num_tokens=len(mixed),
         deterministic=deterministic,
@@ -148,7 +148,7 @@ def _tile(value_dim: int, num_warps: int, registers: int) -> Tile:
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """What `penstock tune` tries: more warps, and registers for more programs on a processor."""
     if kernel != "gated_delta_net":
-        return delta_net_chunks.candidates(kernel, shape, num_tokens)
+        return delta_net_blocks.candidates(kernel, shape, num_tokens)
     _, key_dim, value_dim = shape
     num_warps = _rule(key_dim, value_dim)["num_warps"]
     sizes = ((num_warps, 255), (num_warps, 168), (2 * num_warps, 255), (2 * num_warps, 128))
@@ -380,4 +380,4 @@ def compile_cases() -> list[CompileCase]:
         (_decode_kernel, {**signature, "recurrent": states}, constexprs, tile)
         for states in ("*fp32", "*fp16")
     ]
-    return [*decodes, *delta_net_chunks.compile_cases()]
+    return [*decodes, *delta_net_blocks.compile_cases()]

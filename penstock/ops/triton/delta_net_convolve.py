@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The causal convolution of prompts: what it makes of every token's channels, all pieces at once.
+"""The causal convolution of prompts: what it makes of every token's channels, all blocks at once.
 
-A program takes a piece, which is up to 64 tokens of one row, and the channels of one head: of a
-query or a key, which it brings to length one, or of a value. It writes them to the piece's own 64
+A program takes a block, which is up to 64 tokens of one row, and the channels of one head: of a
+query or a key, which it brings to length one, or of a value. It writes them to the block's own 64
 rows, [64, channels], and zeros behind the last token: whoever reads them needs to know neither
 tokens nor rows. It knows nothing of the delta rule. Of the state it reads only the ring, where the
 first tokens of a row look behind themselves; it does not write it.
@@ -18,10 +18,10 @@ from penstock.ops.triton.activation import silu
 from penstock.ops.triton.launch import let_next_start, wait_for_previous
 
 L2_EPS = tl.constexpr(delta_net.L2_EPS)
-CHUNK = tl.constexpr(rows.CHUNK)
+BLOCK_TOKENS = tl.constexpr(rows.BLOCK_TOKENS)
 
 
-@triton.jit(do_not_specialize=["query_start", "context_lens", "initial_slots", "pieces"])
+@triton.jit(do_not_specialize=["query_start", "context_lens", "initial_slots", "blocks"])
 def convolve_kernel(
     mixed,
     conv_weight,
@@ -29,7 +29,7 @@ def convolve_kernel(
     query_start,
     context_lens,
     initial_slots,
-    pieces,
+    blocks,
     convolved,
     mixed_stride,
     conv_stride,
@@ -44,7 +44,7 @@ def convolve_kernel(
     PDL: tl.constexpr,
 ):
     """Program (h, p): head h of the queries, then of the keys, then of the values, for the tokens
-    of piece p.
+    of block p.
 
     By runs of neighbouring tokens: what one loads is an input of the others too. An input has the
     same value whether it comes from the step or from the ring, so a sum has the same bits however a
@@ -54,7 +54,7 @@ def convolve_kernel(
     KEY_SIZE: tl.constexpr = NUM_KEY_HEADS * KEY_DIM
     NUM_CHANNELS: tl.constexpr = 2 * KEY_SIZE + NUM_VALUE_HEADS * VALUE_DIM
     i_head = tl.program_id(0)
-    i_piece = tl.program_id(1)
+    i_block = tl.program_id(1)
     is_key = i_head < 2 * NUM_KEY_HEADS
     i_value = i_head - 2 * NUM_KEY_HEADS
     i_c = tl.arange(0, BLOCK_C)
@@ -64,19 +64,19 @@ def convolve_kernel(
     for i in tl.static_range(NUM_TAPS):
         b_tap = tl.load(conv_weight + i * NUM_CHANNELS + channels, mask=in_head, other=0.0)
         taps += (b_tap.to(tl.float32)[None, :],)  # type: ignore[assignment]
-    row = tl.load(pieces + i_piece * 4)
-    first_token = tl.load(pieces + i_piece * 4 + 1).to(tl.int64)
-    num_tokens = tl.load(pieces + i_piece * 4 + 2)
+    row = tl.load(blocks + i_block * 4)
+    first_token = tl.load(blocks + i_block * 4 + 1).to(tl.int64)
+    num_tokens = tl.load(blocks + i_block * 4 + 2)
     row_start = tl.load(query_start + row)
     num_ahead = (first_token - row_start).to(
         tl.int32
-    )  # tokens of the row in this step, before the piece
+    )  # tokens of the row in this step, before the block
     row_tokens = tl.load(query_start + row + 1) - row_start
     position = (tl.load(context_lens + row) - row_tokens).to(tl.int32) + num_ahead
     p_ring = conv + tl.load(initial_slots + row).to(tl.int64) * conv_stride + channels[None, :]
-    i_run = tl.arange(0, CHUNK // RUN) * RUN
+    i_run = tl.arange(0, BLOCK_TOKENS // RUN) * RUN
     p_mixed = mixed + first_token * mixed_stride + i_run[:, None] * mixed_stride + channels[None, :]
-    p_convolved = convolved + i_piece.to(tl.int64) * (CHUNK * NUM_CHANNELS)
+    p_convolved = convolved + i_block.to(tl.int64) * (BLOCK_TOKENS * NUM_CHANNELS)
     p_convolved += i_run[:, None] * NUM_CHANNELS + channels[None, :]
     wait_for_previous(PDL)
 
@@ -97,7 +97,7 @@ def convolve_kernel(
         b_input = tl.load(p_mixed + step * mixed_stride, mask=mask, other=0.0)
         inputs += (b_input.to(conv.dtype.element_ty),)  # type: ignore[assignment]
     for i in tl.static_range(RUN):
-        total = tl.zeros([CHUNK // RUN, BLOCK_C], tl.float32)
+        total = tl.zeros([BLOCK_TOKENS // RUN, BLOCK_C], tl.float32)
         for j in tl.static_range(NUM_TAPS):
             total += inputs[i + j].to(tl.float32) * taps[j]
         total = silu(total)

@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What a piece of a prompt is to the delta rule before it meets the state: one kernel, all pieces
-at once.
+"""The state-independent part of the delta rule: one kernel prepares all blocks of a prompt at once.
 
-A piece is up to 64 tokens of one row. A program takes a piece and a value head: it solves the unit
+A block is up to 64 tokens of one row. A program takes a block and a value head: it solves the unit
 lower-triangular system that says how a token's correction depends on those of the tokens before it.
-It reads what the convolution has left, knows no state, and writes nothing but its pages.
+It reads the output of the convolution, knows no state, and writes only its scratch.
 
-The pages of a piece, in the model's dtype, padded with zeros to 64 tokens and to whole blocks:
+The scratch of a block, in the model's dtype, padded with zeros to 64 tokens and to whole blocks:
 
-    of every value head  readers [64, K] | values [V, 64] | scores [64, 64]
+    of every value head  w [64, K] | u [V, 64] | attn [64, 64]
 
-`values - (readers @ state)^T` are the corrections; `scores` are the products of queries and keys,
-causal and decayed between the two tokens. Beside the pages lie the logarithms of the decay since
-the piece began, in float32; behind the last token of a short piece they stay as they are.
+w and u are the WY representation: `u - (w @ state)^T` are the corrections. attn are the products of
+queries and keys, causal and decayed between the two tokens. The logarithms of the decay since the
+block began are stored beside them, in float32, and stay constant after the last token of a short
+block.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from penstock.ops.reference import rows
 from penstock.ops.triton.activation import softplus
 from penstock.ops.triton.launch import let_next_start, wait_for_previous
 
-CHUNK = tl.constexpr(rows.CHUNK)
-SUBCHUNK = tl.constexpr(8)  # tokens of the system that are solved one by one
+BLOCK_TOKENS = tl.constexpr(rows.BLOCK_TOKENS)
+SUBBLOCK = tl.constexpr(8)  # tokens of the system that are solved one by one
 NUM_LEVELS = tl.constexpr(
-    (rows.CHUNK // SUBCHUNK.value).bit_length() - 1
+    (rows.BLOCK_TOKENS // SUBBLOCK.value).bit_length() - 1
 )  # from these blocks to all tokens
 
 
-def num_page_elements(block_k: int, padded_v: int) -> int:
-    """Of one value head of a piece."""
-    return rows.CHUNK * (block_k + padded_v + rows.CHUNK)
+def num_scratch_elements(block_k: int, padded_v: int) -> int:
+    """Of one value head of a block."""
+    return rows.BLOCK_TOKENS * (block_k + padded_v + rows.BLOCK_TOKENS)
 
 
 @triton.jit
-def find_pages(
+def scratch_of(
     prepared,
-    i_piece,  # int64
+    i_block,  # int64
     i_head,  # a value head
     NUM_VALUE_HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PADDED_V: tl.constexpr,
 ):
-    """Where a value head's readers, values and scores begin."""
-    PAGE: tl.constexpr = CHUNK * (BLOCK_K + PADDED_V + CHUNK)
-    p_readers = prepared + (i_piece * NUM_VALUE_HEADS + i_head) * PAGE
-    p_values = p_readers + CHUNK * BLOCK_K
-    return p_readers, p_values, p_values + CHUNK * PADDED_V
+    """Pointers to a value head's w, u and attn."""
+    SCRATCH: tl.constexpr = BLOCK_TOKENS * (BLOCK_K + PADDED_V + BLOCK_TOKENS)
+    p_w = prepared + (i_block * NUM_VALUE_HEADS + i_head) * SCRATCH
+    p_u = p_w + BLOCK_TOKENS * BLOCK_K
+    return p_w, p_u, p_u + BLOCK_TOKENS * PADDED_V
 
 
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit(do_not_specialize=["blocks"])
 def prepare_kernel(
     mixed,
     convolved,
     a_log,
     dt_bias,
-    pieces,
+    blocks,
     prepared,
     log_decays,
     mixed_stride,
@@ -70,7 +70,7 @@ def prepare_kernel(
     PADDED_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (h, p): value head h of piece p."""
+    """Program (h, p): value head h of block p."""
     let_next_start(PDL)
     KEY_SIZE: tl.constexpr = NUM_KEY_HEADS * KEY_DIM
     VALUE_SIZE: tl.constexpr = NUM_VALUE_HEADS * VALUE_DIM
@@ -78,15 +78,13 @@ def prepare_kernel(
     HEADS_A_KEY: tl.constexpr = NUM_VALUE_HEADS // NUM_KEY_HEADS
     dtype = prepared.dtype.element_ty
     i_head = tl.program_id(0)
-    i_piece = tl.program_id(1).to(tl.int64)
-    first_token = tl.load(pieces + i_piece * 4 + 1).to(tl.int64)
-    num_tokens = tl.load(pieces + i_piece * 4 + 2)
-    i_t = tl.arange(0, CHUNK)
-    p_tokens = convolved + i_piece * (CHUNK * NUM_CHANNELS) + i_t[:, None] * NUM_CHANNELS
+    i_block = tl.program_id(1).to(tl.int64)
+    first_token = tl.load(blocks + i_block * 4 + 1).to(tl.int64)
+    num_tokens = tl.load(blocks + i_block * 4 + 2)
+    i_t = tl.arange(0, BLOCK_TOKENS)
+    p_tokens = convolved + i_block * (BLOCK_TOKENS * NUM_CHANNELS) + i_t[:, None] * NUM_CHANNELS
     p_queries = p_tokens + i_head // HEADS_A_KEY * KEY_DIM
-    p_readers, p_values, p_scores = find_pages(
-        prepared, i_piece, i_head, NUM_VALUE_HEADS, BLOCK_K, PADDED_V
-    )
+    p_w, p_u, p_attn = scratch_of(prepared, i_block, i_head, NUM_VALUE_HEADS, BLOCK_K, PADDED_V)
     wait_for_previous(PDL)
 
     queries = _load_parts(p_queries, KEY_DIM, BLOCK_K)
@@ -96,16 +94,16 @@ def prepare_kernel(
         mixed + first_token * mixed_stride + NUM_CHANNELS + VALUE_SIZE + i_head, a_log + i_head,
         dt_bias + i_head, i_t, num_tokens, mixed_stride, NUM_VALUE_HEADS,
     )  # fmt: skip
-    tl.store(log_decays + (i_piece * NUM_VALUE_HEADS + i_head) * CHUNK + i_t, log_decay)
-    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
-    system = tl.zeros([CHUNK, CHUNK], tl.float32)
+    tl.store(log_decays + (i_block * NUM_VALUE_HEADS + i_head) * BLOCK_TOKENS + i_t, log_decay)
+    attn = tl.zeros([BLOCK_TOKENS, BLOCK_TOKENS], tl.float32)
+    system = tl.zeros([BLOCK_TOKENS, BLOCK_TOKENS], tl.float32)
     for i in tl.static_range(len(keys)):
-        scores = tl.dot(queries[i], tl.trans(keys[i]), scores, input_precision="ieee")
+        attn = tl.dot(queries[i], tl.trans(keys[i]), attn, input_precision="ieee")
         system = tl.dot(keys[i], tl.trans(keys[i]), system, input_precision="ieee")
     # Masked before the exponential: the other half would overflow.
     is_causal = i_t[:, None] >= i_t[None, :]
     decay = tl.exp(tl.where(is_causal, log_decay[:, None] - log_decay[None, :], float("-inf")))
-    tl.store(p_scores + i_t[:, None] * CHUNK + i_t[None, :], (scores * decay).to(dtype))
+    tl.store(p_attn + i_t[:, None] * BLOCK_TOKENS + i_t[None, :], (attn * decay).to(dtype))
     system = tl.where(i_t[:, None] > i_t[None, :], system * decay * beta[:, None], 0.0)
     # Factors of the tokens go to the inverse: values and keys are then operands as they are. Where
     # similar tokens follow each other the terms nearly cancel: what the inverse loses when narrow
@@ -114,17 +112,17 @@ def prepare_kernel(
     high, low = _split(inverse, dtype)
     for i in tl.static_range(len(values)):
         i_v = i * values[i].shape[1] + tl.arange(0, values[i].shape[1])
-        b_values = tl.dot(tl.trans(values[i]), tl.trans(high), input_precision="ieee")
+        b_u = tl.dot(tl.trans(values[i]), tl.trans(high), input_precision="ieee")
         if dtype != tl.float32:
-            b_values = tl.dot(tl.trans(values[i]), tl.trans(low), b_values)
-        tl.store(p_values + i_v[:, None] * CHUNK + i_t[None, :], b_values.to(dtype))
+            b_u = tl.dot(tl.trans(values[i]), tl.trans(low), b_u)
+        tl.store(p_u + i_v[:, None] * BLOCK_TOKENS + i_t[None, :], b_u.to(dtype))
     high, low = _split(inverse * tl.exp(log_decay)[None, :], dtype)
     for i in tl.static_range(len(keys)):
         i_k = i * keys[i].shape[1] + tl.arange(0, keys[i].shape[1])
-        b_readers = tl.dot(high, keys[i], input_precision="ieee")
+        b_w = tl.dot(high, keys[i], input_precision="ieee")
         if dtype != tl.float32:
-            b_readers = tl.dot(low, keys[i], b_readers)
-        tl.store(p_readers + i_t[:, None] * BLOCK_K + i_k[None, :], b_readers.to(dtype))
+            b_w = tl.dot(low, keys[i], b_w)
+        tl.store(p_w + i_t[:, None] * BLOCK_K + i_k[None, :], b_w.to(dtype))
 
 
 @triton.jit
@@ -142,7 +140,7 @@ def _load_parts(p_tokens, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
 
 @triton.jit
 def _gates(
-    p_beta,  # of the piece's first token
+    p_beta,  # of the block's first token
     p_rate,
     p_bias,
     i_t,
@@ -150,7 +148,7 @@ def _gates(
     mixed_stride,
     NUM_VALUE_HEADS: tl.constexpr,
 ):
-    """beta [64], and the logarithm of the decay since the piece began [64]."""
+    """beta [64], and the logarithm of the decay since the block began [64]."""
     is_token = i_t < num_tokens
     p_tokens = p_beta + i_t.to(tl.int64) * mixed_stride
     b = tl.load(p_tokens, mask=is_token, other=0.0).to(tl.float32)
@@ -177,22 +175,24 @@ def _invert(system, dtype):
     (upper inverse). Powers of the system would be fewer steps, but for similar keys they grow
     beyond what float32 can cancel.
     """
-    BLOCKS: tl.constexpr = CHUNK // SUBCHUNK
+    BLOCKS: tl.constexpr = BLOCK_TOKENS // SUBBLOCK
     i_block = tl.arange(0, BLOCKS)
     on_diagonal = i_block[:, None, None, None] == i_block[None, None, :, None]
-    tiles = tl.reshape(system, [BLOCKS, SUBCHUNK, BLOCKS, SUBCHUNK])
+    tiles = tl.reshape(system, [BLOCKS, SUBBLOCK, BLOCKS, SUBBLOCK])
     blocks = tl.sum(tl.where(on_diagonal, tiles, 0.0), axis=2)  # [8, 8, 8]
-    i = tl.arange(0, SUBCHUNK)
+    i = tl.arange(0, SUBBLOCK)
     inverses = tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(blocks)
-    for j in range(SUBCHUNK - 1):
+    for j in range(SUBBLOCK - 1):
         column = tl.sum(tl.where(i[None, None, :] == j, blocks, 0.0), axis=2)
         row = tl.sum(tl.where(i[None, :, None] == j, inverses, 0.0), axis=1)
         inverses -= column[:, :, None] * row[:, None, :]
-    inverse = tl.reshape(tl.where(on_diagonal, inverses[:, :, None, :], 0.0), [CHUNK, CHUNK])
-    i_t = tl.arange(0, CHUNK)
+    inverse = tl.reshape(
+        tl.where(on_diagonal, inverses[:, :, None, :], 0.0), [BLOCK_TOKENS, BLOCK_TOKENS]
+    )
+    i_t = tl.arange(0, BLOCK_TOKENS)
     links = system.to(dtype)
     for level in tl.static_range(NUM_LEVELS):
-        i_pair = i_t // (SUBCHUNK << level)
+        i_pair = i_t // (SUBBLOCK << level)
         is_link = (i_pair[:, None] == i_pair[None, :] + 1) & (i_pair % 2 == 1)[:, None]
         # Blocks stay among themselves in the product: what is no link can be dropped after it.
         # Links and steps are rounded, which is felt once; the inverse, which goes through all

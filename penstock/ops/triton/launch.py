@@ -46,7 +46,7 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def ask_for(pointers, PDL: tl.constexpr):
+def prefetch_l2(pointers, PDL: tl.constexpr):
     """Brings the 128-byte lines of pointers (a block of them) towards the L2 cache; waits for
     nothing.
     """

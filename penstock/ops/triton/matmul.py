@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Products of activations and a dense weight, in the form that suits the number of tokens.
+"""Products of activations and a dense weight: picks the kernel that suits the number of tokens.
 
-A few tokens take the vector form, or the direct one, which is CUDA C++ (`ops/cuda`) and not
-everywhere; a batch takes the tensor form, and many tokens, where arithmetic sets the pace and not
-the weight's bytes, the library's product. A norm or an activation before the product is part of the
-forms for few tokens, where activations are in registers anyway. In the tensor form, tensor cores
-would wait while each tile of them goes to registers and back: before it, and before the library's,
-they are kernels of their own.
+GEMV multiplies up to 4 tokens in registers. SKINNY, CUDA C++ that not every machine can compile
+(`ops/cuda`), feeds tensor cores straight from memory for 3 or 4. SMALL_GEMM runs a batch on tensor
+cores while the weight's bytes set the pace; CUBLAS takes over where arithmetic does. GEMV and
+SKINNY include the norm or activation before the product, because their activations are in registers
+anyway. For SMALL_GEMM and CUBLAS it is a kernel of its own: tensor cores would wait while each tile
+of activations passes through registers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.cuda.few_rows import (
-    can_multiply,
-    few_rows_candidates,
-    few_rows_rule,
-    multiply_few_rows,
-)
 from penstock.ops.cuda.program import is_available
+from penstock.ops.cuda.skinny_gemm import (
+    can_multiply,
+    multiply_skinny,
+    skinny_candidates,
+    skinny_rule,
+)
 from penstock.ops.triton.launch import (
     CompileCase,
     cdiv,
@@ -34,41 +34,38 @@ from penstock.ops.triton.launch import (
     let_next_start,
     wait_for_previous,
 )
-from penstock.ops.triton.matmul_product import Product, compile_case, load_activations
-from penstock.ops.triton.matmul_tensor import (
-    FIXED_TILE,
-    multiply_tensors,
-    tensor_candidates,
-    tensor_compile_cases,
-    tensor_rule,
+from penstock.ops.triton.matmul_gemv import (
+    gemv_candidates,
+    gemv_compile_cases,
+    gemv_rule,
+    multiply_gemv,
 )
-from penstock.ops.triton.matmul_vector import (
-    multiply_vectors,
-    vector_candidates,
-    vector_compile_cases,
-    vector_rule,
+from penstock.ops.triton.matmul_product import Product, compile_case, load_activations
+from penstock.ops.triton.matmul_small_gemm import (
+    FIXED_TILE,
+    multiply_small_gemm,
+    small_gemm_candidates,
+    small_gemm_compile_cases,
+    small_gemm_rule,
 )
 from penstock.ops.triton.norm import rms_norm
 from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
-VECTOR, TENSOR, LIBRARY, DIRECT = 0, 1, 2, 3  # the "form" of a tile
+GEMV, SMALL_GEMM, CUBLAS, SKINNY = 0, 1, 2, 3  # the "form" of a tile
 
-VECTOR_TOKENS = 4
-DIRECT_TOKENS = 4  # or three: fewer are multiplied in registers as quickly as the weight is read
-MANY_ROWS = (
-    1 << 16
-)  # of a head: from three tokens on, multiplying in registers takes longer than reading
-FEW_ROWS = 1 << 12  # the columns of so few are split
-TENSOR_TOKENS = (
-    64  # of more the library's product is quicker: not yet for few rows, nor for a head's
-)
+GEMV_TOKENS = 4
+SKINNY_TOKENS = 4  # or three: for fewer, GEMV is as fast as the weight can be read
+# From N of a head on, GEMV takes longer than reading the weight for three tokens or more.
+LARGE_N = 1 << 16
+SMALL_N = 1 << 12  # up to here the columns are split over programs
+SMALL_GEMM_TOKENS = 64  # above, CUBLAS is faster, unless N is small or a head's
 SWIGLU_COLUMNS = 1024
 
 
 def linear(
-    x: Tensor,  # [T, M]
-    weight: Weight,  # [N, M]
+    x: Tensor,  # [T, K]
+    weight: Weight,  # [N, K]
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N], given up: the result may take its place
     *,
@@ -79,10 +76,10 @@ def linear(
 
 
 def norm_linear(
-    x: Tensor,  # [T, M]
-    norm_weight: Tensor,  # [M] float32
+    x: Tensor,  # [T, K]
+    norm_weight: Tensor,  # [K] float32
     eps: float,
-    weight: Weight,  # [N, M]
+    weight: Weight,  # [N, K]
     bias: Tensor | None = None,  # [N]
     *,
     out_dtype: torch.dtype | None = None,
@@ -110,52 +107,52 @@ def _multiply(kernel: str, product: Product, deterministic: bool) -> Tensor:
     if num_tokens == 0:
         return product.new_out()
     if deterministic:
-        return multiply_tensors(_prepare(product), FIXED_TILE)
+        return multiply_small_gemm(_prepare(product), FIXED_TILE)
     rule = _rule(kernel, product.shape, bucket(num_tokens), device)
     tile = choose(kernel, product.shape, num_tokens, rule, device)
-    if tile["form"] == DIRECT and not can_multiply(product):
+    if tile["form"] == SKINNY and not can_multiply(product):
         tile = _triton_rule(product.shape, bucket(num_tokens), device)
-    if tile["form"] == DIRECT:
-        return multiply_few_rows(product, tile)
-    if tile["form"] == VECTOR:
-        return multiply_vectors(product, tile)
-    if tile["form"] == LIBRARY:
-        return _multiply_by_library(_prepare(product))
-    return multiply_tensors(_prepare(product), tile)
+    if tile["form"] == SKINNY:
+        return multiply_skinny(product, tile)
+    if tile["form"] == GEMV:
+        return multiply_gemv(product, tile)
+    if tile["form"] == CUBLAS:
+        return _multiply_by_cublas(_prepare(product))
+    return multiply_small_gemm(_prepare(product), tile)
 
 
 @functools.cache
 def _rule(kernel: str, shape: tuple[int, int], num_tokens: int, device: torch.device) -> Tile:
-    direct = (
-        few_rows_rule(shape) if num_tokens == DIRECT_TOKENS and kernel != "swiglu_linear" else None
+    skinny = (
+        skinny_rule(shape) if num_tokens == SKINNY_TOKENS and kernel != "swiglu_linear" else None
     )
-    if direct is not None and is_available(device):
-        return {"form": DIRECT, **direct}
+    if skinny is not None and is_available(device):
+        return {"form": SKINNY, **skinny}
     return _triton_rule(shape, num_tokens, device)
 
 
 @functools.cache
 def _triton_rule(shape: tuple[int, int], num_tokens: int, device: torch.device) -> Tile:
-    if num_tokens <= (2 if shape[0] >= MANY_ROWS else VECTOR_TOKENS):
-        return {"form": VECTOR, **vector_rule(shape, num_tokens, device)}
-    is_usual = FEW_ROWS < shape[0] < MANY_ROWS
-    if num_tokens > (TENSOR_TOKENS if is_usual else 2 * TENSOR_TOKENS):
-        return {"form": LIBRARY}
-    return {"form": TENSOR, **tensor_rule(shape, num_tokens, device)}
+    if num_tokens <= (2 if shape[0] >= LARGE_N else GEMV_TOKENS):
+        return {"form": GEMV, **gemv_rule(shape, num_tokens, device)}
+    is_usual = SMALL_N < shape[0] < LARGE_N
+    if num_tokens > (SMALL_GEMM_TOKENS if is_usual else 2 * SMALL_GEMM_TOKENS):
+        return {"form": CUBLAS}
+    return {"form": SMALL_GEMM, **small_gemm_rule(shape, num_tokens, device)}
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What is worth measuring for a kernel of this file."""
-    tiles: list[Tile] = [{"form": VECTOR, **tile} for tile in vector_candidates(shape, num_tokens)]
+    """The tiles that `penstock tune` measures for a kernel of this file."""
+    tiles: list[Tile] = [{"form": GEMV, **tile} for tile in gemv_candidates(shape, num_tokens)]
     if num_tokens > 1:
-        tiles += [{"form": TENSOR, **tile} for tile in tensor_candidates(shape, num_tokens)]
+        tiles += [{"form": SMALL_GEMM, **tile} for tile in small_gemm_candidates(shape, num_tokens)]
     if kernel != "swiglu_linear":
-        tiles += [{"form": DIRECT, **tile} for tile in few_rows_candidates(shape, num_tokens)]
-    return [*tiles, {"form": LIBRARY}] if num_tokens > 16 else tiles
+        tiles += [{"form": SKINNY, **tile} for tile in skinny_candidates(shape, num_tokens)]
+    return [*tiles, {"form": CUBLAS}] if num_tokens > 16 else tiles
 
 
 def _prepare(product: Product) -> Product:
-    """The same product with its norm or activation behind it."""
+    """The same product after its norm or activation was computed."""
     if product.norm_weight is not None:
         return replace(
             product, x=rms_norm(product.x, product.norm_weight, product.eps), norm_weight=None
@@ -163,7 +160,7 @@ def _prepare(product: Product) -> Product:
     return replace(product, x=_swiglu(product.x), is_swiglu=False) if product.is_swiglu else product
 
 
-def _multiply_by_library(product: Product) -> Tensor:
+def _multiply_by_cublas(product: Product) -> Tensor:
     if product.residual is not None and product.bias is None:
         return product.residual.addmm_(
             product.x, product.weight.t()
@@ -180,9 +177,7 @@ def _multiply_by_library(product: Product) -> Tensor:
 
 
 def _multiply_unrounded(product: Product) -> Tensor:
-    """The library's sums as they are, in float32: rounded to the inputs' dtype first, near logits
-    tie.
-    """
+    """cuBLAS with float32 output: rounded to the inputs' dtype first, near logits would tie."""
     if product.x.is_cuda:
         return torch.mm(product.x, product.weight.t(), out_dtype=product.out_dtype)
     return F.linear(product.x.to(product.out_dtype), product.weight.to(product.out_dtype))
@@ -198,8 +193,8 @@ def _swiglu(gate_up: Tensor) -> Tensor:
         gate_up,
         out,
         stride,
-        M=width,
-        BLOCK_M=SWIGLU_COLUMNS,
+        K=width,
+        BLOCK_K=SWIGLU_COLUMNS,
         num_warps=4,
         **launch_options(gate_up.device),
     )
@@ -207,18 +202,18 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _swiglu_kernel(p_x, p_out, x_stride, M: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr):
+def _swiglu_kernel(p_x, p_out, x_stride, K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     wait_for_previous(PDL)
     i_token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     b_x = load_activations(
-        p_x + i_token * x_stride + columns, columns < M, M, True, M % BLOCK_M == 0
+        p_x + i_token * x_stride + columns, columns < K, K, True, K % BLOCK_K == 0
     )
-    tl.store(p_out + i_token * M + columns, b_x.to(p_out.dtype.element_ty), mask=columns < M)
+    tl.store(p_out + i_token * K + columns, b_x.to(p_out.dtype.element_ty), mask=columns < K)
 
 
 def compile_cases() -> list[CompileCase]:
     """(kernel, signature, constexprs, options) of every form, as sizes of Qwen3.5 launch it."""
-    swiglu = compile_case(_swiglu_kernel, {"M": 9216, "BLOCK_M": SWIGLU_COLUMNS}, num_warps=4)
-    return [*vector_compile_cases(), *tensor_compile_cases(), swiglu]
+    swiglu = compile_case(_swiglu_kernel, {"K": 9216, "BLOCK_K": SWIGLU_COLUMNS}, num_warps=4)
+    return [*gemv_compile_cases(), *small_gemm_compile_cases(), swiglu]

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """What a product of activations and a weight consists of, and how kernels read its activations.
 
-    out [T, N] = prepared(x) [T, M] @ weight [N, M] transposed, + bias [N], + residual [T, N]
+    out [T, N] = prepared(x) [T, K] @ weight [N, K] transposed, + bias [N], + residual [T, N]
 
 `prepared` is x as it is, its RMS norm, or silu(gate) * up of its two halves. How the product is
 computed is not known here.
@@ -23,12 +23,12 @@ from penstock.ops.triton.launch import CompileCase
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    x: Tensor  # [T, M], or [T, 2M] (gate, then up) when is_swiglu
-    weight: Tensor  # [N, M]
+    x: Tensor  # [T, K], or [T, 2M] (gate, then up) when is_swiglu
+    weight: Tensor  # [N, K]
     out_dtype: torch.dtype
     bias: Tensor | None = None  # [N]
     residual: Tensor | None = None  # [T, N]
-    norm_weight: Tensor | None = None  # [M] float32
+    norm_weight: Tensor | None = None  # [K] float32
     eps: float = 0.0
     is_swiglu: bool = False
 
@@ -44,7 +44,7 @@ class Product:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N, M"""
+        """N, K"""
         return self.weight.shape[0], self.weight.shape[1]
 
     @property
@@ -79,11 +79,11 @@ def load_inside(pointers, inside, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_activations(p_x, inside, M: tl.constexpr, IS_SWIGLU: tl.constexpr, IS_WHOLE: tl.constexpr):
+def load_activations(p_x, inside, K: tl.constexpr, IS_SWIGLU: tl.constexpr, IS_WHOLE: tl.constexpr):
     """x, or silu(gate) * up, in float32."""
     b_x = load_inside(p_x, inside, IS_WHOLE).to(tl.float32)
     if IS_SWIGLU:
-        b_up = load_inside(p_x + M, inside, IS_WHOLE).to(tl.float32)
+        b_up = load_inside(p_x + K, inside, IS_WHOLE).to(tl.float32)
         b_x = silu(b_x) * b_up
     return b_x
 

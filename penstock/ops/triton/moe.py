@@ -1,11 +1,11 @@
-"""Sparse feed-forward on a GPU: which form of the experts a number of tokens deserves."""
+"""Sparse feed-forward on a GPU: picks the kernels of the experts by the number of tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from penstock.ops.triton import experts_grouped, experts_tensor, experts_vector, moe_route
+from penstock.ops.triton import moe_gemv, moe_grouped_gemm, moe_route, moe_small_gemm
 from penstock.ops.triton.launch import CompileCase
 from penstock.ops.triton.moe_route import norm_route
 from penstock.ops.triton.tuning import Tile, bucket, choose
@@ -13,10 +13,10 @@ from penstock.ops.weight import Weight
 
 __all__ = ["candidates", "compile_cases", "norm_route", "sparse_mlp"]
 
-VECTOR, TENSOR, GROUPED = 0, 1, 2  # the "form" of a tile
+GEMV, SMALL_GEMM, GROUPED_GEMM = 0, 1, 2  # the "form" of a tile
 
-VECTOR_TOKENS = 4  # of more, so many choose the same experts that reading those once is better
-TENSOR_PAIRS = 16  # of an expert, on average: more fill tiles whose height is theirs
+GEMV_TOKENS = 4  # of more, so many choose the same experts that reading those once is better
+SMALL_GEMM_PAIRS = 16  # of an expert, on average: more fill tiles whose height is theirs
 MAX_TOKENS = 32768  # at a time: what the pairs leave in between stays below two GB
 
 
@@ -63,22 +63,22 @@ def sparse_mlp(
         None if shared_down is None else shared_down.values,
     )
     arguments = (out, x, weights, ids, gate_up.values, down.values, residual, *shared)
-    form = TENSOR if deterministic else _choose_form(x, ids, down)
-    if form == VECTOR:
-        experts_vector.run(*arguments)
-    elif form == TENSOR:
-        experts_tensor.run(*arguments, deterministic=deterministic)
+    form = SMALL_GEMM if deterministic else _choose_form(x, ids, down)
+    if form == GEMV:
+        moe_gemv.run(*arguments)
+    elif form == SMALL_GEMM:
+        moe_small_gemm.run(*arguments, deterministic=deterministic)
     else:
-        experts_grouped.run(*arguments, counters)
+        moe_grouped_gemm.run(*arguments, counters)
     return out
 
 
 def _choose_form(x: Tensor, ids: Tensor, down: Weight) -> int:
     num_experts, width, inner_width = down.shape
     num_tokens, k = ids.shape
-    rule = TENSOR if bucket(num_tokens) * k <= TENSOR_PAIRS * num_experts else GROUPED
-    if num_tokens <= VECTOR_TOKENS:
-        rule = VECTOR
+    rule = SMALL_GEMM if bucket(num_tokens) * k <= SMALL_GEMM_PAIRS * num_experts else GROUPED_GEMM
+    if num_tokens <= GEMV_TOKENS:
+        rule = GEMV
     shape = (num_experts, k, inner_width, width)
     return choose("sparse_mlp", shape, num_tokens, {"form": rule}, x.device)["form"]
 
@@ -89,19 +89,20 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     """
     if kernel == "sparse_mlp":
         return [
-            {"form": form} for form in ((VECTOR, TENSOR) if num_tokens <= 64 else (TENSOR, GROUPED))
+            {"form": form}
+            for form in ((GEMV, SMALL_GEMM) if num_tokens <= 64 else (SMALL_GEMM, GROUPED_GEMM))
         ]
-    if kernel in ("route_vector", "route_tile", "route_whole"):
+    if kernel in ("route_gemv", "route_tile", "route_whole"):
         return moe_route.candidates(kernel, shape, num_tokens)
-    if kernel in ("expert_gate_up_vector", "expert_down_vector"):
-        return experts_vector.candidates(kernel, shape, num_tokens)
-    if kernel in ("expert_gate_up_tensor", "expert_down_tensor"):
-        return experts_tensor.candidates(kernel, shape, num_tokens)
-    if kernel in ("expert_list_grouped", "expert_gate_up_grouped", "expert_down_grouped"):
-        return experts_grouped.candidates(kernel, shape, num_tokens)
+    if kernel in ("moe_gate_up_gemv", "moe_down_gemv"):
+        return moe_gemv.candidates(kernel, shape, num_tokens)
+    if kernel in ("moe_gate_up_small_gemm", "moe_down_small_gemm"):
+        return moe_small_gemm.candidates(kernel, shape, num_tokens)
+    if kernel in ("moe_permute", "moe_gate_up_grouped_gemm", "moe_down_grouped_gemm"):
+        return moe_grouped_gemm.candidates(kernel, shape, num_tokens)
     return []
 
 
 def compile_cases() -> list[CompileCase]:
-    files = (moe_route, experts_vector, experts_tensor, experts_grouped)
+    files = (moe_route, moe_gemv, moe_small_gemm, moe_grouped_gemm)
     return [case for file in files for case in file.compile_cases()]

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Norm, router and choice of experts in one launch. Knows nothing of what the experts do.
 
-Few tokens take the vector form: a program multiplies a few router rows, which it asks for before
+Few tokens take the GEMV form: a program multiplies a few router rows, which it asks for before
 the kernel ahead is complete, with one token. More tokens take the tile form: tensor-core tiles of
 16 or more tokens. In both every program norms its tokens itself, the shared expert's gate counts as
 a last group of router rows, and the last program to arrive with a token's logits chooses that
@@ -30,7 +30,7 @@ from penstock.ops.triton.launch import (
 from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
-VECTOR_TOKENS = 16  # more than these share the router's rows in tiles
+GEMV_TOKENS = 16  # more than these share the router's rows in tiles
 TILE_TOKENS = (
     256  # more than these keep all multiprocessors busy without dividing the router among them
 )
@@ -72,7 +72,7 @@ def norm_route(
     )
     constants = {
         "E": num_experts,
-        "K": k,
+        "TOP_K": k,
         "H": width,
         "NORMALIZE": normalize,
         "HAS_SHARED": has_shared,
@@ -98,15 +98,15 @@ def norm_route(
         return x, weights, ids, shared_weight
 
     logits = hidden.new_empty(num_tokens, num_experts + 1, dtype=torch.float32)
-    # Programs that have brought their logits, by token in the vector form and else by tile.
-    num_counted = max(VECTOR_TOKENS, cdiv(num_tokens, TILE["BLOCK_M"]))
+    # Programs that have brought their logits, by token in the GEMV form and else by tile.
+    num_counted = max(GEMV_TOKENS, cdiv(num_tokens, TILE["BLOCK_M"]))
     arrivals = zeroed(counters, num_counted, hidden.device)
     tensors = (*given, x, logits, arrivals, *chosen)
-    if num_tokens <= VECTOR_TOKENS and not deterministic:
-        tile = choose("route_vector", shape, num_tokens, _vector_rule(width), hidden.device)
+    if num_tokens <= GEMV_TOKENS and not deterministic:
+        tile = choose("route_gemv", shape, num_tokens, _gemv_rule(width), hidden.device)
         grid = (cdiv(num_experts, tile["ROWS"]) + has_shared, num_tokens)
         block_h = next_power_of_2(width)
-        _route_vector_kernel[grid](*tensors, eps, **constants, BLOCK_H=block_h, **tile)
+        _route_gemv_kernel[grid](*tensors, eps, **constants, BLOCK_H=block_h, **tile)
     else:
         # Another tile sums in another order: it may not depend on what else is in the step.
         tile = (
@@ -143,7 +143,7 @@ def zeroed(counters: Tensor | None, num_needed: int, device: torch.device) -> Te
     return torch.zeros(num_needed, dtype=torch.int32, device=device)
 
 
-def _vector_rule(width: int) -> Tile:
+def _gemv_rule(width: int) -> Tile:
     """A warp and 8 KB of bf16 router rows a program: warps of one program would wait for each
     other.
     """
@@ -171,7 +171,7 @@ def _whole_rule(
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """What `penstock tune` tries for a kernel; shape is (E, H)."""
-    if kernel == "route_vector":
+    if kernel == "route_gemv":
         return [
             {"ROWS": rows, "num_warps": warps, "num_stages": 1}
             for rows in (1, 2, 4, 8)
@@ -226,27 +226,25 @@ def _choose_experts(
     tokens,  # [M] int64
     is_token,  # [M]
     E: tl.constexpr,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
 ):
-    """The K largest logits of each token, the lower id first among equals, and their share of the
-    softmax.
-    """
+    """The TOP_K largest logits of each token, the lower id first among ties, with their softmax."""
     NUM_TOKENS: tl.constexpr = left.shape[0]
-    BLOCK_K: tl.constexpr = triton.next_power_of_2(K)
+    BLOCK_TOP_K: tl.constexpr = triton.next_power_of_2(TOP_K)
     experts = tl.arange(0, left.shape[1])[None, :]
-    slots = tl.arange(0, BLOCK_K)[None, :]
+    slots = tl.arange(0, BLOCK_TOP_K)[None, :]
     left = tl.where(left == left, left, LOWEST)
     left = tl.where(experts < E, left, float("-inf"))
     top = tl.max(left, axis=1)
     total = tl.sum(tl.exp(left - top[:, None]), axis=1)
 
-    chosen = tl.zeros([NUM_TOKENS, BLOCK_K], tl.int32)
-    chosen_logits = tl.full([NUM_TOKENS, BLOCK_K], float("-inf"), tl.float32)
+    chosen = tl.zeros([NUM_TOKENS, BLOCK_TOP_K], tl.int32)
+    chosen_logits = tl.full([NUM_TOKENS, BLOCK_TOP_K], float("-inf"), tl.float32)
     # As integers of the same order a warp finds the largest in one instruction.
     ranks = _ordered(left + 0.0)  # of the two zeros there is one left
-    for slot in range(K):
+    for slot in range(TOP_K):
         best = tl.max(ranks, axis=1)
         expert = tl.min(tl.where(ranks == best[:, None], experts, left.shape[1]), axis=1)
         logit = _ordered(best).to(tl.float32, bitcast=True)
@@ -257,8 +255,8 @@ def _choose_experts(
     share = tl.exp(chosen_logits - top[:, None])
     if NORMALIZE:
         total = tl.sum(share, axis=1)
-    places = tokens[:, None] * K + slots
-    is_chosen = is_token[:, None] & (slots < K)
+    places = tokens[:, None] * TOP_K + slots
+    is_chosen = is_token[:, None] & (slots < TOP_K)
     tl.store(weights + places, share / total[:, None], mask=is_chosen)
     if HAS_SLOTS:
         chosen = tl.load(slots_of + chosen, mask=is_chosen, other=0)
@@ -275,7 +273,7 @@ def _choose_from_memory(
     tokens,  # [M] int64
     is_token,  # [M]
     E: tl.constexpr,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
@@ -286,7 +284,9 @@ def _choose_from_memory(
     # Past the first-level cache: other multiprocessors wrote these.
     is_logit = is_token[:, None] & (experts < E)
     b_logits = tl.load(own[:, None] + experts, mask=is_logit, other=0.0, cache_modifier=".cg")
-    _choose_experts(b_logits, weights, ids, slots_of, tokens, is_token, E, K, NORMALIZE, HAS_SLOTS)
+    _choose_experts(
+        b_logits, weights, ids, slots_of, tokens, is_token, E, TOP_K, NORMALIZE, HAS_SLOTS
+    )
     if HAS_SHARED:
         gate = tl.load(own + E, mask=is_token, other=0.0, cache_modifier=".cg")
         tl.store(shared_weight + tokens, 1.0 / (1.0 + tl.exp(-gate)), mask=is_token)
@@ -306,7 +306,7 @@ def arrives_last(arrived, num_programs):
 
 
 @triton.jit
-def _route_vector_kernel(
+def _route_gemv_kernel(
     hidden,
     norm_weight,
     router,
@@ -320,7 +320,7 @@ def _route_vector_kernel(
     slots_of,
     eps,
     E: tl.constexpr,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     H: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
@@ -362,7 +362,7 @@ def _route_vector_kernel(
             tokens,
             is_token,
             E,
-            K,
+            TOP_K,
             NORMALIZE,
             HAS_SHARED,
             HAS_SLOTS,
@@ -386,7 +386,7 @@ def _route_tile_kernel(
     num_tokens,
     eps,
     E: tl.constexpr,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     H: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
@@ -449,7 +449,7 @@ def _route_tile_kernel(
                 some,
                 is_some,
                 E,
-                K,
+                TOP_K,
                 NORMALIZE,
                 HAS_SHARED,
                 HAS_SLOTS,
@@ -497,7 +497,7 @@ def _route_whole_kernel(
     num_tokens,
     eps,
     E: tl.constexpr,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     H: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
@@ -540,7 +540,9 @@ def _route_whole_kernel(
         if b_router.dtype != b_x.dtype:
             b_router, b_x = b_router.to(tl.float32), b_x.to(tl.float32)
         b_logits = tl.dot(b_x, b_router, b_logits, input_precision="ieee")
-    _choose_experts(b_logits, weights, ids, slots_of, tokens, is_token, E, K, NORMALIZE, HAS_SLOTS)
+    _choose_experts(
+        b_logits, weights, ids, slots_of, tokens, is_token, E, TOP_K, NORMALIZE, HAS_SLOTS
+    )
 
 
 def compile_cases() -> list[CompileCase]:
@@ -549,11 +551,11 @@ def compile_cases() -> list[CompileCase]:
     floats = dict.fromkeys(("norm_weight", "logits", "weights", "shared_weight"), "*fp32")
     signature = {**halves, **floats, "eps": "fp32", "num_tokens": "i32"}
     signature |= dict.fromkeys(("arrivals", "ids", "slots_of"), "*i32")
-    constants = {"E": 256, "K": 8, "H": 2048, "BLOCK_E": 256}
+    constants = {"E": 256, "TOP_K": 8, "H": 2048, "BLOCK_E": 256}
     constants |= {"NORMALIZE": True, "HAS_SHARED": True, "HAS_SLOTS": False}
     cases: list[CompileCase] = []
     for kernel, more, tile in (
-        (_route_vector_kernel, {"BLOCK_H": 2048}, _vector_rule(2048)),
+        (_route_gemv_kernel, {"BLOCK_H": 2048}, _gemv_rule(2048)),
         (_route_tile_kernel, {}, TILE),
         (_route_whole_kernel, {"BLOCK_H": 2048}, _whole_rule(8192, (256, 2048), 2, False)),
         (_route_whole_kernel, {"BLOCK_H": 2048}, _whole_rule(1024, (256, 2048), 2, True)),

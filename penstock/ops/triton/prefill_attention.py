@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention of rows that have several new tokens. Knows pieces, pages and lengths, not the rest of
+"""Attention of rows that have several new tokens. Knows blocks, pages and lengths, not the rest of
 the step.
 
-A program takes a piece (tokens of one aligned stretch of 64 positions) and a few query heads of one
+A program takes a block (tokens of one aligned stretch of 64 positions) and a few query heads of one
 key head. Their queries are the rows of one tile, so that keys and values are read once for all of
 them. Positions say which row of the tile a token is and which keys form a block: how a prompt was
 cut changes no bit of it.
 
-Where few pieces face a long context their keys are cut into splits, which a second kernel merges;
+Where few blocks face a long context their keys are cut into splits, which a second kernel merges;
 never when results must be deterministic.
 
-Pieces, lengths and pages are read before the kernels ahead are complete: a step's inputs are
+Blocks, lengths and pages are read before the kernels ahead are complete: a step's inputs are
 written before its first kernel with an early start.
 """
 
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import rows
-from penstock.ops.reference.rows import Chunks
+from penstock.ops.reference.rows import TokenBlocks
 from penstock.ops.triton.launch import (
     LARGE_MEMORY,
     SMALL_MEMORY,
@@ -40,7 +40,7 @@ from penstock.ops.triton.launch import (
 )
 from penstock.ops.triton.tuning import Tile, choose
 
-CHUNK = tl.constexpr(rows.CHUNK)
+BLOCK_TOKENS = tl.constexpr(rows.BLOCK_TOKENS)
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(-1e30)  # below every score; unlike infinity it can be subtracted from itself
 WORTHWHILE_SPLIT = tl.constexpr(16)  # stretches of 64 keys that make a split worth its merging
@@ -49,14 +49,14 @@ MERGE_TILE: Tile = {"BLOCK_SPLITS": 16, "num_warps": 4, "num_stages": 1}
 
 
 def prefill_attention(
-    out: Tensor,  # [T, Hq * D]  the tokens of the pieces are written, no others
+    out: Tensor,  # [T, Hq * D]  the tokens of the blocks are written, no others
     q: Tensor,  # [T, Hq, D]  contiguous
     keys: Tensor,  # [pages, page_size, Hkv, D]
     values: Tensor,  # [pages, page_size, Hkv, D]
     page_table: Tensor,  # [R, P]
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
-    chunks: Chunks,
+    blocks: TokenBlocks,
     scale: float,
     window: int,
     gate: Tensor | None,  # [T, Hq * D]
@@ -64,11 +64,11 @@ def prefill_attention(
     num_tokens: int,
     deterministic: bool,
 ) -> None:
-    """softmax(q k^T * scale) v for the tokens of all pieces, times sigmoid(gate): one launch, or
+    """softmax(q k^T * scale) v for the tokens of all blocks, times sigmoid(gate): one launch, or
     two.
     """
-    (_, num_heads, head_dim), num_pieces = q.shape, len(chunks.pieces)
-    if num_pieces == 0:
+    (_, num_heads, head_dim), num_blocks = q.shape, len(blocks.table)
+    if num_blocks == 0:
         return
     assert q.is_contiguous()
     assert gate is None or gate.stride(1) == 1
@@ -79,23 +79,23 @@ def prefill_attention(
         tile = choose("prefill_attention", shape, num_tokens, tile, q.device)
     num_groups = num_kv_heads * cdiv(num_heads // num_kv_heads, tile["BLOCK_HEADS"])
     max_keys = page_table.shape[1] * page_size
-    num_splits = 1 if deterministic else _plan_splits(num_pieces * num_groups, max_keys, q.device)
+    num_splits = 1 if deterministic else _plan_splits(num_blocks * num_groups, max_keys, q.device)
     partial = log_sums = None  # the splits' results, and the logarithms of their sums
     if num_splits > 1:
         partial = q.new_empty(
-            (num_pieces, rows.CHUNK, num_heads, num_splits, head_dim), dtype=torch.float32
+            (num_blocks, rows.BLOCK_TOKENS, num_heads, num_splits, head_dim), dtype=torch.float32
         )
         log_sums = q.new_empty(partial.shape[:-1], dtype=torch.float32)
-    pieces = (chunks.pieces, query_start, context_lens)
+    places = (blocks.table, query_start, context_lens)
     gate_stride = 0 if gate is None else gate.stride(0)
     constants = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "WINDOW": window}
     constants |= {"BLOCK_D": max(16, next_power_of_2(head_dim)), **launch_options(q.device)}
-    _prefill_kernel[num_groups, num_pieces, num_splits](
+    _prefill_kernel[num_groups, num_blocks, num_splits](
         q,
         keys,
         values,
         page_table,
-        *pieces,
+        *places,
         gate if partial is None else None,
         out,
         partial,
@@ -109,11 +109,11 @@ def prefill_attention(
         **tile,
     )
     if partial is not None:
-        grid = (num_heads, num_pieces, rows.CHUNK)
+        grid = (num_heads, num_blocks, rows.BLOCK_TOKENS)
         _merge_kernel[grid](
             partial,
             log_sums,
-            *pieces,
+            *places,
             gate,
             out,
             gate_stride,
@@ -125,7 +125,7 @@ def prefill_attention(
 
 def _plan_splits(num_programs: int, max_keys: int, device: torch.device) -> int:
     """As many as make programs for every processor, if the longest row may have the keys for it."""
-    longest = max_keys // (rows.CHUNK * WORTHWHILE_SPLIT.value)
+    longest = max_keys // (rows.BLOCK_TOKENS * WORTHWHILE_SPLIT.value)
     return max(1, min(num_processors(device) // num_programs, longest))
 
 
@@ -144,7 +144,7 @@ def _prefill_rule(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int
     for num_stacked, num_keys in ((2, 64), (2, 32), (1, 64), (1, 32)):
         block_heads, block_keys = min(num_stacked, max_heads), math.gcd(num_keys, page_size)
         if (
-            rows.CHUNK * block_heads + 4 * block_keys
+            rows.BLOCK_TOKENS * block_heads + 4 * block_keys
         ) * padded_dim * dtype.itemsize <= shared_memory:
             break
     # 4 warps for 64 rows of the tile: that is whom the tensor cores of Hopper obey.
@@ -169,12 +169,12 @@ def compile_cases() -> list[CompileCase]:
     """Qwen3.5-35B-A3B in bf16: with the tile of small cards, of large ones, these in splits, the
     merge.
     """
-    pieces = {"p_pieces": "*i32", "p_query_start": "*i64", "p_context_lens": "*i64"}
-    signature = {**dict.fromkeys(("p_q", "p_keys", "p_values", "p_out"), "*bf16"), **pieces}
+    blocks = {"p_blocks": "*i32", "p_query_start": "*i64", "p_context_lens": "*i64"}
+    signature = {**dict.fromkeys(("p_q", "p_keys", "p_values", "p_out"), "*bf16"), **blocks}
     signature |= {"p_pages": "*i32", "scale": "fp32", "table_stride": "i32", "gate_stride": "i32"}
     gate = {"p_gate": "*bf16"}
     splits = {"p_partial": "*fp32", "p_log_sums": "*fp32"}
-    merge_signature = {**splits, **pieces, **gate, "p_out": "*bf16"}
+    merge_signature = {**splits, **blocks, **gate, "p_out": "*bf16"}
     merge_signature |= {"gate_stride": "i32", "num_splits": "i32"}
     constants: dict[str, Any] = {
         "NUM_HEADS": 16,
@@ -206,22 +206,22 @@ def _options(tile: Tile) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @triton.jit
-def _find_piece(p_pieces, p_query_start, p_context_lens, i_piece):
+def _find_block(p_blocks, p_query_start, p_context_lens, i_block):
     """Its row, the first of its tokens, their number, and the position of the first."""
-    row = tl.load(p_pieces + i_piece * 4).to(tl.int64)
-    first_token = tl.load(p_pieces + i_piece * 4 + 1)
-    num_tokens = tl.load(p_pieces + i_piece * 4 + 2)
+    row = tl.load(p_blocks + i_block * 4).to(tl.int64)
+    first_token = tl.load(p_blocks + i_block * 4 + 1)
+    num_tokens = tl.load(p_blocks + i_block * 4 + 2)
     num_ahead = (tl.load(p_context_lens + row) - tl.load(p_query_start + row + 1)).to(tl.int32)
     return row, first_token, num_tokens, num_ahead + first_token
 
 
 @triton.jit
 def _share_keys(position, num_tokens, num_splits, WINDOW: tl.constexpr):
-    """In stretches of 64 keys: the first that the piece sees, their number, and how many a split
+    """In stretches of 64 keys: the first that the block sees, their number, and how many a split
     takes.
     """
-    first = tl.maximum(position - WINDOW + 1, 0) // CHUNK if WINDOW else 0
-    number = tl.cdiv(position + num_tokens, CHUNK) - first
+    first = tl.maximum(position - WINDOW + 1, 0) // BLOCK_TOKENS if WINDOW else 0
+    number = tl.cdiv(position + num_tokens, BLOCK_TOKENS) - first
     return first, number, tl.maximum(tl.cdiv(number, num_splits), WORTHWHILE_SPLIT)
 
 
@@ -232,14 +232,14 @@ def _apply_gate(b_out, b_gate):
 
 # Parts of one buffer, aligned anyhow, and a stride that follows the longest row.
 @triton.jit(
-    do_not_specialize=["p_pages", "p_pieces", "p_query_start", "p_context_lens", "table_stride"]
+    do_not_specialize=["p_pages", "p_blocks", "p_query_start", "p_context_lens", "table_stride"]
 )
 def _prefill_kernel(
     p_q,
     p_keys,
     p_values,
     p_pages,
-    p_pieces,
+    p_blocks,
     p_query_start,
     p_context_lens,
     p_gate,
@@ -259,7 +259,7 @@ def _prefill_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A piece and BLOCK_HEADS of the query heads of one key head, against one split of the piece's
+    """A block and BLOCK_HEADS of the query heads of one key head, against one split of the block's
     keys.
 
     The values of a block meet its weights one turn after they are known. So the tensor cores have
@@ -269,27 +269,27 @@ def _prefill_kernel(
     let_next_start(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     NUM_GROUPS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
-    BLOCK_M: tl.constexpr = BLOCK_HEADS * CHUNK
+    BLOCK_M: tl.constexpr = BLOCK_HEADS * BLOCK_TOKENS
     i_kv_head, i_group = tl.program_id(0) // NUM_GROUPS, tl.program_id(0) % NUM_GROUPS
-    # Later pieces of a row see more keys: they start first, and what is left at the end is short.
-    i_piece = tl.num_programs(1) - 1 - tl.program_id(1)
+    # Later blocks of a row see more keys: they start first, and what is left at the end is short.
+    i_block = tl.num_programs(1) - 1 - tl.program_id(1)
     i_split, num_splits = tl.program_id(2), tl.num_programs(2)
-    row, first_token, num_tokens, position = _find_piece(
-        p_pieces, p_query_start, p_context_lens, i_piece
+    row, first_token, num_tokens, position = _find_block(
+        p_blocks, p_query_start, p_context_lens, i_block
     )
     first, number, share = _share_keys(position, num_tokens, num_splits, WINDOW)
     wait_for_previous(PDL)
     if (num_tokens == 0) | (i_split * share >= number):
         return
-    first_key = (first + i_split * share) * CHUNK
-    end_key = tl.minimum(position + num_tokens, (first + (i_split + 1) * share) * CHUNK)
-    num_blocks = tl.cdiv(end_key - first_key, BLOCK_KEYS)
+    first_key = (first + i_split * share) * BLOCK_TOKENS
+    end_key = tl.minimum(position + num_tokens, (first + (i_split + 1) * share) * BLOCK_TOKENS)
+    num_key_blocks = tl.cdiv(end_key - first_key, BLOCK_KEYS)
 
-    lead = position % CHUNK
+    lead = position % BLOCK_TOKENS
     base = position - lead  # the position of the tile's first row
     tokens, members = (
-        tl.arange(0, BLOCK_M) % CHUNK,
-        i_group * BLOCK_HEADS + tl.arange(0, BLOCK_M) // CHUNK,
+        tl.arange(0, BLOCK_M) % BLOCK_TOKENS,
+        i_group * BLOCK_HEADS + tl.arange(0, BLOCK_M) // BLOCK_TOKENS,
     )
     dims, keys = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_KEYS)
     heads = i_kv_head * GROUP + members
@@ -313,16 +313,18 @@ def _prefill_kernel(
     b_out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     # There is always a block. A compiler that does not know it keeps the tensor cores waiting in
     # every turn.
-    for block in range(tl.maximum(num_blocks, 1) + 1):
-        start = first_key + block * BLOCK_KEYS
+    for i_key_block in range(tl.maximum(num_key_blocks, 1) + 1):
+        start = first_key + i_key_block * BLOCK_KEYS
         key_place = (page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
         page = tl.load(
-            p_pages + (start + BLOCK_KEYS) // PAGE_SIZE, mask=block + 1 < num_blocks, other=0
+            p_pages + (start + BLOCK_KEYS) // PAGE_SIZE,
+            mask=i_key_block + 1 < num_key_blocks,
+            other=0,
         )
         b_k = tl.load(p_keys + key_place + in_block, mask=is_dim, other=0.0).to(b_q.dtype)
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         # Pages hold anything where nothing was written, and 0 * NaN is NaN.
-        num_values = tl.where(block > 0, end_key - start + BLOCK_KEYS, 0)
+        num_values = tl.where(i_key_block > 0, end_key - start + BLOCK_KEYS, 0)
         is_value = (keys < num_values)[:, None] & is_dim
         b_v = tl.load(p_values + value_place + in_block, mask=is_value, other=0.0).to(b_q.dtype)
         b_out = tl.dot(
@@ -330,7 +332,7 @@ def _prefill_kernel(
         )
         is_edge = start >= tl.minimum(base, end_key)
         if WINDOW:
-            is_edge = is_edge | (start < base + CHUNK - WINDOW)
+            is_edge = is_edge | (start < base + BLOCK_TOKENS - WINDOW)
         if is_edge:
             b_last_key = tl.minimum(base + tokens, end_key - 1)
             is_seen = keys[None, :] <= (b_last_key - start)[:, None]
@@ -350,7 +352,7 @@ def _prefill_kernel(
     b_out = b_out * (1.0 / b_sum)[:, None]
     if p_partial is not None:
         to_split = (
-            (i_piece * CHUNK + tokens).to(tl.int64) * NUM_HEADS + heads
+            (i_block * BLOCK_TOKENS + tokens).to(tl.int64) * NUM_HEADS + heads
         ) * num_splits + i_split
         tl.store(p_partial + to_split[:, None] * HEAD_DIM + dims[None, :], b_out, mask=is_output)
         tl.store(p_log_sums + to_split, b_max + tl.log2(b_sum), mask=is_query)
@@ -363,11 +365,11 @@ def _prefill_kernel(
         tl.store(p_to, b_out.to(p_out.dtype.element_ty), mask=is_output)
 
 
-@triton.jit(do_not_specialize=["p_pieces", "p_query_start", "p_context_lens", "num_splits"])
+@triton.jit(do_not_specialize=["p_blocks", "p_query_start", "p_context_lens", "num_splits"])
 def _merge_kernel(
     p_partial,
     p_log_sums,
-    p_pieces,
+    p_blocks,
     p_query_start,
     p_context_lens,
     p_gate,
@@ -383,19 +385,21 @@ def _merge_kernel(
 ):
     """The splits of one query head of one token, each weighted with its share of the sum."""
     let_next_start(PDL)
-    i_head, i_piece, i_token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _, first_token, num_tokens, position = _find_piece(
-        p_pieces, p_query_start, p_context_lens, i_piece
+    i_head, i_block, i_token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, first_token, num_tokens, position = _find_block(
+        p_blocks, p_query_start, p_context_lens, i_block
     )
     _, number, share = _share_keys(position, num_tokens, num_splits, WINDOW)
-    lead = position % CHUNK
+    lead = position % BLOCK_TOKENS
     wait_for_previous(PDL)
     if (i_token < lead) | (i_token >= lead + num_tokens):
         return
     num_written = tl.cdiv(number, share)
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
-    from_output = ((i_piece * CHUNK + i_token).to(tl.int64) * NUM_HEADS + i_head) * num_splits
+    from_output = (
+        (i_block * BLOCK_TOKENS + i_token).to(tl.int64) * NUM_HEADS + i_head
+    ) * num_splits
     b_max = tl.full((), LOWEST, tl.float32)
     b_sum = tl.zeros((), tl.float32)
     b_out = tl.zeros((BLOCK_D,), tl.float32)

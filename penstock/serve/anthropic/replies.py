@@ -19,7 +19,6 @@ import msgspec
 from penstock.errors import PenstockError, RequestError
 from penstock.serve.answer import Choice
 from penstock.serve.text_stream import ReplyDelta, Usage
-from penstock.text.call_arguments import whole_part
 from penstock.text.dialects import (
     ContentDelta,
     Delta,
@@ -29,6 +28,7 @@ from penstock.text.dialects import (
     ToolCallEnd,
     ToolCallStart,
 )
+from penstock.text.dialects.json_calls import whole_part
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERROR_TYPES = {

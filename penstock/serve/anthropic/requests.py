@@ -119,9 +119,8 @@ class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
     effort: str | None = None
-    task_budget: Any = (
-        None  # tells a model how much it may spend in total: advice that no template can express
-    )
+    # Tells a model how much it may spend in total: advice that no template can express.
+    task_budget: Any = None
 
 
 class PromptBody(msgspec.Struct, kw_only=True):

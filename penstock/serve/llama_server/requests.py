@@ -23,6 +23,7 @@ from penstock.serve.openai.requests import CompletionBody, completion_request
 from penstock.serve.requests import (
     MAX_CHARS_ASKED,
     MAX_ID_VALUES,
+    CacheSalt,
     CompletionRequest,
     Defaults,
     SessionId,
@@ -68,6 +69,7 @@ class LlamaBody(LlamaOptions, kw_only=True):
     samplers: list[str] | None = None
     response_fields: Annotated[list[str], Meta(max_length=256)] | None = None
     session_id: SessionId | None = None  # not llama-server's: a session of this server
+    cache_salt: CacheSalt | None = None  # not llama-server's either
     # Accepted if they are off.
     mirostat: int | None = None
     typical_p: float | None = None
@@ -109,6 +111,7 @@ def parse_completion(
         logit_bias=_biases(fields.logit_bias),
         logprobs=fields.n_probs or None,
         session_id=fields.session_id,
+        cache_salt=fields.cache_salt,
     )
     for name, value in {**sampling_fields(fields), **_without_samplers(fields.samplers)}.items():
         setattr(openai_body, name, value)

@@ -14,6 +14,7 @@ from penstock.serve.body import decode_body
 from penstock.serve.fields import FieldTable
 from penstock.serve.intake import place_of
 from penstock.serve.openai.embeddings import MAX_INPUTS
+from penstock.serve.requests import CacheSalt
 from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Usage
@@ -29,6 +30,7 @@ class EmbedBody(msgspec.Struct, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     keep_alive: float | str | None = None
     options: dict[str, Any] | None = None  # for loading and sampling: neither applies here
+    cache_salt: CacheSalt | None = None  # not Ollama's
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
@@ -36,6 +38,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     keep_alive: float | str | None = None
     options: dict[str, Any] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class EmbedAnswer:
@@ -75,6 +78,7 @@ async def embed(request: Request, serving: ServerState, table: FieldTable) -> An
         dimensions=fields.dimensions,
         max_tokens=None if fields.truncate is False else TO_CONTEXT,
         tenant=tenant_of(request.scope),
+        cache_salt=fields.cache_salt,
     )
     return _answer(request, serving, asked, EmbedAnswer(serving.model_name))
 
@@ -86,6 +90,7 @@ async def embed_one(request: Request, serving: ServerState, table: FieldTable) -
         normalize=False,
         max_tokens=TO_CONTEXT,
         tenant=tenant_of(request.scope),
+        cache_salt=fields.cache_salt,
     )
     return _answer(request, serving, asked, EmbedAnswer(serving.model_name, is_single=True))
 

@@ -29,6 +29,7 @@ from penstock.serve.openai.requests import (
 from penstock.serve.requests import (
     MAX_ID_VALUES,
     MAX_IDS,
+    CacheSalt,
     ChatRequest,
     CompletionRequest,
     Defaults,
@@ -86,6 +87,7 @@ class ReplyFields(msgspec.Struct, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     session_id: SessionId | None = None  # not Ollama's: a session of this server
+    cache_salt: CacheSalt | None = None  # not Ollama's either
 
 
 class OllamaChatBody(ReplyFields, kw_only=True):
@@ -182,6 +184,7 @@ def _raw_generation(fields: GenerateBody, defaults: Defaults) -> Generation:
         stream=fields.stream is not False,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         session_id=fields.session_id,
+        cache_salt=fields.cache_salt,
     )
     _set(body, sampling)
     with renaming(NAMES):
@@ -214,6 +217,7 @@ def _chat_request(
         logprobs=fields.logprobs,
         top_logprobs=fields.top_logprobs,
         session_id=fields.session_id,
+        cache_salt=fields.cache_salt,
         response_format=_response_format(fields.format),
     )
     if isinstance(fields.think, bool):

@@ -24,7 +24,7 @@ from penstock.serve.body import decode_body
 from penstock.serve.fields import EMBEDDINGS, RERANK, SCORE
 from penstock.serve.intake import place_of
 from penstock.serve.openai.requests import split_prompts
-from penstock.serve.requests import MAX_ID_VALUES, MAX_PRIORITY, MAX_TIMEOUT_S, TokenId
+from penstock.serve.requests import MAX_ID_VALUES, MAX_PRIORITY, MAX_TIMEOUT_S, CacheSalt, TokenId
 from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import TextStream, Usage
@@ -43,6 +43,7 @@ class VectorBody(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class EmbeddingBody(VectorBody, kw_only=True):
@@ -94,6 +95,7 @@ def _common(fields: VectorBody, request: Request) -> dict[str, Any]:
         "timeout_s": fields.timeout,
         "priority": priority_in(request.scope, fields.priority or 0),
         "tenant": tenant_of(request.scope),
+        "cache_salt": fields.cache_salt,
     }
 
 

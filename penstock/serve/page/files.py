@@ -28,16 +28,14 @@ INDEX, SANDBOX = "index.html", "sandbox.html"
 # a script.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src "
-    "'self'; "
-    "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "'self'; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 # Here a person's own functions answer tool calls: in a worker without network, of an origin of its
 # own.
 SANDBOX_POLICY = (
     "default-src 'none'; script-src 'self' blob:; worker-src blob:; base-uri 'none'; form-action "
-    "'none'; "
-    "frame-ancestors 'self'; sandbox allow-scripts"
+    "'none'; frame-ancestors 'self'; sandbox allow-scripts"
 )
 
 

@@ -4,14 +4,24 @@ view.
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from penstock.serve.answer import EVENT_STREAM_TYPE, STREAM_HEADERS
+from penstock.serve.metrics import Histogram
 from penstock.serve.page.files import FOLDER, INDEX, PREFIX, StaticFile, file_names
-from penstock.serve.page.live import LiveRoute
+from penstock.serve.replica import sum_stats
 from penstock.serve.state import ServerState
+
+PERIOD_S = 1.0
 
 
 def routes(serving: ServerState) -> list[Route]:
@@ -35,3 +45,68 @@ def routes(serving: ServerState) -> list[Route]:
         return Response("Penstock is running", media_type="text/plain", headers={"vary": "accept"})
 
     return [Route("/", send_index), Route(f"{PREFIX}{{file:path}}", send_file), live]
+
+
+class LiveRoute:
+    """`GET /live`: the numbers of /metrics and /health as one event a second, for the page and
+    `top`. Totals only ever grow; what watches them subtracts. The engines are asked once a second
+    however many watch, and not at all while nobody does."""
+
+    def __init__(self, serving: ServerState) -> None:
+        self._serving = serving
+        self._event = b""
+        self._taken_at = 0.0  # on the monotonic clock
+        self._taking = asyncio.Lock()
+
+    async def stream(self, request: Request) -> StreamingResponse:
+        headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
+        return StreamingResponse(self._events(), media_type=EVENT_STREAM_TYPE, headers=headers)
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        """Until the client leaves, or the server ends."""
+        draining = self._serving.draining
+        while not draining.is_set():
+            yield await self._latest()
+            try:
+                await asyncio.wait_for(draining.wait(), PERIOD_S)
+            except TimeoutError:
+                continue
+
+    async def _latest(self) -> bytes:
+        async with self._taking:
+            if time.monotonic() - self._taken_at > PERIOD_S / 2:
+                self._event = b"data: %b\n\n" % msgspec.json.encode(await self.snapshot())
+                self._taken_at = time.monotonic()
+            return self._event
+
+    async def snapshot(self) -> dict[str, Any]:
+        client, metrics = self._serving.client, self._serving.metrics
+        replicas = await client.report()
+        return {
+            "time": time.time(),
+            "model": self._serving.model_name,
+            "is_ready": self._serving.is_ready,
+            "phase": None if client.info is not None else client.phase,
+            "failure": None if client.failure is None else client.failure.what,
+            "engine": client.info,
+            "stats": sum_stats(replicas),
+            "replicas": [
+                {
+                    name: getattr(one, name)
+                    for name in ("replica", "state", "restarts", "requests", "problem")
+                }
+                for one in replicas
+            ],
+            "prompt_tokens": metrics.num_prompt_tokens,
+            "generated_tokens": metrics.num_generated_tokens,
+            "answers": {str(status): n for status, n in metrics.num_answers.items()},
+            "first_token_s": _described(metrics.first_token_s),
+            "inter_token_s": _described(metrics.inter_token_s),
+        }
+
+
+def _described(histogram: Histogram) -> dict[str, Any]:
+    """`counts`: of values up to each bound, and one more for those above all; each with the ones
+    before.
+    """
+    return {"bounds": histogram.bounds, "counts": histogram.cumulative_counts, "sum": histogram.sum}

@@ -24,10 +24,8 @@ from penstock.text.dialects import ParsedReply
 
 ASK = (
     "Summarise our conversation for someone who goes on with it and has not read it: the goal, "
-    "what was done "
-    "and found, decisions with their reasons, names, paths and numbers that are still needed, and "
-    "what is "
-    "left to do. Reply with the summary alone."
+    "what was done and found, decisions with their reasons, names, paths and numbers that are "
+    "still needed, and what is left to do. Reply with the summary alone."
 )
 KEPT_ROLES = ("user", "system", "developer")
 

@@ -21,9 +21,8 @@ from penstock.serve.body import decode_body
 from penstock.serve.fields import CONVERSATIONS
 from penstock.serve.intake import place_of
 from penstock.serve.responses.items import MAX_ITEMS, Item, Items, plain_messages, shown
-from penstock.serve.responses.pages import list_of, page_of
 from penstock.serve.responses.requests import Metadata
-from penstock.serve.responses.routes import resolved
+from penstock.serve.responses.routes import list_of, page_of, resolved
 from penstock.serve.responses.store import ResponseStore, UnknownItemError, new_id
 from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of

@@ -17,7 +17,7 @@ from msgspec import Meta
 from penstock.errors import RequestError
 from penstock.serve.attachments import replace_attachment
 from penstock.serve.instructions import PARAGRAPH, PlainMessage, place_instructions
-from penstock.text.call_arguments import read_arguments
+from penstock.text.dialects.json_calls import read_arguments
 from penstock.text.json_values import refuse_many_arguments
 
 MAX_ITEMS = 8192  # of a conversation

@@ -12,6 +12,7 @@ Knows the format of answers, not where they come from, how they are sent, or whe
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -20,10 +21,9 @@ import msgspec
 from penstock.errors import ContextLengthError, OverloadedError, PenstockError, RequestError
 from penstock.serve.answer import Choice
 from penstock.serve.event_stream import HEARTBEAT_COMMENT
-from penstock.serve.openai.scores import ChatToken
+from penstock.serve.openai.scores import ChatToken, chat_token
 from penstock.serve.responses.custom_tools import InputText
 from penstock.serve.responses.items import seal
-from penstock.serve.responses.logprobs import ScoreQueue
 from penstock.serve.responses.requests import PLAIN_FORM, ReplyForm, use_own_name
 from penstock.serve.text_stream import ReplyDelta, ScoredToken, Usage
 from penstock.text.dialects import (
@@ -441,3 +441,39 @@ def usage_fields(usage: Usage) -> Fields:
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
     }
+
+
+class ScoreQueue:
+    """Tokens whose text has not come yet: it may come later, in another piece, and belong to
+    reasoning, calls or messages. They are matched by their bytes: the bytes of the tokens, in
+    order, contain every piece of text."""
+
+    def __init__(self) -> None:
+        self._tokens: deque[ScoredToken] = deque()
+        self._data = b""  # their bytes; of the first one, those without text yet
+
+    def add(self, tokens: Sequence[ScoredToken]) -> None:
+        self._tokens += tokens
+        self._data += b"".join(token.data for token in tokens)
+
+    def take(self, text: str) -> list[ChatToken]:
+        """The tokens in which this text, the next one, begins; the tokens before it belong to no
+        text."""
+        data = text.encode()
+        start = 0 if self._data.startswith(data) else self._data.rfind(data)
+        # Not found: a character was replaced.
+        end = start + len(data) if start >= 0 else len(self._data)
+        taken: list[ChatToken] = []
+        # Below 0: part of its text has come.
+        at = len(self._data) - sum(len(token.data) for token in self._tokens)
+        while self._tokens and at < end:
+            token = self._tokens[0]
+            after = at + len(token.data)
+            if at >= 0 and after > start and token.logprob is not None:
+                taken.append(chat_token(token))
+            if after > end:  # its rest comes with the next text
+                break
+            self._tokens.popleft()
+            at = after
+        self._data = self._data[end:]
+        return taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -23,10 +24,10 @@ from penstock.serve.answer import (
 )
 from penstock.serve.fields import COMPACT, RESPONSES
 from penstock.serve.intake import Place, place_of
+from penstock.serve.pages import ids_of_page, list_fields
 from penstock.serve.requests import TokenizeRequest
 from penstock.serve.responses.compaction import CompactionFormat, parse_compact
-from penstock.serve.responses.items import Item, items_of
-from penstock.serve.responses.pages import page_of
+from penstock.serve.responses.items import Item, items_of, shown
 from penstock.serve.responses.replies import Fields, Keep, ResponseChoice, ResponseReplyFormat
 from penstock.serve.responses.requests import (
     ResponseBody,
@@ -41,6 +42,8 @@ from penstock.serve.responses.store import Kind, ResponseStore, new_id
 from penstock.serve.sessions import SessionChat, session_key
 from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
+
+DEFAULT_ITEMS, MAX_LISTED_ITEMS = 20, 100  # of a page
 
 
 def routes(serving: ServerState, store: ResponseStore) -> list[Route]:
@@ -274,3 +277,15 @@ def stream_events(events: Events, num_skipped: int = 0) -> Response:
     headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
     headers["content-type"] = EVENT_STREAM_TYPE
     return StreamingResponse(events.read(num_skipped), headers=headers)
+
+
+def page_of(item_ids: Sequence[str], request: Request, store: ResponseStore) -> Fields:
+    """The page of these items that the query asks for."""
+    ids, has_more = ids_of_page(item_ids, request, DEFAULT_ITEMS, MAX_LISTED_ITEMS)
+    return list_of(ids, store, tenant_of(request.scope), has_more)
+
+
+def list_of(
+    ids: Sequence[str], store: ResponseStore, tenant: str, has_more: bool = False
+) -> Fields:
+    return list_fields(ids, [shown(item) for item in store.items_by_id(ids, tenant)], has_more)

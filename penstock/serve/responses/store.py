@@ -252,8 +252,7 @@ class ResponseStore:
         return error(
             f"No {kind} has the id {id[:64]!r}",
             f"Up to {self._max_records} are stored for {self._max_age_s / 3600:.0f} hours, in up "
-            "to "
-            f"{self._max_bytes} bytes of memory; those asked for with store: false are not.",
+            f"to {self._max_bytes} bytes of memory; those asked for with store: false are not.",
             "Send the conversation as input.",
             param=param,
         )

@@ -17,8 +17,7 @@ from penstock.text.dialects.deltas import (
     ToolCallStart,
 )
 from penstock.text.dialects.dialect import DIALECTS, CallForm, Dialect, Thinking, dialect_of
-from penstock.text.dialects.parser import StreamParser
-from penstock.text.dialects.thoughts_in_content import ThoughtsInContent
+from penstock.text.dialects.parser import StreamParser, ThoughtsInContent
 
 __all__ = [
     "DIALECTS",

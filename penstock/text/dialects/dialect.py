@@ -20,9 +20,8 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 class Thinking:
     start: str = "<think>"
     end: str = "</think>"
-    forced_end: str = (
-        "\n</think>\n\n"  # appended to thinking that must stop, so that the answer begins
-    )
+    # Appended to thinking that must stop, so that the answer begins.
+    forced_end: str = "\n</think>\n\n"
 
     def split(self, reply: str) -> tuple[str, str]:
         """The reasoning that a reply begins with, and the answer."""

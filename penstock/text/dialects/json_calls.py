@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 from penstock.text.dialects.calls import CallSink, NotACall, Tools, expect
 from penstock.text.dialects.scanner import NO_MARKERS, Markers, Reading, Scanner, read_name
@@ -236,3 +237,23 @@ class JsonText:
         """
         closing = reversed(self._brackets[: self._whole_depth])
         return "".join([*self._checked[: self._num_whole], *closing])
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call in a history, as the object that templates print. A call that was cut
+    off, or written wrongly, comes back with every later request: its complete members are read, and
+    a value that is not an object gets a name of ours."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = json.loads(whole_part(text) or "null")
+    if isinstance(value, dict):
+        return value
+    return {"arguments": text}
+
+
+def whole_part(text: str) -> str:
+    """JSON text up to its last complete value, closed there; empty if it does not begin as JSON."""
+    value = JsonText()
+    value.take(text.lstrip())
+    return value.whole_part()

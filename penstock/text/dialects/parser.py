@@ -28,7 +28,7 @@ from penstock.text.dialects.deltas import (
     ReplyEnd,
     ToolArguments,
 )
-from penstock.text.dialects.dialect import CALL_END, CALL_START, FUNCTION, Dialect
+from penstock.text.dialects.dialect import CALL_END, CALL_START, FUNCTION, Dialect, Thinking
 from penstock.text.dialects.json_calls import JsonCall
 from penstock.text.dialects.scanner import WHITESPACE, EndOfText, Markers, Reading, Scanner
 from penstock.text.dialects.values import tools_by_name
@@ -249,3 +249,52 @@ def _merge(deltas: list[Delta]) -> list[Delta]:
         else:
             merged += run
     return merged
+
+
+class ThoughtsInContent:
+    """A parser without `ReasoningDelta`: reasoning is part of the content, between the model's own
+    tags, for clients without a field for it. Adds the tag that the prompt has written, since
+    clients look for it. A thinking block in which the reply ends stays open."""
+
+    def __init__(self, parser: StreamParser, thinking: Thinking) -> None:
+        self._parser = parser
+        self._start = f"{thinking.start}\n"
+        self._end = thinking.forced_end
+        self._is_open = False
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._parser.is_thinking
+
+    def feed(self, text: str) -> list[Delta]:
+        return self._as_content(self._parser.feed(text))
+
+    def close(self, finish: FinishReason) -> list[Delta]:
+        *rest, end = self._parser.close(finish)
+        return [*self._as_content(rest), end]
+
+    def _as_content(self, deltas: list[Delta]) -> list[Delta]:
+        texts = ""
+        told: list[Delta] = []
+        for delta in deltas:
+            is_thought = isinstance(delta, ReasoningDelta)
+            texts += self._turn(is_thought)
+            if isinstance(delta, ContentDelta | ReasoningDelta):
+                texts += delta.text
+            else:
+                told += [*_content(texts), delta]
+                texts = ""
+        if not self._parser.is_thinking:
+            texts += self._turn(False)
+        return [*told, *_content(texts)]
+
+    def _turn(self, to_thought: bool) -> str:
+        """The tag between the last text and the next."""
+        if to_thought == self._is_open:
+            return ""
+        self._is_open = to_thought
+        return self._start if to_thought else self._end
+
+
+def _content(text: str) -> list[Delta]:
+    return [ContentDelta(text)] if text else []

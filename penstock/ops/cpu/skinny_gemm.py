@@ -1,4 +1,4 @@
-"""Products of a few tokens with a bf16 weight on a CPU (`few_rows.cpp`), rounded once or not at
+"""Products of a few tokens with a bf16 weight on a CPU (`skinny_gemm.cpp`), rounded once or not at
 all.
 """
 
@@ -67,7 +67,7 @@ def _function() -> Callable[..., None] | None:
     loaded = library.load(Path(__file__).with_suffix(".cpp"))
     if loaded is None:
         return None
-    function = loaded.few_rows
+    function = loaded.skinny_gemm
     function.argtypes = [c_void_p] * 5 + [c_int] + [c_long] * 3
     function.restype = None
     return function

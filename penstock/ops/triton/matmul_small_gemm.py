@@ -18,11 +18,11 @@ from penstock.ops.triton.launch import (
     LARGE_MEMORY,
     SMALL_MEMORY,
     CompileCase,
-    ask_for,
     cdiv,
     launch_options,
     let_next_start,
     num_processors,
+    prefetch_l2,
     shared_memory,
     wait_for_previous,
 )
@@ -41,9 +41,9 @@ SUMMED_COLUMNS = 512  # of a token, in one program of the second kernel
 
 # A token's sums are the same in every batch when no number of this depends on the batch.
 FIXED_TILE: Tile = {
-    "block_t": 16,
+    "block_m": 16,
     "block_n": 32,
-    "block_m": 128,
+    "block_k": 128,
     "num_splits": 1,
     "num_warps": 4,
     "num_stages": 4,
@@ -51,7 +51,7 @@ FIXED_TILE: Tile = {
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def tensor_product(
+def small_gemm_kernel(
     p_x,
     p_weight,
     p_bias,
@@ -61,36 +61,36 @@ def tensor_product(
     N,
     x_stride,
     residual_stride,
-    M: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    K: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """With several splits the output is one part each, [NUM_SPLITS, T, N]."""
     let_next_start(PDL)
-    IS_WHOLE: tl.constexpr = M % BLOCK_M == 0
-    SPLIT: tl.constexpr = (M + NUM_SPLITS * BLOCK_M - 1) // (NUM_SPLITS * BLOCK_M) * BLOCK_M
-    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    IS_WHOLE: tl.constexpr = K % BLOCK_K == 0
+    SPLIT: tl.constexpr = (K + NUM_SPLITS * BLOCK_K - 1) // (NUM_SPLITS * BLOCK_K) * BLOCK_K
+    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(2) * SPLIT
-    p_rows = p_weight + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * M
+    p_rows = p_weight + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K
     p_tokens = p_x + tokens.to(tl.int64)[:, None] * x_stride
     LINE: tl.constexpr = (
         1024 // p_weight.dtype.element_ty.primitive_bitwidth
     )  # elements of 128 bytes
-    ask_for(
-        p_rows + tl.minimum(start + tl.arange(0, PREFETCHED // 128) * LINE, M - 1)[None, :], PDL
+    prefetch_l2(
+        p_rows + tl.minimum(start + tl.arange(0, PREFETCHED // 128) * LINE, K - 1)[None, :], PDL
     )
     wait_for_previous(PDL)
 
-    b_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for first in tl.range(start, tl.minimum(start + SPLIT, M), BLOCK_M):
-        columns = first + tl.arange(0, BLOCK_M)
-        b_weight = load_inside(p_rows + columns[None, :], columns[None, :] < M, IS_WHOLE)
-        inside = (tokens[:, None] < num_tokens) & (columns[None, :] < M)
+    b_sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for first in tl.range(start, tl.minimum(start + SPLIT, K), BLOCK_K):
+        columns = first + tl.arange(0, BLOCK_K)
+        b_weight = load_inside(p_rows + columns[None, :], columns[None, :] < K, IS_WHOLE)
+        inside = (tokens[:, None] < num_tokens) & (columns[None, :] < K)
         b_x = tl.load(p_tokens + columns[None, :], mask=inside, other=0.0)
         b_sums = tl.dot(b_weight, tl.trans(b_x.to(b_weight.dtype)), b_sums, input_precision="ieee")
 
@@ -135,8 +135,8 @@ def sum_parts(
     tl.store(p_out + i_token * N + rows, b_sums.to(p_out.dtype.element_ty), mask=inside)
 
 
-def multiply_tensors(product: Product, tile: Tile) -> Tensor:
-    """tile: block_t, block_n, block_m, num_splits, num_warps, num_stages."""
+def multiply_small_gemm(product: Product, tile: Tile) -> Tensor:
+    """tile: block_m, block_n, block_k, num_splits, num_warps, num_stages."""
     assert product.norm_weight is None, "a norm is a kernel of its own before this one"
     assert not product.is_swiglu, "an activation too"
     out = product.new_out()  # [T, N]
@@ -166,14 +166,14 @@ def multiply_tensors(product: Product, tile: Tile) -> Tensor:
 def _launch(
     product: Product, tile: Tile, out: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> None:
-    N, M = product.shape
+    N, K = product.shape
     x_stride, residual_stride = product.row_strides
     grid = (
-        cdiv(product.num_tokens, tile["block_t"]),
+        cdiv(product.num_tokens, tile["block_m"]),
         cdiv(N, tile["block_n"]),
         tile["num_splits"],
     )
-    tensor_product[grid](
+    small_gemm_kernel[grid](
         product.x,
         product.weight,
         bias,
@@ -183,10 +183,10 @@ def _launch(
         N,
         x_stride,
         residual_stride,
-        M=M,
-        BLOCK_T=tile["block_t"],
+        K=K,
+        BLOCK_M=tile["block_m"],
         BLOCK_N=tile["block_n"],
-        BLOCK_M=columns_of(tile["block_m"], product.weight.dtype),
+        BLOCK_K=columns_of(tile["block_k"], product.weight.dtype),
         NUM_SPLITS=tile["num_splits"],
         PREFETCHED=PREFETCHED_BYTES,
         num_warps=tile["num_warps"],
@@ -195,26 +195,26 @@ def _launch(
     )
 
 
-def tensor_rule(shape: tuple[int, ...], num_tokens: int, device: torch.device) -> Tile:
-    N, M = shape
-    block_t = min(max(16, bucket(num_tokens)), 128)
-    block_n, block_m = 64, 128 if block_t <= 64 else 64
-    num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_t)
-    most_splits = max(1, M // (4 * block_m))  # fewer than four steps do not fill a pipeline
+def small_gemm_rule(shape: tuple[int, ...], num_tokens: int, device: torch.device) -> Tile:
+    N, K = shape
+    block_m = min(max(16, bucket(num_tokens)), 128)
+    block_n, block_k = 64, 128 if block_m <= 64 else 64
+    num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_m)
+    most_splits = max(1, K // (4 * block_k))  # fewer than four steps do not fill a pipeline
     num_splits = min(max(1, round(num_processors(device) / num_programs)), most_splits)
     # A program that has a processor to itself may keep as much of the weight on its way as fits
     # there.
     memory = shared_memory(device)
     is_shared = num_programs * num_splits > num_processors(device) and memory >= 2 * SMALL_MEMORY
-    return _tile(block_t, block_n, block_m, num_splits, memory // 2 if is_shared else memory)
+    return _tile(block_m, block_n, block_k, num_splits, memory // 2 if is_shared else memory)
 
 
-def tensor_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+def small_gemm_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """With loops as deep as every card can hold, and a few of the deepest."""
-    N, M = shape
-    block_t = min(max(16, bucket(num_tokens)), 128)
+    N, K = shape
+    block_m = min(max(16, bucket(num_tokens)), 128)
     tiles = []
-    for block_n, block_m in (
+    for block_n, block_k in (
         (32, 128),
         (32, 256),
         (64, 64),
@@ -223,32 +223,32 @@ def tensor_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
         (128, 64),
         (128, 128),
     ):
-        num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_t)
+        num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_m)
         splits = [
-            s for s in (1, 2, 4, 8) if s == 1 or (num_programs * s <= 512 and s * 4 * block_m <= M)
+            s for s in (1, 2, 4, 8) if s == 1 or (num_programs * s <= 512 and s * 4 * block_k <= K)
         ]
         tiles += [
-            _tile(block_t, block_n, block_m, num_splits, SMALL_MEMORY) for num_splits in splits
+            _tile(block_m, block_n, block_k, num_splits, SMALL_MEMORY) for num_splits in splits
         ]
         if block_n == 64:
-            tiles += [_tile(block_t, block_n, block_m, s, LARGE_MEMORY) for s in splits]
+            tiles += [_tile(block_m, block_n, block_k, s, LARGE_MEMORY) for s in splits]
     return tiles
 
 
-def _tile(block_t: int, block_n: int, block_m: int, num_splits: int, shared_bytes: int) -> Tile:
-    stage_bytes = (block_n + block_t) * block_m * 2
+def _tile(block_m: int, block_n: int, block_k: int, num_splits: int, shared_bytes: int) -> Tile:
+    stage_bytes = (block_n + block_m) * block_k * 2
     num_stages = (shared_bytes - OTHER_BYTES) // stage_bytes
     return {
-        "block_t": block_t,
-        "block_n": block_n,
         "block_m": block_m,
+        "block_n": block_n,
+        "block_k": block_k,
         "num_splits": num_splits,
         "num_warps": 4,
         "num_stages": min(MAX_STAGES, max(2, num_stages)),
     }
 
 
-def tensor_compile_cases() -> list[CompileCase]:
+def small_gemm_compile_cases() -> list[CompileCase]:
     """A whole product and one in parts on small cards, a batch and a residual on large ones; the
     parts.
     """
@@ -260,11 +260,11 @@ def tensor_compile_cases() -> list[CompileCase]:
     return [whole, split, wide, compile_case(sum_parts, parts, num_warps=4)]
 
 
-def _compile_case(M: int, tile: Tile, without: dict[str, None]) -> CompileCase:
-    names = ("block_t", "block_n", "block_m", "num_splits")
+def _compile_case(K: int, tile: Tile, without: dict[str, None]) -> CompileCase:
+    names = ("block_m", "block_n", "block_k", "num_splits")
     constants = {name.upper(): tile[name] for name in names} | {
-        "M": M,
+        "K": K,
         "PREFETCHED": PREFETCHED_BYTES,
     }
     options = {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}
-    return compile_case(tensor_product, {**constants, **without}, **options)
+    return compile_case(small_gemm_kernel, {**constants, **without}, **options)

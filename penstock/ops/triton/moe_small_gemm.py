@@ -70,7 +70,7 @@ def run(
     inner = x.new_empty(num_rows, widest)
     outputs = x.new_empty(num_rows, width, dtype=torch.float32 if is_wide else x.dtype)
 
-    dims = {"K": k, "H": width, "I": inner_width, "SHARED_I": shared_width, "INNER": widest}
+    dims = {"TOP_K": k, "H": width, "I": inner_width, "SHARED_I": shared_width, "INNER": widest}
     options = launch_options(x.device)
     shape = (num_experts, k, inner_width, width)
     # What decides on code goes by the next power of two of tokens: between two, nothing new is
@@ -80,8 +80,8 @@ def run(
     is_listed = most_pairs > num_experts
     order, starts = _list_pairs(ids, num_experts, most_pairs) if is_listed else (ids, ids)
     for name, kernel, source, experts, shared, result, num_columns in (
-        ("expert_gate_up_tensor", _gate_up_kernel, x, gate_up, shared_gate_up, inner, 2 * widest),
-        ("expert_down_tensor", _down_kernel, inner, down, shared_down, outputs, width),
+        ("moe_gate_up_small_gemm", _gate_up_kernel, x, gate_up, shared_gate_up, inner, 2 * widest),
+        ("moe_down_small_gemm", _down_kernel, inner, down, shared_down, outputs, width),
     ):
         tile = DETERMINISTIC_TILE
         if not deterministic:
@@ -111,7 +111,7 @@ def run(
         residual,
         out,
         num_tokens,
-        K=k,
+        TOP_K=k,
         H=width,
         HAS_SHARED=shared_width > 0,
         BLOCK_H=block_h,
@@ -210,7 +210,7 @@ def _find_pairs(
     starts,
     num_tokens,
     num_shared,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     IS_LISTED: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
@@ -233,7 +233,7 @@ def _find_pairs(
     else:
         pairs = tl.arange(0, BLOCK_IDS)
         expert = tl.load(ids + i_routed).to(tl.int32)
-        chosen = tl.load(ids + pairs, mask=pairs < num_tokens * K, other=-1).to(tl.int32)
+        chosen = tl.load(ids + pairs, mask=pairs < num_tokens * TOP_K, other=-1).to(tl.int32)
         is_own = (chosen == expert).to(tl.int32)
         first = tl.sum(tl.where(pairs < i_routed, is_own, 0), axis=0)
         stop = tl.where(
@@ -304,7 +304,7 @@ def _gate_up_kernel(
     inner,
     num_tokens,
     num_shared,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,
     SHARED_I: tl.constexpr,
@@ -322,7 +322,7 @@ def _gate_up_kernel(
     wait_for_previous(PDL)
     HALF: tl.constexpr = BLOCK_N // 2
     is_shared, expert, first, stop, found = _find_pairs(
-        ids, starts, num_tokens, num_shared, K, IS_LISTED, SPLITS, BLOCK_IDS, BLOCK_M
+        ids, starts, num_tokens, num_shared, TOP_K, IS_LISTED, SPLITS, BLOCK_IDS, BLOCK_M
     )
     width = tl.where(is_shared, SHARED_I, I)
     weights = tl.where(is_shared, shared_gate_up, gate_up + expert * (2 * I * H))
@@ -332,10 +332,10 @@ def _gate_up_kernel(
     row_starts = tl.where(lanes < HALF, rows, rows + width) * H
     columns = tl.program_id(0) * HALF + tl.arange(0, HALF)
 
-    num_pairs = num_tokens * K
+    num_pairs = num_tokens * TOP_K
     for at in range(first, stop, BLOCK_M * SPLITS):
         pairs, is_pair = _pairs_at(at, stop, is_shared, found, order, num_pairs, IS_LISTED, BLOCK_M)
-        tokens = tl.where(pairs < num_pairs, pairs // K, pairs - num_pairs)
+        tokens = tl.where(pairs < num_pairs, pairs // TOP_K, pairs - num_pairs)
         both = _multiply(
             weights, row_starts, is_row, x, tokens * H, is_pair, H, BLOCK_N, BLOCK_M, BLOCK_K
         )
@@ -356,7 +356,7 @@ def _down_kernel(
     outputs,
     num_tokens,
     num_shared,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,
     SHARED_I: tl.constexpr,
@@ -373,14 +373,14 @@ def _down_kernel(
     let_next_start(PDL)
     wait_for_previous(PDL)
     is_shared, expert, first, stop, found = _find_pairs(
-        ids, starts, num_tokens, num_shared, K, IS_LISTED, SPLITS, BLOCK_IDS, BLOCK_M
+        ids, starts, num_tokens, num_shared, TOP_K, IS_LISTED, SPLITS, BLOCK_IDS, BLOCK_M
     )
     width = tl.where(is_shared, SHARED_I, I)
     weights = tl.where(is_shared, shared_down, down + expert * (H * I))
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = rows < H
 
-    num_pairs = num_tokens * K
+    num_pairs = num_tokens * TOP_K
     for at in range(first, stop, BLOCK_M * SPLITS):
         pairs, is_pair = _pairs_at(at, stop, is_shared, found, order, num_pairs, IS_LISTED, BLOCK_M)
         b_outputs = _multiply(
@@ -407,7 +407,7 @@ def _sum_kernel(
     residual,
     out,
     num_tokens,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     H: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -421,8 +421,8 @@ def _sum_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_column = columns < H
-    pairs = token * K + tl.arange(0, triton.next_power_of_2(K))
-    is_pair = pairs < (token + 1) * K
+    pairs = token * TOP_K + tl.arange(0, triton.next_power_of_2(TOP_K))
+    is_pair = pairs < (token + 1) * TOP_K
     b_outputs = tl.load(
         outputs + pairs[:, None] * H + columns[None, :],
         mask=is_pair[:, None] & is_column[None, :],
@@ -433,7 +433,7 @@ def _sum_kernel(
     total += tl.sum(b_outputs.to(tl.float32) * b_weights[:, None], axis=0)
     if HAS_SHARED:
         b_shared = tl.load(
-            outputs + (num_tokens * K + token) * H + columns, mask=is_column, other=0.0
+            outputs + (num_tokens * TOP_K + token) * H + columns, mask=is_column, other=0.0
         )
         total += b_shared.to(tl.float32) * tl.load(shared_weight + token)
     tl.store(out + token * H + columns, total, mask=is_column)
@@ -441,7 +441,7 @@ def _sum_kernel(
 
 def compile_cases() -> list[CompileCase]:
     """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options)."""
-    dims = {"K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
+    dims = {"TOP_K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
     lists = dict.fromkeys(("ids", "order", "starts"), "*i32")
     counts = dict.fromkeys(("num_tokens", "num_shared"), "i32")
     gate_up = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16") | lists | counts
@@ -457,7 +457,7 @@ def compile_cases() -> list[CompileCase]:
         (
             _sum_kernel,
             total,
-            {"K": 8, "H": 2048, "HAS_SHARED": True, "BLOCK_H": 512, "PDL": False},
+            {"TOP_K": 8, "H": 2048, "HAS_SHARED": True, "BLOCK_H": 512, "PDL": False},
             {"num_warps": 4, "num_stages": 1},
         ),
         (

@@ -116,7 +116,7 @@ void multiply(long num_tokens, const Input* x, const bf16* weight, long K, float
 
 } // namespace
 
-extern "C" void few_rows(
+extern "C" void skinny_gemm(
     const bf16* x,        // [T, K]
     const bf16* weight,   // [N, K]
     const bf16* bias,     // [N] or null

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from penstock import ops
-from penstock.ops.cpu import few_rows, library
+from penstock.ops.cpu import library, skinny_gemm
 from small_models import FAMILIES, logprobs_of, make_engine, prompt, request, run
 
-NEEDS_COMPILER = pytest.mark.skipif(not few_rows.is_available(), reason="no C++ compiler here")
+NEEDS_COMPILER = pytest.mark.skipif(not skinny_gemm.is_available(), reason="no C++ compiler here")
 
 
 def some(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -21,7 +21,7 @@ def some(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("num_tokens", range(1, few_rows.MOST_TOKENS + 1))
+@pytest.mark.parametrize("num_tokens", range(1, skinny_gemm.MOST_TOKENS + 1))
 @pytest.mark.parametrize(("N", "K"), [(1, 1), (7, 31), (64, 64), (130, 97), (1025, 520)])
 def test_products_are_those_of_float64(N: int, K: int, num_tokens: int) -> None:
     x, weight, bias, residual = (
@@ -31,11 +31,11 @@ def test_products_are_those_of_float64(N: int, K: int, num_tokens: int) -> None:
         some(num_tokens, N),
     )
     exact = x.double() @ weight.double().T
-    wide = few_rows.multiply(x, weight, out_dtype=torch.float32)
+    wide = skinny_gemm.multiply(x, weight, out_dtype=torch.float32)
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide.double(), exact, atol=1e-5, rtol=1e-5)
     exact = exact + bias.double() + residual.double()
-    rounded = few_rows.multiply(x, weight, bias, residual.clone())
+    rounded = skinny_gemm.multiply(x, weight, bias, residual.clone())
     assert rounded.dtype == torch.bfloat16
     torch.testing.assert_close(rounded.double(), exact, atol=1e-5, rtol=2**-8)
 
@@ -43,11 +43,11 @@ def test_products_are_those_of_float64(N: int, K: int, num_tokens: int) -> None:
 @NEEDS_COMPILER
 @pytest.mark.bitwise
 def test_a_token_has_the_same_result_alone_and_among_others() -> None:
-    x, weight = some(few_rows.MOST_TOKENS, 333), some(77, 333, seed=1)
-    together = few_rows.multiply(x, weight, out_dtype=torch.float32)
+    x, weight = some(skinny_gemm.MOST_TOKENS, 333), some(77, 333, seed=1)
+    together = skinny_gemm.multiply(x, weight, out_dtype=torch.float32)
     for place, token in enumerate(x):
         assert torch.equal(
-            few_rows.multiply(token[None], weight, out_dtype=torch.float32)[0], together[place]
+            skinny_gemm.multiply(token[None], weight, out_dtype=torch.float32)[0], together[place]
         )
 
 
@@ -58,7 +58,7 @@ def test_what_is_not_a_number_stays_so_and_infinity_too() -> None:
         x = torch.full((1, 64), 1.0).bfloat16()
         x[0, 3] = value
         for out_dtype in (torch.float32, torch.bfloat16):
-            seen = few_rows.multiply(x, weight, out_dtype=out_dtype)
+            seen = skinny_gemm.multiply(x, weight, out_dtype=out_dtype)
             expected = x.float() @ weight.float().T
             assert torch.equal(seen.isnan(), expected.isnan())
             assert torch.equal(seen.isinf(), expected.isinf())
@@ -77,7 +77,7 @@ def test_a_model_says_the_same_without_a_compiler(
         ]
 
     with_kernel = say()
-    monkeypatch.setattr(few_rows, "is_available", lambda: False)
+    monkeypatch.setattr(skinny_gemm, "is_available", lambda: False)
     assert say() == pytest.approx(with_kernel, abs=0.05)
 
 
@@ -87,7 +87,7 @@ def test_a_compiler_that_is_missing_or_fails_costs_only_speed(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert library.load.__wrapped__(Path(few_rows.__file__).with_suffix(".cpp")) is None
+    assert library.load.__wrapped__(Path(skinny_gemm.__file__).with_suffix(".cpp")) is None
 
 
 @NEEDS_COMPILER

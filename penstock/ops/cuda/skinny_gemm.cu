@@ -16,18 +16,18 @@
 // has float32's range, so nothing is lost. fp16 may overflow there, so with it 1 / rms comes first, which reads
 // the tokens once more while the weights are on their way.
 //
-// Given when it is compiled: COLUMNS, WARPS, ROW_TILES (of 16 rows), HELD, BLOCKS (on a multiprocessor, which
+// Given when it is compiled: K, WARPS, ROW_TILES (of 16 rows), HELD, BLOCKS (on a multiprocessor, which
 // bounds registers), HAS_NORM, HAS_BIAS, HAS_RESIDUAL, IS_BFLOAT, IS_OUT_FLOAT.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 
 constexpr int STEP_COLUMNS = 32, TOKENS = 8, ROWS = 16 * ROW_TILES, THREADS = 32 * WARPS;
-constexpr int STEPS = COLUMNS / (STEP_COLUMNS * WARPS);  // of one warp
+constexpr int STEPS = K / (STEP_COLUMNS * WARPS);  // of one warp
 constexpr int HELD_STEPS = HELD < STEPS ? HELD : STEPS;
 constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS;  // of one thread
 #define IS_RMS_FIRST (HAS_NORM && !IS_BFLOAT)
-static_assert(COLUMNS == WARPS * STEPS * STEP_COLUMNS, "every warp has the same number of steps");
+static_assert(K == WARPS * STEPS * STEP_COLUMNS, "every warp has the same number of steps");
 
 struct Four {
     u32 part[4];  // two elements each
@@ -119,12 +119,12 @@ __device__ __forceinline__ float inverse_rms(const float (&square_sums)[WARPS][T
     float sum = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) sum += square_sums[warp][token];
-    return rsqrtf(sum / COLUMNS + eps);
+    return rsqrtf(sum / K + eps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-few_rows(const u16* x, const float* norm, const u16* weight, const u16* bias, const u16* residual, void* out,
-         int num_tokens, int num_rows, int x_stride, int residual_stride, float eps) {
+skinny_gemm(const u16* x, const float* norm, const u16* weight, const u16* bias, const u16* residual, void* out,
+            int num_tokens, int N, int x_stride, int residual_stride, float eps) {
     let_next_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const int first_row = blockIdx.x * ROWS;
@@ -135,8 +135,8 @@ few_rows(const u16* x, const float* norm, const u16* weight, const u16* bias, co
     for (int tile = 0; tile < ROW_TILES; ++tile)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = min(first_row + 16 * tile + 8 * half + group, num_rows - 1);
-            own_rows[tile][half] = weight + (long long)row * COLUMNS + first_column;
+            const int row = min(first_row + 16 * tile + 8 * half + group, N - 1);
+            own_rows[tile][half] = weight + (long long)row * K + first_column;
         }
     Four held[HELD_STEPS][ROW_TILES][2];
 #pragma unroll
@@ -148,7 +148,7 @@ few_rows(const u16* x, const float* norm, const u16* weight, const u16* bias, co
                 held[step][tile][half] = load_once(own_rows[tile][half] + step * STEP_COLUMNS);
 
 #if HAS_NORM
-    __shared__ __align__(16) float norms[COLUMNS];  // every warp fills, and reads, its own columns
+    __shared__ __align__(16) float norms[K];  // every warp fills, and reads, its own columns
 #pragma unroll
     for (int i = 0; i < STEPS * STEP_COLUMNS; i += 4 * 32) {
         const int column = warp * STEPS * STEP_COLUMNS + i + 4 * lane;
@@ -165,7 +165,7 @@ few_rows(const u16* x, const float* norm, const u16* weight, const u16* bias, co
     for (int i = 0; i < OUTPUTS; ++i) {
         const int place = threadIdx.x + i * THREADS, row = first_row + place % ROWS, token = place / ROWS;
         added[i] = 0.0f;
-        if (row < num_rows && token < num_tokens) {
+        if (row < N && token < num_tokens) {
 #if HAS_BIAS
             added[i] += low(bias[row]);
 #endif
@@ -231,7 +231,7 @@ few_rows(const u16* x, const float* norm, const u16* weight, const u16* bias, co
 #pragma unroll
     for (int i = 0; i < OUTPUTS; ++i) {
         const int place = threadIdx.x + i * THREADS, row = place % ROWS, token = place / ROWS;
-        if (token >= num_tokens || first_row + row >= num_rows) continue;
+        if (token >= num_tokens || first_row + row >= N) continue;
         float sum = 0.0f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += row_sums[w][token][row];
@@ -239,7 +239,7 @@ few_rows(const u16* x, const float* norm, const u16* weight, const u16* bias, co
         sum *= inverse_rms(square_sums, token, eps);
 #endif
         sum += added[i];
-        const long long stored = (long long)token * num_rows + first_row + row;
+        const long long stored = (long long)token * N + first_row + row;
 #if IS_OUT_FLOAT
         ((float*)out)[stored] = sum;
 #else

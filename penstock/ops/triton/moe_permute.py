@@ -49,7 +49,7 @@ def list_pairs(
         num_tokens,
         num_tiles,
         E=num_experts,
-        K=k,
+        TOP_K=k,
         SLOTS=slots,
         BLOCK=block,
         BLOCK_E=next_power_of_2(num_experts),
@@ -69,7 +69,7 @@ def _list_tiles_kernel(
     num_tokens,
     num_tiles,
     E: tl.constexpr,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -84,13 +84,13 @@ def _list_tiles_kernel(
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tokens, slots = pairs // SLOTS, pairs % SLOTS
     is_pair = tokens < num_tokens
-    is_routed = is_pair & (slots < K)
-    experts = tl.load(ids + tokens * K + slots, mask=is_routed, other=E).to(tl.int32)
+    is_routed = is_pair & (slots < TOP_K)
+    experts = tl.load(ids + tokens * TOP_K + slots, mask=is_routed, other=E).to(tl.int32)
     places = tl.atomic_add(counts + experts, 1, mask=is_routed, sem="relaxed")
     places = tl.where(is_routed, places, tokens)
     tl.store(order + experts * num_tokens + places, pairs, mask=is_pair & (places < num_tokens))
     if arrives_last(counts + E, tl.num_programs(0)):
-        _cut_tiles(counts, tiles, num_tokens, num_tiles, E, K, SLOTS, BLOCK_E, BLOCK_M)
+        _cut_tiles(counts, tiles, num_tokens, num_tiles, E, TOP_K, SLOTS, BLOCK_E, BLOCK_M)
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def _cut_tiles(
     num_tokens,
     num_tiles,
     E: tl.constexpr,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -116,13 +116,13 @@ def _cut_tiles(
     at = tl.cumsum(needed, axis=0) - needed
 
     num_shared = 0
-    if SLOTS > K:
+    if SLOTS > TOP_K:
         num_shared = (num_tokens + BLOCK_M - 1) // BLOCK_M
         for first in range(0, num_shared, BLOCK_E):
             i_tile = first + experts
             place = i_tile * BLOCK_M
             left = tl.minimum(num_tokens - place, BLOCK_M)
-            row = num_tokens * K + place
+            row = num_tokens * TOP_K + place
             _store_tile(tiles, i_tile, E, E * num_tokens + place, row, left, i_tile < num_shared)
     for i in range(tl.max(needed, axis=0)):
         place = i * BLOCK_M
@@ -158,7 +158,7 @@ def compile_cases() -> list[CompileCase]:
     types |= {"num_tokens": "i32", "num_tiles": "i32"}
     constants = {
         "E": 256,
-        "K": 8,
+        "TOP_K": 8,
         "SLOTS": 9,
         "BLOCK": 1024,
         "BLOCK_E": 256,

@@ -1,4 +1,4 @@
-"""The pieces kernels see: every token of a row of several, once, in order, and no piece across a
+"""The blocks kernels see: every token of a row of several, once, in order, and no block across a
 boundary.
 """
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.layers.inputs import RowSpan
-from penstock.ops import Chunks, cut_chunks
+from penstock.ops import TokenBlocks, cut_blocks
 
 
 @st.composite
@@ -20,17 +20,17 @@ def spans(draw: st.DrawFn) -> RowSpan:
 
 
 @given(st.lists(spans(), max_size=5))
-def test_pieces_cover_what_is_not_a_decode(rows: list[RowSpan]) -> None:
-    pieces, ranges = cut_chunks(rows)
+def test_blocks_cover_what_is_not_a_decode(rows: list[RowSpan]) -> None:
+    blocks, ranges = cut_blocks(rows)
     starts = [sum(span.num_tokens for span in rows[:row]) for row in range(len(rows))]
-    covered = [(row, first + i) for row, first, num_tokens, _ in pieces for i in range(num_tokens)]
+    covered = [(row, first + i) for row, first, num_tokens, _ in blocks for i in range(num_tokens)]
     assert covered == [
         (row, starts[row] + i)
         for row, span in enumerate(rows)
         if span.num_tokens > 1 or span.checkpoints
         for i in range(span.num_tokens)
     ]
-    for row, first, num_tokens, slot in pieces:
+    for row, first, num_tokens, slot in blocks:
         position = rows[row].context_len - rows[row].num_tokens + first - starts[row]
         assert num_tokens > 0
         assert position // 64 == (position + num_tokens - 1) // 64
@@ -39,11 +39,11 @@ def test_pieces_cover_what_is_not_a_decode(rows: list[RowSpan]) -> None:
         assert slot == saved.get(done, 0)
         assert not any(done - num_tokens < after < done for after in saved)
     assert [
-        row for first, end in ranges for row in {piece[0] for piece in pieces[first:end]}
-    ] == sorted({row for row, *_ in pieces})
+        row for first, end in ranges for row in {block[0] for block in blocks[first:end]}
+    ] == sorted({row for row, *_ in blocks})
 
 
-def test_a_step_of_decodes_has_no_pieces() -> None:
-    chunks = Chunks.of([RowSpan(1, 9), RowSpan(1, 64)], "cpu")
-    assert chunks.pieces.shape == (0, 4)
-    assert chunks.rows.shape == (0, 2)
+def test_a_step_of_decodes_has_no_blocks() -> None:
+    blocks = TokenBlocks.of([RowSpan(1, 9), RowSpan(1, 64)], "cpu")
+    assert blocks.table.shape == (0, 4)
+    assert blocks.rows.shape == (0, 2)

@@ -2,9 +2,9 @@
 """Products of very few tokens: every weight is read once, straight into registers, and met by each
 token.
 
-A program owns a few rows of the weight and walks them in chunks of columns. The first `held` chunks
+A program owns a few rows of the weight and walks them in blocks of columns. The first `held` blocks
 are on their way before the kernel waits for the one before it, and from then on as many stay in
-flight. Nothing passes through shared memory but the last sums: a chunk is at least as wide as the
+flight. Nothing passes through shared memory but the last sums: a block is at least as wide as the
 threads' 16-byte loads together, so activations arrive in the layout in which the weights are held.
 """
 
@@ -42,12 +42,12 @@ HELD_ELEMENTS = {1: 160, 2: 160, 4: 128, 8: 64}
 
 
 @triton.jit
-def _load_chunk(p_rows, columns, M: tl.constexpr, IS_WHOLE: tl.constexpr):
+def _load_block(p_rows, columns, K: tl.constexpr, IS_WHOLE: tl.constexpr):
     """Of weights, which a step reads once: they shall not push out of L1 what is read again."""
     if IS_WHOLE:
         return tl.load(p_rows + columns, eviction_policy="evict_first")
     else:
-        return tl.load(p_rows + columns, mask=columns < M, other=0.0, eviction_policy="evict_first")
+        return tl.load(p_rows + columns, mask=columns < K, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _stack(parts, COUNT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def vector_product(
+def gemv_kernel(
     p_x,
     p_norm,
     p_weight,
@@ -77,34 +77,34 @@ def vector_product(
     x_stride,
     residual_stride,
     eps,
-    M: tl.constexpr,
+    K: tl.constexpr,
     IS_SWIGLU: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    STRIDE: tl.constexpr = HELD * BLOCK_M
-    IS_WHOLE: tl.constexpr = M % STRIDE == 0
+    STRIDE: tl.constexpr = HELD * BLOCK_K
+    IS_WHOLE: tl.constexpr = K % STRIDE == 0
     GROUP: tl.constexpr = (
         128 // p_weight.dtype.element_ty.primitive_bitwidth
     )  # elements of a 16-byte load
-    NUM_GROUPS: tl.constexpr = BLOCK_M // GROUP
+    NUM_GROUPS: tl.constexpr = BLOCK_K // GROUP
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tokens = tl.arange(0, BLOCK_T)
+    tokens = tl.arange(0, BLOCK_M)
     inside = (tokens[:, None] < num_tokens) & (rows[None, :] < N)
-    p_rows = p_weight + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * M
+    p_rows = p_weight + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K
 
     weights = ()
     norms = ()
     for i in tl.static_range(HELD):
-        columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
-        weights += (_load_chunk(p_rows, columns[None, :], M, IS_WHOLE),)
+        columns = i * BLOCK_K + tl.arange(0, BLOCK_K)
+        weights += (_load_block(p_rows, columns[None, :], K, IS_WHOLE),)
         if p_norm is not None:
-            norms += (load_inside(p_norm + columns, columns < M, IS_WHOLE),)
-    b_added = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+            norms += (load_inside(p_norm + columns, columns < K, IS_WHOLE),)
+    b_added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if p_bias is not None:
         b_added += tl.load(p_bias + rows, mask=rows < N, other=0.0).to(tl.float32)[None, :]
     wait_for_previous(PDL)
@@ -114,20 +114,20 @@ def vector_product(
 
     sums = ()
     squares = ()
-    for _ in tl.static_range(BLOCK_T):
+    for _ in tl.static_range(BLOCK_M):
         sums += (tl.zeros([BLOCK_N, NUM_GROUPS], tl.float32),)
         squares += (tl.zeros([NUM_GROUPS], tl.float32),)
-    for start in tl.range(0, M, STRIDE):
+    for start in tl.range(0, K, STRIDE):
         next_weights = ()
         next_norms = ()
         for i in tl.static_range(HELD):
-            columns = start + i * BLOCK_M + tl.arange(0, BLOCK_M)
+            columns = start + i * BLOCK_K + tl.arange(0, BLOCK_K)
             b_weight = weights[i].to(tl.float32)
             new_sums = ()
             new_squares = ()
-            for t in tl.static_range(BLOCK_T):
+            for t in tl.static_range(BLOCK_M):
                 p_token = p_x + tl.minimum(t, num_tokens - 1) * x_stride + columns
-                b_x = load_activations(p_token, columns < M, M, IS_SWIGLU, IS_WHOLE)
+                b_x = load_activations(p_token, columns < K, K, IS_SWIGLU, IS_WHOLE)
                 if p_norm is not None:
                     b_squares = tl.reshape(b_x * b_x, [NUM_GROUPS, GROUP])
                     new_squares += (squares[t] + tl.sum(b_squares, axis=1),)
@@ -137,34 +137,34 @@ def vector_product(
             sums = new_sums
             if p_norm is not None:
                 squares = new_squares
-            if STRIDE < M:
+            if STRIDE < K:
                 columns += STRIDE
-                next_weights += (_load_chunk(p_rows, columns[None, :], M, False),)
+                next_weights += (_load_block(p_rows, columns[None, :], K, False),)
                 if p_norm is not None:
-                    next_norms += (load_inside(p_norm + columns, columns < M, False),)
-        if STRIDE < M:
+                    next_norms += (load_inside(p_norm + columns, columns < K, False),)
+        if STRIDE < K:
             weights = next_weights
             if p_norm is not None:
                 norms = next_norms
 
     # All tokens at once: a sum across the program's threads takes them to a barrier.
     b_out = tl.trans(
-        tl.sum(tl.reshape(_stack(sums, BLOCK_T), [BLOCK_N, NUM_GROUPS, BLOCK_T]), axis=1)
+        tl.sum(tl.reshape(_stack(sums, BLOCK_M), [BLOCK_N, NUM_GROUPS, BLOCK_M]), axis=1)
     )
     if p_norm is not None:
-        b_squares = tl.sum(tl.reshape(_stack(squares, BLOCK_T), [NUM_GROUPS, BLOCK_T]), axis=0)
-        b_out = b_out * tl.rsqrt(b_squares / M + eps)[:, None]
+        b_squares = tl.sum(tl.reshape(_stack(squares, BLOCK_M), [NUM_GROUPS, BLOCK_M]), axis=0)
+        b_out = b_out * tl.rsqrt(b_squares / K + eps)[:, None]
     p_stored = p_out + tokens[:, None] * N + rows[None, :]
     tl.store(p_stored, (b_out + b_added).to(p_out.dtype.element_ty), mask=inside)
 
 
-def multiply_vectors(product: Product, tile: Tile) -> Tensor:
-    """tile: block_n, block_m, held, num_warps."""
-    N, M = product.shape
+def multiply_gemv(product: Product, tile: Tile) -> Tensor:
+    """tile: block_n, block_k, held, num_warps."""
+    N, K = product.shape
     out = product.new_out()  # [T, N]
     x_stride, residual_stride = product.row_strides
-    block_m = columns_of(tile["block_m"], product.weight.dtype)
-    vector_product[(cdiv(N, tile["block_n"]),)](
+    block_k = columns_of(tile["block_k"], product.weight.dtype)
+    gemv_kernel[(cdiv(N, tile["block_n"]),)](
         product.x,
         product.norm_weight,
         product.weight,
@@ -176,71 +176,71 @@ def multiply_vectors(product: Product, tile: Tile) -> Tensor:
         x_stride,
         residual_stride,
         product.eps,
-        M=M,
+        K=K,
         IS_SWIGLU=product.is_swiglu,
-        BLOCK_T=bucket(product.num_tokens),
+        BLOCK_M=bucket(product.num_tokens),
         BLOCK_N=tile["block_n"],
-        BLOCK_M=block_m,
-        HELD=min(tile["held"], cdiv(M, block_m)),
+        BLOCK_K=block_k,
+        HELD=min(tile["held"], cdiv(K, block_k)),
         num_warps=tile["num_warps"],
         **launch_options(product.x.device),
     )
     return out
 
 
-def vector_rule(shape: tuple[int, ...], num_tokens: int, device: torch.device) -> Tile:
+def gemv_rule(shape: tuple[int, ...], num_tokens: int, device: torch.device) -> Tile:
     """Many rows a program spare activations; fewer where all of them can be held, or the device is
     to be filled: at least three programs a processor.
     """
-    N, M = shape
-    tiles = [_tile(block_n, _chunk_width(M), M, num_tokens) for block_n in (8, 4, 2, 1)]
-    if num_tokens > 1 or (_holds_all(tiles[1], M) and not _holds_all(tiles[0], M)):
+    N, K = shape
+    tiles = [_tile(block_n, _block_width(K), K, num_tokens) for block_n in (8, 4, 2, 1)]
+    if num_tokens > 1 or (_holds_all(tiles[1], K) and not _holds_all(tiles[0], K)):
         del tiles[0]
     return next(
         (t for t in tiles if cdiv(N, t["block_n"]) >= 3 * num_processors(device)), tiles[-1]
     )
 
 
-def _holds_all(tile: Tile, M: int) -> bool:
-    return tile["held"] * tile["block_m"] >= M
+def _holds_all(tile: Tile, K: int) -> bool:
+    return tile["held"] * tile["block_k"] >= K
 
 
-def vector_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+def gemv_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     if num_tokens > MAX_TOKENS:
         return []
-    M = shape[1]
-    widths = {_chunk_width(M), 512, 1024, 2048}
+    K = shape[1]
+    widths = {_block_width(K), 512, 1024, 2048}
     tiles = [
-        _tile(block_n, width, M, num_tokens)
+        _tile(block_n, width, K, num_tokens)
         for block_n in (2, 4, 8, 16)
         for width in sorted(widths)
     ]
     return [tile for tile in tiles if tile["block_n"] * num_tokens <= 32]
 
 
-def _chunk_width(M: int) -> int:
-    """A width that divides M, if one does that is neither narrow nor leaves too many chunks."""
-    if M % 1024 == 0 or M > 4096:
+def _block_width(K: int) -> int:
+    """A width that divides K, if one does that is neither narrow nor leaves too many blocks."""
+    if K % 1024 == 0 or K > 4096:
         return 1024
-    return 512 if M % 512 == 0 else min(1024, max(64, next_power_of_2(M)))
+    return 512 if K % 512 == 0 else min(1024, max(64, next_power_of_2(K)))
 
 
-def _tile(block_n: int, block_m: int, M: int, num_tokens: int) -> Tile:
-    num_warps = min(4, max(1, block_m // WARP_COLUMNS))
-    num_chunks = cdiv(M, block_m)
-    elements = block_n * block_m // (32 * num_warps)  # of a chunk, in one thread
-    most = min(max(1, HELD_ELEMENTS[bucket(num_tokens)] // elements), num_chunks)
+def _tile(block_n: int, block_k: int, K: int, num_tokens: int) -> Tile:
+    num_warps = min(4, max(1, block_k // WARP_COLUMNS))
+    num_blocks = cdiv(K, block_k)
+    elements = block_n * block_k // (32 * num_warps)  # of a block, in one thread
+    most = min(max(1, HELD_ELEMENTS[bucket(num_tokens)] // elements), num_blocks)
     held = min(
-        range(most, most // 2, -1), key=lambda held: -num_chunks % held
-    )  # few empty chunks at the end
-    return {"block_n": block_n, "block_m": block_m, "held": held, "num_warps": num_warps}
+        range(most, most // 2, -1), key=lambda held: -num_blocks % held
+    )  # few empty blocks at the end
+    return {"block_n": block_n, "block_k": block_k, "held": held, "num_warps": num_warps}
 
 
-def vector_compile_cases() -> list[CompileCase]:
+def gemv_compile_cases() -> list[CompileCase]:
     """A norm before the product and nothing after it; SwiGLU before and a residual after."""
-    normed = {"M": 2048, "IS_SWIGLU": False, "BLOCK_T": 1, "BLOCK_N": 8, "BLOCK_M": 1024, "HELD": 2}
-    gated = {"M": 9216, "IS_SWIGLU": True, "BLOCK_T": 4, "BLOCK_N": 4, "BLOCK_M": 1024, "HELD": 3}
+    normed = {"K": 2048, "IS_SWIGLU": False, "BLOCK_M": 1, "BLOCK_N": 8, "BLOCK_K": 1024, "HELD": 2}
+    gated = {"K": 9216, "IS_SWIGLU": True, "BLOCK_M": 4, "BLOCK_N": 4, "BLOCK_K": 1024, "HELD": 3}
     return [
-        compile_case(vector_product, {**normed, "p_bias": None, "p_residual": None}, num_warps=4),
-        compile_case(vector_product, {**gated, "p_norm": None, "p_bias": None}, num_warps=4),
+        compile_case(gemv_kernel, {**normed, "p_bias": None, "p_residual": None}, num_warps=4),
+        compile_case(gemv_kernel, {**gated, "p_norm": None, "p_bias": None}, num_warps=4),
     ]

@@ -43,10 +43,10 @@ def run(
     widest = max(inner_width, shared_width)
     inner = x.new_empty(num_tokens, k + 1, widest)
     shape = (num_experts, k, inner_width, width)
-    dims = {"K": k, "H": width, "I": inner_width, "SHARED_I": shared_width, "INNER": widest}
+    dims = {"TOP_K": k, "H": width, "I": inner_width, "SHARED_I": shared_width, "INNER": widest}
     options = launch_options(x.device)
 
-    tile = choose("expert_gate_up_vector", shape, num_tokens, _gate_up_rule(width), x.device)
+    tile = choose("moe_gate_up_gemv", shape, num_tokens, _gate_up_rule(width), x.device)
     grid = (cdiv(widest, tile["ROWS"]), num_tokens * (k + (shared_width > 0)))
     some = gate_up if shared_gate_up is None else shared_gate_up
     block_h = next_power_of_2(width)
@@ -54,7 +54,7 @@ def run(
         x, ids, gate_up, some, inner, num_tokens, **dims, BLOCK_H=block_h, **tile, **options
     )
 
-    tile = choose("expert_down_vector", shape, num_tokens, _down_rule(k, inner_width), x.device)
+    tile = choose("moe_down_gemv", shape, num_tokens, _down_rule(k, inner_width), x.device)
     _down_kernel[cdiv(width, tile["ROWS"]), num_tokens](
         inner,
         weights,
@@ -86,7 +86,7 @@ def _down_rule(k: int, inner_width: int) -> Tile:
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """What `penstock tune` tries for a kernel; shape is (E, k, I, H)."""
-    rows = {"expert_gate_up_vector": (1, 2, 4, 8), "expert_down_vector": (1, 2, 4, 8, 16)}[kernel]
+    rows = {"moe_gate_up_gemv": (1, 2, 4, 8), "moe_down_gemv": (1, 2, 4, 8, 16)}[kernel]
     return [
         {"ROWS": n, "num_warps": warps, "num_stages": 1} for n in rows for warps in (1, 2, 4, 8)
     ]
@@ -100,7 +100,7 @@ def _gate_up_kernel(
     shared_gate_up,
     inner,
     num_tokens,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,
     SHARED_I: tl.constexpr,
@@ -111,8 +111,8 @@ def _gate_up_kernel(
 ):
     """Program (n, p): the n-th ROWS inner values of pair p.
 
-    Pairs: the shared expert's first, one a token, then slot j of token t at t * K + j. The shared
-    weights are known before the routing is, and are asked for at once.
+    Pairs: the shared expert's first, one a token, then slot j of token t at t * TOP_K + j. The
+    shared weights do not depend on the routing, so their loads start at once.
     """
     let_next_start(PDL)
     i_tile, i_pair = tl.program_id(0), tl.program_id(1)
@@ -121,8 +121,8 @@ def _gate_up_kernel(
         num_shared = num_tokens
     is_shared = i_pair < num_shared
     i_routed = i_pair - num_shared
-    token = tl.where(is_shared, i_pair, i_routed // K)
-    slot = tl.where(is_shared, K, i_routed % K)
+    token = tl.where(is_shared, i_pair, i_routed // TOP_K)
+    slot = tl.where(is_shared, TOP_K, i_routed % TOP_K)
     width = tl.where(is_shared, SHARED_I, I)
     rows = i_tile * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_H)
@@ -146,7 +146,7 @@ def _gate_up_kernel(
     gate = tl.sum(b_gate.to(tl.float32) * b_x, axis=1)
     up = tl.sum(b_up.to(tl.float32) * b_x, axis=1)
     b_inner = silu(gate) * up
-    tl.store(inner + (token * (K + 1) + slot) * INNER + rows, b_inner, mask=is_row)
+    tl.store(inner + (token * (TOP_K + 1) + slot) * INNER + rows, b_inner, mask=is_row)
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _down_kernel(
     shared_weight,
     shared_down,
     out,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,
     SHARED_I: tl.constexpr,
@@ -171,7 +171,7 @@ def _down_kernel(
 ):
     """Program (n, t): the n-th ROWS outputs of token t, over all its experts and the shared one.
 
-    One tensor [ROWS, K, I] holds the weights: the loads of all experts are on their way together.
+    One tensor [ROWS, TOP_K, I] holds the weights: the loads of all experts overlap.
     """
     let_next_start(PDL)
     i_tile, i_token = tl.program_id(0), tl.program_id(1)
@@ -187,17 +187,17 @@ def _down_kernel(
         )
     wait_for_previous(PDL)
 
-    slots = tl.arange(0, triton.next_power_of_2(K))
+    slots = tl.arange(0, triton.next_power_of_2(TOP_K))
     columns = tl.arange(0, BLOCK_I)
-    is_slot = slots < K
+    is_slot = slots < TOP_K
     is_inner = is_slot[:, None] & (columns < I)[None, :]
-    experts = tl.load(ids + i_token * K + slots, mask=is_slot, other=0).to(tl.int64)
+    experts = tl.load(ids + i_token * TOP_K + slots, mask=is_slot, other=0).to(tl.int64)
     starts = (experts * (H * I))[None, :, None] + (rows * I)[:, None, None]
     is_weight = is_row[:, None, None] & is_inner[None, :, :]
     b_down = tl.load(down + starts + columns[None, None, :], mask=is_weight, other=0.0)
 
-    own_inner = inner + i_token * ((K + 1) * INNER)
-    b_weights = tl.load(weights + i_token * K + slots, mask=is_slot, other=0.0)
+    own_inner = inner + i_token * ((TOP_K + 1) * INNER)
+    b_weights = tl.load(weights + i_token * TOP_K + slots, mask=is_slot, other=0.0)
     b_inner = tl.load(
         own_inner + slots[:, None] * INNER + columns[None, :], mask=is_inner, other=0.0
     )
@@ -205,7 +205,9 @@ def _down_kernel(
     b_residual = tl.load(residual + places, mask=is_row, other=0.0).to(tl.float32)
     if SHARED_I > 0:
         is_column = shared_columns < SHARED_I
-        b_shared_inner = tl.load(own_inner + K * INNER + shared_columns, mask=is_column, other=0.0)
+        b_shared_inner = tl.load(
+            own_inner + TOP_K * INNER + shared_columns, mask=is_column, other=0.0
+        )
         b_shared_weight = tl.load(shared_weight + i_token)
     # the compiler would otherwise ask for the last weights after using the first ones
     tl.debug_barrier()
@@ -220,7 +222,7 @@ def _down_kernel(
 
 def compile_cases() -> list[CompileCase]:
     """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options)."""
-    dims = {"K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
+    dims = {"TOP_K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
     halves = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16")
     gate_up = {**halves, "ids": "*i32", "num_tokens": "i32"}
     halves = dict.fromkeys(("inner", "down", "residual", "shared_down", "out"), "*bf16")

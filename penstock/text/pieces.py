@@ -2,7 +2,7 @@
 
 A tokenizer cuts control tokens out of a text before it does anything else, and what lies between
 two of them is normalised, split and merged on its own. So a conversation that comes again with one
-message more needs the encoder for that message only. `SegmentEncoder.of` answers None for a
+message more needs the encoder for that message only. `PieceEncoder.of` answers None for a
 tokenizer of which this is not certain. Knows nothing of templates or of what a message is.
 
     <|im_start|>system\nYou are
@@ -23,7 +23,7 @@ from typing import Any
 
 import tokenizers
 
-MIN_SEGMENT_CHARS = 256  # encoding fewer takes about as long as finding them
+MIN_PIECE_CHARS = 256  # encoding fewer takes about as long as finding them
 MAX_CACHE_BYTES = 64 * 1024 * 1024
 
 # What works on each piece alone. Not among them: Metaspace, which asks whether a piece begins the
@@ -35,7 +35,7 @@ EncodePieces = Callable[[list[str]], list[list[int]]]
 Piece = tuple[str, str]  # a tenant and its text
 
 
-class SegmentEncoder:
+class PieceEncoder:
     """Returns the same ids as the tokenizer; safe to use from several threads."""
 
     def __init__(
@@ -54,7 +54,7 @@ class SegmentEncoder:
         self.num_bytes = 0
 
     @classmethod
-    def of(cls, model: tokenizers.Tokenizer, encode_pieces: EncodePieces) -> SegmentEncoder | None:
+    def of(cls, model: tokenizers.Tokenizer, encode_pieces: EncodePieces) -> PieceEncoder | None:
         """None if pieces of a text might have other ids than in the whole text."""
         control_tokens = [token.content for token in model.get_added_tokens_decoder().values()]
         if not control_tokens or not _is_piecewise(model):
@@ -75,27 +75,27 @@ class SegmentEncoder:
         return token_ids
 
     def _cut(self, text: str) -> Iterator[str]:
-        """Long segments alone; short ones together, from the left, so that a growing text keeps its
-        cuts."""
-        piece_start = segment_start = 0
+        """What is long between two control tokens alone; what is short together, from the left, so
+        that a growing text keeps its cuts."""
+        piece_start = gap_start = 0
         for control in self._control.finditer(text):
             end = control.start()
-            is_long = end - segment_start >= MIN_SEGMENT_CHARS
-            if is_long and piece_start < segment_start:
-                yield text[piece_start:segment_start]
-                piece_start = segment_start
-            if is_long or end - piece_start >= MIN_SEGMENT_CHARS:
+            is_long = end - gap_start >= MIN_PIECE_CHARS
+            if is_long and piece_start < gap_start:
+                yield text[piece_start:gap_start]
+                piece_start = gap_start
+            if is_long or end - piece_start >= MIN_PIECE_CHARS:
                 yield text[piece_start:end]
                 piece_start = end
-            segment_start = control.end()
-        if len(text) - segment_start >= MIN_SEGMENT_CHARS and piece_start < segment_start:
-            yield text[piece_start:segment_start]
-            piece_start = segment_start
+            gap_start = control.end()
+        if len(text) - gap_start >= MIN_PIECE_CHARS and piece_start < gap_start:
+            yield text[piece_start:gap_start]
+            piece_start = gap_start
         if piece_start < len(text):
             yield text[piece_start:]
 
     def _look_up(self, piece: Piece) -> array[int] | None:
-        if len(piece[1]) < MIN_SEGMENT_CHARS:
+        if len(piece[1]) < MIN_PIECE_CHARS:
             return None
         with self._lock:
             ids = self._known.get(piece)
@@ -105,7 +105,7 @@ class SegmentEncoder:
 
     def _remember(self, piece: Piece, ids: array[int]) -> None:
         size = _num_bytes(piece, ids)
-        if len(piece[1]) < MIN_SEGMENT_CHARS or size > self._max_bytes:
+        if len(piece[1]) < MIN_PIECE_CHARS or size > self._max_bytes:
             return
         with self._lock:
             if piece in self._known:  # two threads encoded it

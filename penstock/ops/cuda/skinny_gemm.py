@@ -1,7 +1,7 @@
 """Products of up to 8 tokens and a dense weight whose bytes go straight from memory to the tensor
 cores.
 
-How the kernel works is told in `few_rows.cu`. Here: which products it is made for, its tiles, its
+`skinny_gemm.cu` explains the kernel. This file holds the products it can take, its tiles and its
 launch.
 """
 
@@ -31,7 +31,7 @@ MAX_NORMED = (
 )  # columns of a norm that fit beside the sums in what memory a block has without asking
 REGISTERS = 65536  # of a multiprocessor
 DTYPES = (torch.bfloat16, torch.float16)
-SOURCE = Path(__file__).with_name("few_rows.cu")
+SOURCE = Path(__file__).with_name("skinny_gemm.cu")
 
 
 def can_multiply(product: Product) -> bool:
@@ -50,13 +50,13 @@ def can_multiply(product: Product) -> bool:
     )
 
 
-def multiply_few_rows(product: Product, tile: Tile) -> Tensor:
+def multiply_skinny(product: Product, tile: Tile) -> Tensor:
     """tile: row_tiles, num_warps, held, blocks."""
-    N, M = product.shape
+    N, K = product.shape
     out = product.new_out()  # [T, N]
     x_stride, residual_stride = product.row_strides
     constants = {
-        "COLUMNS": M,
+        "K": K,
         "WARPS": tile["num_warps"],
         "ROW_TILES": tile["row_tiles"],
         "HELD": tile["held"],
@@ -68,7 +68,7 @@ def multiply_few_rows(product: Product, tile: Tile) -> Tensor:
         "IS_OUT_FLOAT": int(out.dtype == torch.float32),
     }
     device = product.x.device
-    program(SOURCE, "few_rows", tuple(constants.items()), device).launch(
+    program(SOURCE, "skinny_gemm", tuple(constants.items()), device).launch(
         cdiv(N, TILE_ROWS * tile["row_tiles"]),
         32 * tile["num_warps"],
         torch._C._cuda_getCurrentRawStream(device.index or 0),
@@ -91,7 +91,7 @@ def _address(tensor: Tensor | None) -> ctypes._SimpleCData[Any]:
     return c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def few_rows_rule(shape: tuple[int, int]) -> Tile | None:
+def skinny_rule(shape: tuple[int, int]) -> Tile | None:
     """Where there are rows for one block on each processor only, many warps that ask for everything
     at once; else several small blocks, with more rows for each byte of the tokens. None: the
     columns do not divide.
@@ -103,7 +103,7 @@ def few_rows_rule(shape: tuple[int, int]) -> Tile | None:
     return {"row_tiles": row_tiles, "num_warps": num_warps, "held": held, "blocks": blocks}
 
 
-def few_rows_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+def skinny_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """Warps that share the columns evenly, steps that they hold, and blocks that these leave room
     for.
     """
@@ -134,7 +134,7 @@ def compile_cases() -> list[dict[str, int]]:
     """
     plain = dict.fromkeys(("HAS_NORM", "HAS_BIAS", "HAS_RESIDUAL", "IS_OUT_FLOAT"), 0)
     wide = {
-        "COLUMNS": 2048,
+        "K": 2048,
         "ROW_TILES": 2,
         "WARPS": 4,
         "HELD": 4,
@@ -143,7 +143,7 @@ def compile_cases() -> list[dict[str, int]]:
         "IS_BFLOAT": 1,
     }
     few = {
-        "COLUMNS": 4096,
+        "K": 4096,
         "ROW_TILES": 1,
         "WARPS": 8,
         "HELD": 16,

@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Gated DeltaNet mixer for rows of several tokens: the delta rule in its chunked form.
+"""The Gated DeltaNet mixer for rows of several tokens: the delta rule in its block-wise form.
 
-Four launches, or three. The first convolves (delta_net_convolve), the second prepares the pieces of
-all rows at once (delta_net_prepare). The third walks along each row, piece after piece, a program
+Four launches, or three. The first convolves (delta_net_convolve), the second prepares the blocks of
+all rows at once (delta_net_prepare). The third walks along each row, block after block, a program
 for a value head and BLOCK_V of its columns, whose state stays in registers. Where a program has all
 columns of a head it also norms and gates what it read; else the fourth launch does.
 
 Rings and states are written by the third launch alone, each entry by the program that may have read
 it: the slot a row goes to may be the one it came from. A row's bits depend on the tiles and on
-where its pieces begin and end, never on what else is in the step.
+where its blocks begin and end, never on what else is in the step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import rows
-from penstock.ops.reference.rows import Chunks
+from penstock.ops.reference.rows import TokenBlocks
 from penstock.ops.triton.activation import silu
-from penstock.ops.triton.delta_net_convolve import CHUNK, convolve_kernel
-from penstock.ops.triton.delta_net_prepare import find_pages, num_page_elements, prepare_kernel
+from penstock.ops.triton.delta_net_convolve import BLOCK_TOKENS, convolve_kernel
+from penstock.ops.triton.delta_net_prepare import num_scratch_elements, prepare_kernel, scratch_of
 from penstock.ops.triton.launch import (
     LARGE_MEMORY,
     SMALL_MEMORY,
@@ -47,7 +47,7 @@ HOPPER_PREPARE_TILE: Tile = {**PREPARE_TILE, "maxnreg": 128}
 SCAN_COLUMNS = 64  # of a head, for a program of the scan: best for one row and for many on an H200
 
 
-def mix_chunks(
+def mix_blocks(
     out: Tensor,  # [T, Hv * V]  the tokens of these rows are written, no others
     mixed: Tensor,  # [T, C + Hv * V + 2 * Hv]  conv channels (q, k, v), z, b, a
     conv_weight: Tensor,  # [Kc, C]  the newest input last
@@ -61,52 +61,52 @@ def mix_chunks(
     context_lens: Tensor,  # [R]
     state_slots: Tensor,  # [R]
     initial_slots: Tensor,  # [R]
-    chunks: Chunks,
+    blocks: TokenBlocks,
     num_key_heads: int,
     *,
     num_tokens: int,
     deterministic: bool,
 ) -> None:
-    num_pieces, num_rows = len(chunks.pieces), len(chunks.rows)
-    if num_pieces == 0:
+    num_blocks, num_rows = len(blocks.table), len(blocks.rows)
+    if num_blocks == 0:
         return
     (_, num_heads, key_dim, value_dim), device = recurrent.shape, mixed.device
     shape = (num_key_heads, num_heads, key_dim, value_dim)
     heads, rings, options = _head_constants(shape), {"RING": conv.shape[1]}, launch_options(device)
     padded = {"BLOCK_K": _padded(key_dim), "PADDED_V": _padded(value_dim)}
-    convolved = mixed.new_empty(num_pieces, rows.CHUNK, conv.shape[2])
+    convolved = mixed.new_empty(num_blocks, rows.BLOCK_TOKENS, conv.shape[2])
     prepared = mixed.new_empty(
-        num_pieces, num_heads, num_page_elements(_padded(key_dim), _padded(value_dim))
+        num_blocks, num_heads, num_scratch_elements(_padded(key_dim), _padded(value_dim))
     )
-    log_decays = mixed.new_empty(num_pieces, num_heads, rows.CHUNK, dtype=torch.float32)
+    log_decays = mixed.new_empty(num_blocks, num_heads, rows.BLOCK_TOKENS, dtype=torch.float32)
 
     def tile_of(kernel: str, default: Tile, count: int) -> Tile:
         return default if deterministic else choose(kernel, shape, count, default, device)
 
-    places = (query_start, context_lens, initial_slots, chunks.pieces)
+    places = (query_start, context_lens, initial_slots, blocks.table)
     block_c = next_power_of_2(max(key_dim, value_dim))
-    convolve_kernel[2 * num_key_heads + num_heads, num_pieces](
+    convolve_kernel[2 * num_key_heads + num_heads, num_blocks](
         mixed, conv_weight, conv, *places, convolved, mixed.stride(0), conv.stride(0),
         NUM_TAPS=len(conv_weight), BLOCK_C=block_c, **heads, **rings,
         **tile_of("delta_net_convolve", CONVOLVE_TILE, num_tokens), **options,
     )  # fmt: skip
     rule = _prepare_rule(mixed.element_size(), device)
-    prepare_kernel[num_heads, num_pieces](
-        mixed, convolved, a_log, dt_bias, chunks.pieces, prepared, log_decays, mixed.stride(0),
+    prepare_kernel[num_heads, num_blocks](
+        mixed, convolved, a_log, dt_bias, blocks.table, prepared, log_decays, mixed.stride(0),
         **heads, **padded, **tile_of("delta_net_prepare", rule, num_tokens), **options,
     )  # fmt: skip
     rule = _scan_rule(shape, mixed.element_size(), shared_memory(device))
     tile = tile_of("delta_net_scan", rule, num_rows)
-    num_blocks = cdiv(value_dim, tile["BLOCK_V"])
+    num_parts = cdiv(value_dim, tile["BLOCK_V"])
     states = (conv, recurrent, query_start, context_lens, state_slots, initial_slots)
-    _scan_kernel[num_heads * num_blocks, num_rows](
-        convolved, prepared, log_decays, mixed, norm_weight, *states, chunks.pieces,
-        chunks.rows, out, eps, mixed.stride(0), conv.stride(0), recurrent.stride(0),
+    _scan_kernel[num_heads * num_parts, num_rows](
+        convolved, prepared, log_decays, mixed, norm_weight, *states, blocks.table,
+        blocks.rows, out, eps, mixed.stride(0), conv.stride(0), recurrent.stride(0),
         BLOCK_RING=next_power_of_2(conv.shape[1]), **heads, **rings, **padded, **tile, **options,
     )  # fmt: skip
-    if num_blocks > 1:
-        _norm_kernel[num_heads, num_pieces](
-            mixed, norm_weight, chunks.pieces, out, eps, mixed.stride(0),
+    if num_parts > 1:
+        _norm_kernel[num_heads, num_blocks](
+            mixed, norm_weight, blocks.table, out, eps, mixed.stride(0),
             **heads, PADDED_V=padded["PADDED_V"], num_warps=4, **options,
         )  # fmt: skip
 
@@ -133,13 +133,13 @@ def _prepare_rule(element_size: int, device: torch.device) -> Tile:
 
 
 def _scan_rule(shape: Shape, element_size: int, memory: int) -> Tile:
-    """With three stages the next pieces are on their way while one is computed; they need room for
+    """With three stages the next blocks are on their way while one is computed; they need room for
     three.
     """
     _, _, key_dim, value_dim = shape
     block_v = min(SCAN_COLUMNS, _padded(value_dim))
-    shared = rows.CHUNK * (3 * _padded(key_dim) + rows.CHUNK)
-    own = rows.CHUNK * block_v
+    shared = rows.BLOCK_TOKENS * (3 * _padded(key_dim) + rows.BLOCK_TOKENS)
+    own = rows.BLOCK_TOKENS * block_v
     # Three buffers of what all columns share, two of the values; and one to write outputs through.
     has_room = element_size == 2 and element_size * (3 * shared + 3 * own) + 1024 <= memory
     return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": 3 if has_room else 1}
@@ -175,8 +175,8 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
         "context_lens",
         "state_slots",
         "initial_slots",
-        "pieces",
-        "row_pieces",
+        "blocks",
+        "row_blocks",
     ]
 )
 def _scan_kernel(
@@ -191,8 +191,8 @@ def _scan_kernel(
     context_lens,
     state_slots,
     initial_slots,
-    pieces,
-    row_pieces,
+    blocks,
+    row_blocks,
     out,
     eps,
     mixed_stride,
@@ -209,26 +209,26 @@ def _scan_kernel(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (g, r): BLOCK_V columns of a value head, along all pieces of row r."""
+    """Program (g, r): BLOCK_V columns of a value head, along all blocks of row r."""
     let_next_start(PDL)
-    NUM_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    IS_WHOLE: tl.constexpr = NUM_BLOCKS == 1
+    NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    IS_WHOLE: tl.constexpr = NUM_PARTS == 1
     KEY_SIZE: tl.constexpr = NUM_KEY_HEADS * KEY_DIM
     NUM_CHANNELS: tl.constexpr = 2 * KEY_SIZE + NUM_VALUE_HEADS * VALUE_DIM
     HEADS_A_KEY: tl.constexpr = NUM_VALUE_HEADS // NUM_KEY_HEADS
     dtype = prepared.dtype.element_ty
-    i_head = tl.program_id(0) // NUM_BLOCKS
-    i_block = tl.program_id(0) % NUM_BLOCKS
-    first_piece = tl.load(row_pieces + tl.program_id(1) * 2)
-    past_last_piece = tl.load(row_pieces + tl.program_id(1) * 2 + 1)
-    row = tl.load(pieces + first_piece * 4, mask=first_piece < past_last_piece, other=0)
+    i_head = tl.program_id(0) // NUM_PARTS
+    i_part = tl.program_id(0) % NUM_PARTS
+    first_block = tl.load(row_blocks + tl.program_id(1) * 2)
+    past_last_block = tl.load(row_blocks + tl.program_id(1) * 2 + 1)
+    row = tl.load(blocks + first_block * 4, mask=first_block < past_last_block, other=0)
     row_start = tl.load(query_start + row).to(tl.int64)
     start = tl.load(context_lens + row) - (tl.load(query_start + row + 1) - row_start)
     state_slot = tl.load(state_slots + row).to(tl.int64)
     initial_slot = tl.load(initial_slots + row).to(tl.int64)
-    i_t = tl.arange(0, CHUNK)
+    i_t = tl.arange(0, BLOCK_TOKENS)
     i_k = tl.arange(0, BLOCK_K)
-    i_v = i_block * BLOCK_V + tl.arange(0, BLOCK_V)
+    i_v = i_part * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = i_v < VALUE_DIM
     in_key = (i_k < KEY_DIM)[None, :]
     in_state = in_v[:, None] & (i_k < KEY_DIM)[None, :]
@@ -244,37 +244,35 @@ def _scan_kernel(
         other=0.0,
     ).to(tl.float32)
     num_done = tl.zeros([], tl.int32)
-    for i_piece in range(first_piece, past_last_piece):
-        # No address depends on another load: the next pieces are then on their way while one is
+    for i_block in range(first_block, past_last_block):
+        # No address depends on another load: the next blocks are then on their way while one is
         # computed.
-        i_piece_64 = tl.cast(i_piece, tl.int64)
+        i_block_64 = tl.cast(i_block, tl.int64)
         p_queries = (
-            convolved + i_piece_64 * (CHUNK * NUM_CHANNELS) + i_head // HEADS_A_KEY * KEY_DIM
+            convolved + i_block_64 * (BLOCK_TOKENS * NUM_CHANNELS) + i_head // HEADS_A_KEY * KEY_DIM
         )
-        p_readers, p_values, p_scores = find_pages(
-            prepared, i_piece_64, i_head, NUM_VALUE_HEADS, BLOCK_K, PADDED_V
+        p_w, p_u, p_attn = scratch_of(
+            prepared, i_block_64, i_head, NUM_VALUE_HEADS, BLOCK_K, PADDED_V
         )
         key_offsets = i_t[:, None] * NUM_CHANNELS + i_k[None, :]
-        b_readers = tl.load(p_readers + i_t[:, None] * BLOCK_K + i_k[None, :])
+        b_w = tl.load(p_w + i_t[:, None] * BLOCK_K + i_k[None, :])
         b_queries = tl.load(p_queries + key_offsets, mask=in_key, other=0.0)
         b_keys = tl.load(p_queries + KEY_SIZE + key_offsets, mask=in_key, other=0.0)
-        b_scores = tl.load(p_scores + i_t[:, None] * CHUNK + i_t[None, :])
-        b_values = tl.load(p_values + i_v[:, None] * CHUNK + i_t[None, :])
-        p_decay = log_decays + (i_piece_64 * NUM_VALUE_HEADS + i_head) * CHUNK
+        b_attn = tl.load(p_attn + i_t[:, None] * BLOCK_TOKENS + i_t[None, :])
+        b_u = tl.load(p_u + i_v[:, None] * BLOCK_TOKENS + i_t[None, :])
+        p_decay = log_decays + (i_block_64 * NUM_VALUE_HEADS + i_head) * BLOCK_TOKENS
         log_decay = tl.load(p_decay + i_t)[None, :]
-        in_all = tl.load(p_decay + CHUNK - 1)
-        first_token = tl.load(pieces + i_piece * 4 + 1).to(tl.int64)
-        num_tokens = tl.load(pieces + i_piece * 4 + 2)
-        checkpoint = tl.load(pieces + i_piece * 4 + 3).to(tl.int64)
+        in_all = tl.load(p_decay + BLOCK_TOKENS - 1)
+        first_token = tl.load(blocks + i_block * 4 + 1).to(tl.int64)
+        num_tokens = tl.load(blocks + i_block * 4 + 2)
+        checkpoint = tl.load(blocks + i_block * 4 + 3).to(tl.int64)
 
         operand = held.to(dtype)
-        corrected = b_values.to(tl.float32) - tl.dot(
-            operand, tl.trans(b_readers), input_precision="ieee"
-        )
+        corrected = b_u.to(tl.float32) - tl.dot(operand, tl.trans(b_w), input_precision="ieee")
         read = tl.exp(log_decay) * tl.dot(operand, tl.trans(b_queries), input_precision="ieee")
         kept = (tl.exp(in_all - log_decay) * corrected).to(dtype)
         held = tl.dot(kept, b_keys, tl.exp(in_all) * held, input_precision="ieee")
-        read = tl.dot(corrected.to(dtype), tl.trans(b_scores), read, input_precision="ieee")
+        read = tl.dot(corrected.to(dtype), tl.trans(b_attn), read, input_precision="ieee")
 
         is_out = in_v[:, None] & (i_t < num_tokens)[None, :]
         if IS_WHOLE:
@@ -292,7 +290,7 @@ def _scan_kernel(
             tl.store(p_state + checkpoint * recurrent_stride, b_saved, mask=in_state)
             _save_rings(
                 conv, checkpoint, initial_slot, p_row, start, num_done, i_head,
-                i_block, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS,
+                i_part, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS,
                 KEY_DIM, VALUE_DIM, RING, BLOCK_RING,
             )  # fmt: skip
 
@@ -303,7 +301,7 @@ def _scan_kernel(
         tl.store(p_state + state_slot * recurrent_stride, b_saved, mask=in_state)
         _save_rings(
             conv, state_slot, initial_slot, p_row, start, num_done, i_head,
-            i_block, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM,
+            i_part, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM,
             VALUE_DIM, RING, BLOCK_RING,
         )  # fmt: skip
 
@@ -325,7 +323,7 @@ def _save_rings(
     start,
     num_tokens,
     i_head,
-    i_block,
+    i_part,
     i_k,
     i_v,
     mixed_stride,
@@ -349,7 +347,7 @@ def _save_rings(
         p_ring, p_old_ring, p_mixed, v_channels, i_v < VALUE_DIM, start, num_tokens, has_moved,
         mixed_stride, NUM_CHANNELS, RING, BLOCK_RING,
     )  # fmt: skip
-    if (i_head % HEADS_A_KEY == 0) & (i_block == 0):  # of those that share a key head, the first
+    if (i_head % HEADS_A_KEY == 0) & (i_part == 0):  # of those that share a key head, the first
         for i in tl.static_range(2):
             k_channels = i * KEY_SIZE + i_head // HEADS_A_KEY * KEY_DIM + i_k
             _save_ring(
@@ -410,11 +408,11 @@ def _norm_and_gate(
     return b_read * scale[None, :] * b_weight[:, None] * silu(b_gate)
 
 
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit(do_not_specialize=["blocks"])
 def _norm_kernel(
     mixed,
     norm_weight,
-    pieces,
+    blocks,
     out,
     eps,
     mixed_stride,
@@ -425,16 +423,16 @@ def _norm_kernel(
     PADDED_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (h, p): what value head h has read for the tokens of piece p, normed and gated in its
+    """Program (h, p): what value head h has read for the tokens of block p, normed and gated in its
     place.
     """
     let_next_start(PDL)
     NUM_CHANNELS: tl.constexpr = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM
     i_head = tl.program_id(0)
-    i_piece = tl.program_id(1)
-    first_token = tl.load(pieces + i_piece * 4 + 1).to(tl.int64)
-    num_tokens = tl.load(pieces + i_piece * 4 + 2)
-    i_t = tl.arange(0, CHUNK)
+    i_block = tl.program_id(1)
+    first_token = tl.load(blocks + i_block * 4 + 1).to(tl.int64)
+    num_tokens = tl.load(blocks + i_block * 4 + 2)
+    i_t = tl.arange(0, BLOCK_TOKENS)
     i_v = tl.arange(0, PADDED_V)
     mask = (i_v < VALUE_DIM)[:, None] & (i_t < num_tokens)[None, :]
     wait_for_previous(PDL)
@@ -464,7 +462,7 @@ def compile_cases() -> list[CompileCase]:
     )
     floats = dict.fromkeys(("a_log", "dt_bias", "log_decays", "norm_weight", "recurrent"), "*fp32")
     numbers = dict.fromkeys(("query_start", "context_lens", "state_slots", "initial_slots"), "*i64")
-    numbers |= {"pieces": "*i32", "row_pieces": "*i32"}
+    numbers |= {"blocks": "*i32", "row_blocks": "*i32"}
     strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
     types = {**halves, **floats, **numbers, **strides, "eps": "fp32"}
     small, large = (_scan_rule(shape, 2, memory) for memory in (SMALL_MEMORY, LARGE_MEMORY))

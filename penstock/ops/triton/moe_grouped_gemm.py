@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton import experts_list
+from penstock.ops.triton import moe_permute
 from penstock.ops.triton.activation import silu
-from penstock.ops.triton.experts_list import list_pairs, load_tile
 from penstock.ops.triton.launch import (
     CompileCase,
     cdiv,
@@ -30,6 +29,7 @@ from penstock.ops.triton.launch import (
     next_power_of_2,
     wait_for_previous,
 )
+from penstock.ops.triton.moe_permute import list_pairs, load_tile
 from penstock.ops.triton.tuning import Tile, bucket, choose
 
 LOW_PAIRS = tl.constexpr(
@@ -62,7 +62,7 @@ def run(
         bucket(num_tokens) * k // num_experts, x.element_size(), has_dependent_launch(x.device)
     )
 
-    height = choose("expert_list_grouped", shape, num_tokens, rules["list"], x.device)["BLOCK_M"]
+    height = choose("moe_permute", shape, num_tokens, rules["list"], x.device)["BLOCK_M"]
     order, tiles = list_pairs(ids, num_experts, slots, height, counters)
     inner = x.new_empty(num_tokens * slots, widest)
     outputs = x.new_empty(num_tokens * slots, width)
@@ -77,12 +77,12 @@ def run(
     }
     options = launch_options(x.device)
 
-    tile = choose("expert_gate_up_grouped", shape, num_tokens, rules["gate_up"], x.device)
+    tile = choose("moe_gate_up_grouped_gemm", shape, num_tokens, rules["gate_up"], x.device)
     some = gate_up if shared_gate_up is None else shared_gate_up
     grid = (cdiv(2 * widest, tile["BLOCK_N"]), len(tiles))
     _grouped_gate_up_kernel[grid](x, order, tiles, gate_up, some, inner, **dims, **tile, **options)
 
-    tile = choose("expert_down_grouped", shape, num_tokens, rules["down"], x.device)
+    tile = choose("moe_down_grouped_gemm", shape, num_tokens, rules["down"], x.device)
     some = down if shared_down is None else shared_down
     grid = (cdiv(width, tile["BLOCK_N"]), len(tiles))
     _grouped_down_kernel[grid](inner, order, tiles, down, some, outputs, **dims, **tile, **options)
@@ -102,7 +102,7 @@ def _add_pairs(
         weights if shared_weight is None else shared_weight,
         residual,
         out,
-        K=k,
+        TOP_K=k,
         H=width,
         HAS_SHARED=shared_weight is not None,
         BLOCK_H=block,
@@ -131,9 +131,9 @@ def _rules(mean_pairs: int, element_size: int, is_hopper: bool) -> dict[str, Til
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """What is worth measuring for a kernel; shape is (E, k, I, H)."""
-    if kernel == "expert_list_grouped":
+    if kernel == "moe_permute":
         return [{"BLOCK_M": 64}, {"BLOCK_M": 128}]
-    assert kernel in ("expert_gate_up_grouped", "expert_down_grouped")
+    assert kernel in ("moe_gate_up_grouped_gemm", "moe_down_grouped_gemm")
     num_experts, k, *_ = shape
     tiles = [(128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 4, 2)]
     tiles += [(256, 64, 8, 3), (256, 64, 8, 4)]
@@ -349,7 +349,7 @@ def _add_pairs_kernel(
     shared_weight,
     residual,
     out,
-    K: tl.constexpr,
+    TOP_K: tl.constexpr,
     H: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -361,13 +361,13 @@ def _add_pairs_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_column = columns < H
-    own = outputs + token * ((K + HAS_SHARED) * H) + columns
+    own = outputs + token * ((TOP_K + HAS_SHARED) * H) + columns
     total = tl.load(residual + token * H + columns, mask=is_column, other=0.0).to(tl.float32)
-    for slot in tl.static_range(K):
+    for slot in tl.static_range(TOP_K):
         b_output = tl.load(own + slot * H, mask=is_column, other=0.0).to(tl.float32)
-        total += b_output * tl.load(weights + token * K + slot)
+        total += b_output * tl.load(weights + token * TOP_K + slot)
     if HAS_SHARED:
-        b_shared = tl.load(own + K * H, mask=is_column, other=0.0).to(tl.float32)
+        b_shared = tl.load(own + TOP_K * H, mask=is_column, other=0.0).to(tl.float32)
         total += b_shared * tl.load(shared_weight + token)
     tl.store(out + token * H + columns, total.to(out.dtype.element_ty), mask=is_column)
 
@@ -382,11 +382,11 @@ def compile_cases() -> list[CompileCase]:
     total = dict.fromkeys(("outputs", "residual", "out"), "*bf16")
     total |= dict.fromkeys(("weights", "shared_weight"), "*fp32")
     cases: list[CompileCase] = [
-        *experts_list.compile_cases(),
+        *moe_permute.compile_cases(),
         (
             _add_pairs_kernel,
             total,
-            {"K": 8, "H": 2048, "HAS_SHARED": True, "BLOCK_H": 1024, "PDL": False},
+            {"TOP_K": 8, "H": 2048, "HAS_SHARED": True, "BLOCK_H": 1024, "PDL": False},
             {"num_warps": 4, "num_stages": 1},
         ),
     ]

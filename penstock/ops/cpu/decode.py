@@ -22,7 +22,7 @@ def is_alone(x: Tensor, deterministic: bool) -> bool:
     return not deterministic and x.is_cpu and x.shape[0] == 1 and x.dtype == torch.float32
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [1, M] -> [1, M]
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [1, K] -> [1, K]
     row = x[0]
     mean_square = torch.dot(row, row).item() / row.shape[0]
     return torch.addcmul(_constant(0.0), x, weight, value=(mean_square + eps) ** -0.5)
@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [1, M] -> [1, 
 
 def add_linear(
     residual: Tensor, x: Tensor, weight: Tensor
-) -> Tensor:  # [1, N], [1, M], [N, M] -> [1, N]
+) -> Tensor:  # [1, N], [1, K], [N, K] -> [1, N]
     return torch.addmm(residual, x, weight.t())
 
 
@@ -156,7 +156,7 @@ def _convolve(
     return F.silu(total, inplace=True)
 
 
-def _inverse_rms(x: Tensor, eps: float, mean_of: int | None = None) -> Tensor:  # [.., M] -> [.., 1]
+def _inverse_rms(x: Tensor, eps: float, mean_of: int | None = None) -> Tensor:  # [.., K] -> [.., 1]
     """1 / sqrt(mean of squares + eps); with `mean_of` 1, of their sum."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.addcmul(

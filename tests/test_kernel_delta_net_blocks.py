@@ -1,4 +1,4 @@
-"""The chunked delta rule against its reference: outputs, and what is left behind in every slot."""
+"""The block-wise delta rule against its reference: outputs, and what is left behind in every slot."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kernel_checks import FULL_SIZE, PLACES, TOLERANCES, assert_near
 from penstock.ops.reference.delta_net import gated_delta_net as reference
-from penstock.ops.reference.rows import Chunks
+from penstock.ops.reference.rows import TokenBlocks
 from penstock.ops.triton import tuning
-from penstock.ops.triton.delta_net_chunks import mix_chunks
+from penstock.ops.triton.delta_net_blocks import mix_blocks
 from test_kernel_delta_net import NUM_TAPS, Mixer, Row
 
 # Hk, Hv, K, V: unequal widths, widths that are no powers of two; one and several value heads a key
@@ -23,7 +23,7 @@ SMALL, GROUPED, ODD = (1, 1, 16, 32), (1, 3, 24, 16), (2, 2, 16, 48)
 # Under similar keys nearly all of a correction is taken back by the next. What is read is then a
 # small sum of large terms, each a product of two rounded numbers: queries, keys and values in bf16,
 # their scores, and the corrections. With all else exact, the rounding of these moves the output by
-# 1e-2 of its largest value in the median of 400 draws and by 4.4e-2 in the worst: no chunked form
+# 1e-2 of its largest value in the median of 400 draws and by 4.4e-2 in the worst: no block-wise form
 # on bf16 operands comes nearer.
 SIMILAR_KEYS = {**TOLERANCES, torch.bfloat16: 6e-2}
 
@@ -32,43 +32,43 @@ def kernel(*arguments: Any, deterministic: bool = False) -> Tensor:
     """The op for rows that are not decodes: what it does not write stays NaN."""
     mixed, norm_weight, a_log = arguments[0], arguments[4], arguments[2]
     out = mixed.new_full((len(mixed), len(a_log) * len(norm_weight)), torch.nan)
-    before_spans, (_, chunks, key_heads) = arguments[:12], arguments[12:]
-    mix_chunks(
-        out, *before_spans, chunks, key_heads, num_tokens=len(mixed), deterministic=deterministic
+    before_spans, (_, blocks, key_heads) = arguments[:12], arguments[12:]
+    mix_blocks(
+        out, *before_spans, blocks, key_heads, num_tokens=len(mixed), deterministic=deterministic
     )
     return out
 
 
 def padded_kernel(*arguments: Any, deterministic: bool = False) -> Tensor:
-    """With pieces of no tokens at the end of the tables, and rows that have none or only such a
+    """With blocks of no tokens at the end of the tables, and rows that have none or only such a
     one.
     """
-    chunks: Chunks = arguments[13]
-    num_pieces = len(chunks.pieces)
-    pieces = torch.cat((chunks.pieces, chunks.pieces.new_zeros(2, 4)))
-    rows = chunks.rows.new_tensor(
-        [[num_pieces, num_pieces + 1], [num_pieces + 2, num_pieces + 2], [0, 0]]
+    blocks: TokenBlocks = arguments[13]
+    num_blocks = len(blocks.table)
+    table = torch.cat((blocks.table, blocks.table.new_zeros(2, 4)))
+    rows = blocks.rows.new_tensor(
+        [[num_blocks, num_blocks + 1], [num_blocks + 2, num_blocks + 2], [0, 0]]
     )
-    padded = Chunks(pieces, torch.cat((chunks.rows, rows)))
+    padded = TokenBlocks(table, torch.cat((blocks.rows, rows)))
     return kernel(*arguments[:13], padded, arguments[14], deterministic=deterministic)
 
 
-def is_chunked(row: Row) -> bool:
+def is_in_blocks(row: Row) -> bool:
     return row.num_tokens > 1 or bool(row.num_tokens and row.checkpoints)
 
 
 def token_mask(rows: Sequence[Row]) -> Tensor:  # [T]
-    return torch.tensor([is_chunked(row) for row in rows]).repeat_interleave(
+    return torch.tensor([is_in_blocks(row) for row in rows]).repeat_interleave(
         torch.tensor([row.num_tokens for row in rows])
     )
 
 
 def saved_states(rows: Sequence[Row]) -> dict[int, int]:
     """Slots that a step writes, each with the position its state stands at."""
-    chunked = [row for row in rows if is_chunked(row)]
-    ends = {row.slot: row.position + row.num_tokens for row in chunked}
+    in_blocks = [row for row in rows if is_in_blocks(row)]
+    ends = {row.slot: row.position + row.num_tokens for row in in_blocks}
     return ends | {
-        slot: row.position + tokens for row in chunked for tokens, slot in row.checkpoints
+        slot: row.position + tokens for row in in_blocks for tokens, slot in row.checkpoints
     }
 
 
@@ -135,7 +135,7 @@ def test_ragged_rows_are_the_reference(
 def test_checkpoints_hold_state_and_ring_as_they_stood(
     ring: int, device: str, dtype: torch.dtype
 ) -> None:
-    """Soon after the start, where the past still shows, inside a chunk, between two, and at the
+    """Soon after the start, where the past still shows, inside a block, between two, and at the
     end.
     """
     rows = [
@@ -261,9 +261,9 @@ def test_deterministic_rows_have_the_same_bits_in_any_step(device: str, dtype: t
     together, apart = (Mixer(SMALL, device, dtype, num_slots=13).start(*STARTED) for _ in range(2))
     mixed = together.inputs(sum(row.num_tokens for row in rows))
     out = together.run(kernel, mixed, rows, deterministic=True)
-    pieces = mixed.split([row.num_tokens for row in rows])
+    blocks = mixed.split([row.num_tokens for row in rows])
     alone = [
-        apart.run(kernel, one.clone(), [row], deterministic=True) for one, row in zip(pieces, rows)
+        apart.run(kernel, one.clone(), [row], deterministic=True) for one, row in zip(blocks, rows)
     ]
     assert torch.equal(out, torch.cat(alone))
     assert_same_bits(together, apart)
@@ -272,17 +272,17 @@ def test_deterministic_rows_have_the_same_bits_in_any_step(device: str, dtype: t
 @pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("start", "splits"), [(0, (64, 66)), (60, (68, 62))])
-def test_deterministic_prompts_split_at_chunks_have_the_same_bits(
+def test_deterministic_prompts_split_at_blocks_have_the_same_bits(
     start: int, splits: tuple[int, ...], device: str, dtype: torch.dtype
 ) -> None:
     whole, parts = (Mixer(SMALL, device, dtype, ring=NUM_TAPS + 1).start(1) for _ in range(2))
     mixed = whole.inputs(130)
     out = whole.run(kernel, mixed, [Row(1, position=start, num_tokens=130)], deterministic=True)
     position, outs = start, []
-    for piece in mixed.split(splits):
-        row = Row(1, position=position, num_tokens=len(piece))
-        outs.append(parts.run(kernel, piece.clone(), [row], deterministic=True))
-        position += len(piece)
+    for block in mixed.split(splits):
+        row = Row(1, position=position, num_tokens=len(block))
+        outs.append(parts.run(kernel, block.clone(), [row], deterministic=True))
+        position += len(block)
     assert torch.equal(out, torch.cat(outs))
     assert_same_bits(whole, parts)
 

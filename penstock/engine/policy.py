@@ -1,0 +1,234 @@
+"""What runs next and what becomes of it: scheduler, cache and grammars. Integers and bytes, no
+device.
+
+`plan` gives the next step and `commit` takes its output; between them stands the runner, in this
+process or in others. A constrained row needs a mask, which `fill_masks` gives once all its tokens
+are committed. What clients should know collects in deltas until `take_deltas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from penstock.cache import Cache, SessionLimits
+from penstock.config import EngineConfig
+from penstock.engine.grammar_masks import Constraint, Constraints, GrammarCompiler, StepMasks
+from penstock.engine.memory import MemoryPlan
+from penstock.engine.pools import GB, PoolSizes
+from penstock.engine.scheduler import Scheduler
+from penstock.errors import RequestError
+from penstock.types import EngineInfo, EngineStats, Request, StepOutput, StepPlan, TokenDelta
+
+MIXED_GPU_TOKENS = 1024  # prompt tokens of a GPU's step while others decode
+GRAMMAR_WAIT_S = 0.01  # to wait for a grammar when nothing else runs: the longest delay of an abort
+
+
+class Policy:
+    def __init__(
+        self,
+        config: EngineConfig,
+        memory: MemoryPlan,
+        info: EngineInfo,
+        tokenizer_file: Path | None,  # the tokenizer that grammars are compiled for
+    ) -> None:
+        self.info = info
+        self.is_gpu = info.device.startswith("cuda")
+        self.cache = new_cache(config, memory.pools)
+        self.scheduler = Scheduler(
+            self.cache,
+            max_rows=info.max_rows,
+            max_step_tokens=memory.max_step_tokens,
+            shared_step_tokens=memory.shared_step_tokens,
+            mixed_step_tokens=config.mixed_step_tokens
+            or (MIXED_GPU_TOKENS if self.is_gpu else None),
+            bulk_share=config.bulk_share,
+            max_model_len=info.max_model_len,
+        )
+        self.constraints = Constraints(
+            GrammarCompiler(tokenizer_file, info.vocab_size),
+            vocab_size=info.vocab_size,
+            max_rows=info.max_rows,
+            is_pinned=self.is_gpu,
+        )
+        self._deltas: list[TokenDelta] = []
+
+    @property
+    def has_work(self) -> bool:
+        is_preparing = self.constraints.num_preparing > 0
+        return self.scheduler.has_work or is_preparing or bool(self._deltas)
+
+    def submit(self, request: Request) -> None:
+        """Refuses what would crash the engine for all requests: the device indexes with these ids
+        unchecked."""
+        check_token_ids("prompt", request.token_ids, self.info.vocab_size)
+        check_token_ids("logit_bias", request.sampling.logit_bias, self.info.vocab_size)
+        check_token_ids("stop_token_ids", request.end_token_ids, self.info.vocab_size)
+        check_token_ids(
+            "bad_words", {id for word in request.banned for id in word}, self.info.vocab_size
+        )
+        check_token_ids(
+            "grammar_starts_after", request.sampling.grammar_starts_after, self.info.vocab_size
+        )
+        _require_task(request, self.info)
+        if self.constraints.is_preparing(request.id):
+            raise RequestError(
+                f"A request with id {request.id!r} is already running or queued",
+                "",
+                "Use another id.",
+            )
+        if request.sampling.grammar is not None:
+            _require_end(request)
+        sequence = self.scheduler.submit(request)
+        if request.sampling.grammar is not None:
+            self.scheduler.abort(request.id)  # it fits; it returns when its grammar is compiled
+            self.constraints.prepare(request)
+        elif request.banned:
+            self.constraints.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        delta = self.drop(request_id)
+        if delta is not None:
+            self._deltas.append(delta)
+
+    def drop(self, request_id: str) -> TokenDelta | None:
+        """Aborts without a delta to others: returns the last delta, if the request existed."""
+        delta = self.scheduler.abort(request_id)
+        if delta is None and self.constraints.drop(request_id):
+            delta = TokenDelta(request_id, finish="abort")
+        return delta
+
+    def plan(self) -> StepPlan | None:
+        for prepared in self.constraints.take_prepared():
+            if prepared.matcher is None:
+                delta = TokenDelta(prepared.request.id, finish="error", error=prepared.problem)
+                self._deltas.append(delta)
+            else:
+                self.constraints.add(self.scheduler.submit(prepared.request), prepared.matcher)
+        return self.scheduler.plan()
+
+    def commit(self, output: StepOutput) -> None:
+        self._deltas += self.scheduler.commit(output)
+
+    def fill_masks(self, rows: list[tuple[int, Constraint]]) -> StepMasks:
+        """Of `constraints.rows_of` a plan; everything before that plan is committed. Ends requests
+        whose grammar failed; a step in flight that still has their rows is not affected."""
+        masks = self.constraints.fill(rows)
+        for request_id, problem in masks.failures:
+            aborted = self.scheduler.abort(request_id)
+            if aborted is not None:
+                error = f"The reply can no longer follow its grammar: {problem}"
+                num_cached = aborted.num_cached_tokens
+                self._deltas.append(
+                    TokenDelta(
+                        request_id, finish="error", num_cached_tokens=num_cached, error=error
+                    )
+                )
+        return masks
+
+    def take_deltas(self) -> list[TokenDelta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def wait_for_grammar(self) -> None:
+        """For when nothing runs and no grammar is ready."""
+        if self.constraints.num_preparing:
+            self.constraints.wait(GRAMMAR_WAIT_S)
+
+    def stats(self) -> EngineStats:
+        self.cache.sessions.expire()
+        return EngineStats(
+            num_waiting=self.scheduler.num_waiting + self.constraints.num_preparing,
+            num_running=self.scheduler.num_running,
+            num_free_pages=self.cache.num_free_pages,
+            num_pages=self.info.num_pages,
+            num_free_slots=self.cache.num_free_slots,
+            num_slots=self.info.num_slots,
+            num_preemptions=self.scheduler.num_preemptions,
+            prefix=dict(self.cache.counters),
+            num_sessions=len(self.cache.sessions),
+            session_bytes=self.cache.sessions.num_bytes,
+            num_kv_tokens=max(self.info.num_pages - 1, 0) * self.info.page_size,
+        )
+
+
+def new_cache(config: EngineConfig, pools: PoolSizes) -> Cache:
+    return Cache(
+        page_size=config.page_size,
+        num_pages=pools.num_pages,
+        num_slots=pools.num_slots,
+        max_checkpoints=pools.max_checkpoints,
+        prefix_cache=config.prefix_cache,
+        # Steps of one token round differently from a prefill.
+        reply_states=not config.deterministic,
+        session_limits=_session_limits(config, pools),
+    )
+
+
+def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:
+    """A quarter of the checkpoints stays for other prompts: states are large, and a few fill the
+    pool."""
+    num_bytes = pools.num_bytes // 2 if config.session_gb is None else int(config.session_gb * GB)
+    return SessionLimits(
+        max_bytes=num_bytes,
+        max_idle_s=60 * config.session_minutes,
+        page_bytes=pools.page_bytes,
+        slot_bytes=pools.slot_bytes,
+        max_checkpoints=-(-3 * pools.max_checkpoints // 4),
+    )
+
+
+def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise RequestError(
+            f"{name} has the token id {wrong}",
+            f"The vocabulary has {vocab_size} tokens.",
+            param=name,
+        )
+
+
+def _require_task(request: Request, info: EngineInfo) -> None:
+    """Refuses a prompt that the model cannot read, and a task that it has no head for."""
+    pooling = request.pooling
+    if request.segments:
+        raise RequestError(
+            f"The prompt has {len(request.segments)} segments that are more than token ids",
+            f"{info.model_name} reads token ids only.",
+            "Send text.",
+            param="prompt",
+        )
+    if not info.has_head and (pooling is None or pooling.logit_ids):
+        raise RequestError(
+            f"{info.model_name} cannot generate text",
+            "Its checkpoint has no language-model head (lm_head): it gives embeddings or scores.",
+            "Use /v1/embeddings, /v1/rerank or /v1/score, or serve a model that generates.",
+            param="model",
+        )
+    if pooling is None:
+        return
+    check_token_ids("logit_ids", pooling.logit_ids, info.vocab_size)
+    if pooling.dimensions is not None and not 1 <= pooling.dimensions <= info.hidden_size:
+        raise RequestError(
+            f"dimensions is {pooling.dimensions}",
+            f"The model's vectors have {info.hidden_size}.",
+            f"Use 1 to {info.hidden_size}.",
+            param="dimensions",
+        )
+    if pooling.is_classified and not info.num_labels:
+        raise RequestError(
+            f"{info.model_name} has no classifier",
+            "Its checkpoint has no score.weight.",
+            "Serve a model for sequence classification.",
+            param="model",
+        )
+
+
+def _require_end(request: Request) -> None:
+    if not request.end_token_ids:
+        raise RequestError(
+            "The reply has a grammar but no token that could end it",
+            "When the grammar is complete, only an end token can follow.",
+            "Omit ignore_eos.",
+            param="ignore_eos",
+        )
