@@ -43,6 +43,11 @@ class EngineConfig:
     weights_seed: int = setting(0, "seed of --random-weights")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = setting("auto", "type of weights, activations and KV", choices=DTYPES)
+    quantization: str = setting(
+        "none",
+        "quantise weights as they are loaded; a quantised checkpoint stays as it is",
+        choices=("none", "fp8", "int8", "int4"),
+    )
     state_dtype: str = setting(
         "float32",
         "type of the recurrent states of hybrid models; float16 halves their size",

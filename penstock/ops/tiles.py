@@ -101,7 +101,7 @@ class TiledRows:
 
     def _read_records(self) -> tuple[Tensor, Tensor | None]:
         """Of every weight."""
-        first, found = 0, []
+        first, found = 0, list[Tensor | None]()
         for type, count in zip(self.fields.types, (1, 1, self.num_groups, self.num_groups)):
             if type is None:
                 found.append(None)
@@ -173,9 +173,7 @@ def _tile(rows: QuantizedRows) -> TiledRows:
 
 def _is_float8(rows: QuantizedRows) -> bool:
     levels = rows.levels
-    return levels is not None and torch.equal(
-        levels.cpu().nan_to_num(), FLOAT8_LEVELS.nan_to_num()
-    )
+    return levels is not None and torch.equal(levels.cpu().nan_to_num(), FLOAT8_LEVELS.nan_to_num())
 
 
 def _level_factor(levels: Tensor) -> int | None:

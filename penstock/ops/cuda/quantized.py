@@ -6,6 +6,7 @@ expanded first, into memory that is given back after the product.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 from penstock.ops.cuda.program import is_available, program
 from penstock.ops.tiles import NO_TYPE, STEP, TILE_ROWS, TYPES, TiledRows
 from penstock.ops.triton.launch import cdiv, num_processors
+from penstock.ops.triton.matmul_product import Product
+from penstock.ops.weight import Part
 
 SOURCE = Path(__file__).with_name("quantized.cu")
 LINEAR, GATE_UP, DOWN_PAIRS, DOWN_TOKEN, EXPAND = range(5)  # MODE
@@ -30,16 +33,75 @@ DTYPES = (torch.bfloat16, torch.float16)
 Tile = dict[str, int]  # WARPS, ROW_TILES, HELD, BLOCKS
 
 
-def can_multiply(rows: TiledRows, x: Tensor) -> bool:
-    """Tokens are read 16 bytes at a time."""
-    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and rows.num_columns % 8 == 0
-    return x.dtype in DTYPES and is_aligned and is_available(x.device)
+def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
+    """A few tokens, read 16 bytes at a time."""
+    x = product.x
+    is_aligned = x.data_ptr() % 16 == 0 and (len(x) == 1 or x.stride(0) % 8 == 0)
+    is_few = len(x) <= MAX_TOKENS and product.shape[1] % 8 == 0
+    return is_few and is_aligned and x.dtype in DTYPES and is_available(x.device)
 
 
-def can_stage(rows: TiledRows, num_tokens: int) -> bool:
-    """Whether a norm or an activation may be left to `multiply`."""
-    staged = 2 * rows.num_columns << max(0, num_tokens - 1).bit_length()
-    return num_tokens <= MAX_STAGED and staged <= STAGED_BYTES
+def can_stage(part: Part, num_tokens: int) -> bool:
+    """Whether a norm or an activation may be left to `multiply_parts`."""
+    staged = 2 * part.shape[-1] << max(0, num_tokens - 1).bit_length()
+    is_in_order = isinstance(part, Tensor) or getattr(part, "columns", None) is None
+    return num_tokens <= MAX_STAGED and staged <= STAGED_BYTES and is_in_order
+
+
+def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
+    """Rows that are not quantised take part in the launch of those before them."""
+    out, first, left = product.new_out(), 0, list(parts)
+    while left:
+        part = left.pop(0)
+        plain = left[0] if left and isinstance(part, TiledRows) else None
+        plain = plain if isinstance(plain, Tensor) else None
+        if plain is not None:
+            left.pop(0)
+        size = part.shape[0] + (0 if plain is None else len(plain))
+        own = slice(first, first + size)
+        first += size
+        bias = None if product.bias is None else product.bias[own]
+        residual = None if product.residual is None else product.residual[:, own]
+        x = product.x
+        if isinstance(part, Tensor):
+            _multiply_plain(product, part, out[:, own], bias, residual)
+            continue
+        assert isinstance(part, TiledRows), "rows on a GPU are tiled"
+        if part.columns is not None:
+            x = x[:, part.columns.long()]
+        multiply(
+            x,
+            part,
+            out[:, own],
+            plain=plain,
+            bias=bias,
+            residual=residual,
+            norm_weight=product.norm_weight,
+            eps=product.eps,
+            swiglu=product.is_swiglu,
+        )
+    return out
+
+
+def _multiply_plain(
+    product: Product, rows: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> None:
+    """Rows before any quantised ones, as some files have them; with a few more launches."""
+    x = product.x.float()
+    if product.is_swiglu:
+        gate, up = x.chunk(2, dim=-1)
+        x = torch.nn.functional.silu(gate) * up
+    if product.norm_weight is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + product.eps) * product.norm_weight
+    found = torch.nn.functional.linear(x.to(rows.dtype), rows, bias)
+    out.copy_(found if residual is None else found + residual)
+
+
+def expand_parts(parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
+    """All rows of a weight, in memory that is given back after the product."""
+    plain = [expand(part, dtype) if isinstance(part, TiledRows) else part for part in parts]
+    assert all(isinstance(part, Tensor) for part in plain), "rows on a GPU are tiled"
+    return plain[0] if len(plain) == 1 else torch.cat(plain, dim=-2)  # type: ignore[arg-type, return-value]
 
 
 def multiply(
@@ -87,7 +149,7 @@ def multiply(
         c_int(rows.num_rows),
         c_int(num_plain),
         c_int(out.stride(0)),
-        c_int(x.stride(0)),
+        c_int(x.stride(0) if num_tokens > 1 else x.shape[1]),
         c_int(0 if residual is None else residual.stride(0)),
         c_float(eps),
     )
@@ -100,11 +162,11 @@ def linear_rule(rows: TiledRows, token_tiles: int, num_processors: int) -> Tile:
     steps = cdiv(rows.num_columns, STEP)
     num_tiles = cdiv(rows.num_rows, TILE_ROWS)
     is_wide = num_tiles >= 4 * num_processors and token_tiles <= 4
-    row_tiles, warps = (2, 4) if is_wide else (1, 8)
+    row_tiles, warps = (2, 4) if is_wide else (1, 16 if token_tiles == 1 else 8)
     warps = min(warps, steps)
-    held = max(1, HELD_BYTES // (row_tiles * 2 * 4 * rows.bits))
-    blocks = 1 if token_tiles > 1 else 3 if is_wide else 2
-    return {"ROW_TILES": row_tiles, "WARPS": warps, "HELD": min(held, 4), "BLOCKS": blocks}
+    held = 2 if is_wide or warps == 16 else 4
+    blocks = 3 if is_wide else 1 if warps == 16 else 2
+    return {"ROW_TILES": row_tiles, "WARPS": warps, "HELD": held, "BLOCKS": blocks}
 
 
 def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
@@ -136,7 +198,7 @@ def expert_rule(mode: int, rows: TiledRows, slots: int) -> Tile:
     steps = cdiv(rows.num_columns, STEP)
     row_tiles = {GATE_UP: 2, DOWN_PAIRS: 4, DOWN_TOKEN: 1}[mode]
     warps = slots if mode == DOWN_TOKEN else min(4, steps)
-    held = max(1, min(HELD_BYTES // (row_tiles * 8 * rows.bits), steps))
+    held = 2 if mode == DOWN_TOKEN else max(1, HELD_BYTES // (row_tiles * 8 * rows.bits))
     blocks = 1 if mode == DOWN_TOKEN else 3
     return {"ROW_TILES": row_tiles, "WARPS": warps, "HELD": held, "BLOCKS": blocks}
 
@@ -156,27 +218,28 @@ class Experts:
         self.shared_gate_up, self.shared_down = shared_gate_up, shared_down
         self.slots = slots
         self.has_shared = shared_down is not None
+        self.num_experts = down.shape[0]
         self.inner_width = down.num_columns
         self.width = down.num_rows
 
     @staticmethod
-    def can_take(
-        gate_up: TiledRows, down: TiledRows, shared_gate_up: Any, shared_down: Any, slots: int
-    ) -> bool:
-        """The shared expert is one of them, if its weights are stored as theirs."""
-        pairs = ((gate_up, shared_gate_up), (down, shared_down))
+    def of(parts: Sequence[Part], k: int) -> Experts | None:
+        """Gate and up, down, and of a shared expert the same, if its weights are stored as theirs.
+        None: no kernel takes them.
+        """
+        rows = [part for part in parts if isinstance(part, TiledRows)]
+        if len(rows) < len(parts) or k + len(rows) // 2 - 1 > MAX_WARPS:
+            return None
+        gate_up, down, *shared = rows
         are_alike = all(
-            shared is None
-            or (
-                isinstance(shared, TiledRows)
-                and shared.kind == own.kind
-                and shared.shape == own.shape[1:]
-            )
-            for own, shared in pairs
+            one.kind == own.kind and one.shape == own.shape[1:]
+            for one, own in zip(shared, (gate_up, down))
         )
         is_whole = down.num_columns % TILE_ROWS == 0 and down.num_rows % TILE_ROWS == 0
-        in_order = gate_up.columns is None and down.columns is None
-        return are_alike and is_whole and in_order and slots <= MAX_WARPS
+        if not are_alike or not is_whole or gate_up.columns is not None or down.columns is not None:
+            return None
+        shared_gate_up, shared_down = shared or (None, None)
+        return Experts(gate_up, down, shared_gate_up, shared_down, k + (shared_down is not None))
 
     def run_pairs(
         self, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor,
@@ -249,17 +312,26 @@ class Experts:
 
     def _constants(self, *, is_listed: bool) -> dict[str, int]:
         return {
-            "NUM_EXPERTS": self.down.shape[0],
+            "NUM_EXPERTS": self.num_experts,
             "SLOTS": self.slots,
             "HAS_SHARED": int(self.has_shared),
             "IS_LISTED": int(is_listed),
         }
 
 
-SWITCHES = dict.fromkeys(
-    "TOKEN_TILES HAS_NORM IS_SWIGLU HAS_BIAS HAS_RESIDUAL IS_OUT_FLOAT HAS_SHARED IS_LISTED".split(),
-    0,
-) | {"TOKEN_TILES": 1, "STAGED_TOKENS": 1, "NUM_EXPERTS": 0, "SLOTS": 1}
+SWITCHES = {  # as most kernels have them
+    "TOKEN_TILES": 1,
+    "STAGED_TOKENS": 1,
+    "HAS_NORM": 0,
+    "IS_SWIGLU": 0,
+    "HAS_BIAS": 0,
+    "HAS_RESIDUAL": 0,
+    "IS_OUT_FLOAT": 0,
+    "NUM_EXPERTS": 0,
+    "SLOTS": 1,
+    "HAS_SHARED": 0,
+    "IS_LISTED": 0,
+}
 
 
 def kernel_constants(mode: int, rows: TiledRows, dtype: torch.dtype) -> dict[str, int]:

@@ -87,10 +87,10 @@ def run(
     grid = (cdiv(width, tile["BLOCK_N"]), len(tiles))
     _grouped_down_kernel[grid](inner, order, tiles, down, some, outputs, **dims, **tile, **options)
 
-    _add_pairs(out, outputs, weights, shared_weight, residual)
+    add_pairs(out, outputs, weights, shared_weight, residual)
 
 
-def _add_pairs(
+def add_pairs(
     out: Tensor, outputs: Tensor, weights: Tensor, shared_weight: Tensor | None, residual: Tensor
 ) -> None:
     """The residual and what a token's pairs gave, by their weights."""
