@@ -29,6 +29,7 @@ class Weight(nn.Module):
 
     values: nn.Parameter
     parts: tuple[Part, ...] = ()
+    next: Tensor | None = None  # codes of the weight that the next product reads, to be asked for
     num_plain_rows = 0  # at its end, that are not quantised when others are: few, and sensitive
 
     def __init__(self, values: Tensor, *, can_quantize: bool = True) -> None:
@@ -52,6 +53,14 @@ class Weight(nn.Module):
             return self.values.numel() * self.values.element_size()
         return sum(
             part.nbytes if isinstance(part, Tensor) else part.num_bytes for part in self.parts
+        )
+
+    @property
+    def kinds(self) -> tuple[object, ...]:
+        """Of its parts: weights that have them alike, and their shape, take the same kernels."""
+        return tuple(
+            (part.dtype if isinstance(part, Tensor) else part.kind, part.shape)
+            for part in self.parts
         )
 
     def quantize(self, parts: tuple[Part, ...]) -> None:

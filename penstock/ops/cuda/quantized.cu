@@ -99,6 +99,19 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Brings a part of what a later kernel reads towards L2: the i-th of n blocks its n-th.
+__device__ __forceinline__ void prefetch(const u8* start, long long num_bytes, int i, int n) {
+#if __CUDA_ARCH__ >= 900
+    constexpr long long LINE = 128, MOST = 1 << 14;
+    const long long share = (num_bytes / n + LINE - 1) / LINE * LINE, first = i * share;
+    const long long end = first + share < num_bytes ? first + share : num_bytes;
+    for (long long at = first + threadIdx.x * MOST; at < end; at += blockDim.x * MOST) {
+        const u32 size = (u32)(end - at < MOST ? end - at : MOST) / 16 * 16;
+        if (size) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(start + at), "r"(size));
+    }
+#endif
+}
+
 __device__ __forceinline__ float from_float16(u32 pair) {
     float f;
     asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(f) : "r"(pair));
@@ -630,7 +643,7 @@ constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS;  // of one thre
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* records, const u16* plain,
           const u16* bias, const u16* residual, void* out, int num_tokens, int num_quantized, int num_plain,
-          int out_stride, int x_stride, int residual_stride, float eps) {
+          int out_stride, int x_stride, int residual_stride, float eps, const u8* next, long long next_bytes) {
     let_next_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const int num_tiles = (num_quantized + 15) / 16;
@@ -689,6 +702,7 @@ quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* rec
         multiply_plain(sums, plain, first_row, num_plain, tokens, warp);
     else if (warp < STEPS)
         multiply_own(sums, held, rows, tokens, warp);
+    prefetch(next, next_bytes, blockIdx.x, gridDim.x);
     __shared__ Shared shared;
     share_sums(shared, sums);
     __syncthreads();
@@ -709,7 +723,7 @@ quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* rec
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 quantized(const u16* inner, const float* weights, const int* ids, const u8* codes, const u8* records,
           const u8* shared_codes, const u8* shared_records, const float* shared_weight, const u16* residual,
-          u16* out, int num_tiles) {
+          u16* out, int num_tiles, const u8* next, long long next_bytes) {
     let_next_start();
     const int slot = threadIdx.x / 32, quarter = threadIdx.x % 4;
     const int token = blockIdx.y, width = num_tiles * 16;
@@ -743,6 +757,7 @@ quantized(const u16* inner, const float* weights, const int* ids, const u8* code
     Sums sums;
     clear(sums);
     multiply_own(sums, held, rows, tokens, 0);
+    prefetch(next, next_bytes, blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
     __shared__ float shared[WARPS][ROWS];
     const int group = threadIdx.x % 32 / 4;
     if (quarter == 0)
@@ -766,7 +781,8 @@ quantized(const u16* inner, const float* weights, const int* ids, const u8* code
 // Pairs that are not listed: the shared expert's, one a token, then slot j of token t at t * routed + j.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 quantized(const u16* x, const int* ids, const int* order, const int* tiles, const u8* codes, const u8* records,
-          const u8* shared_codes, const u8* shared_records, void* out, int num_tokens, int num_tiles) {
+          const u8* shared_codes, const u8* shared_records, void* out, int num_tokens, int num_tiles,
+          const u8* next, const u8* shared_next, long long next_bytes) {
     let_next_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     constexpr int ROUTED = SLOTS - HAS_SHARED;
@@ -798,6 +814,10 @@ quantized(const u16* x, const int* ids, const int* order, const int* tiles, cons
     }
     Step held[HELD_STEPS];
     load_first(held, rows, warp);
+    if (next_bytes) {  // of this expert's next product
+        const u8* own_next = is_shared ? shared_next : next + (long long)expert * next_bytes;
+        prefetch(own_next, next_bytes, blockIdx.x, gridDim.x);
+    }
     Tokens tokens;
     const long long source = MODE == GATE_UP ? pair / SLOTS : first_row + min(group, num_pairs - 1);
     tokens.own[0] = (const u16*)x + source * COLUMNS + OWN_COLUMNS * quarter;

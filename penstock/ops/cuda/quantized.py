@@ -7,7 +7,7 @@ expanded first, into memory that is given back after the product.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_void_p
+from ctypes import c_float, c_int, c_longlong, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ MAX_TOKENS = 64
 MAX_STAGED = 4  # tokens that blocks norm or activate themselves: of more, each would do too much
 STAGED_BYTES = 36 * 1024  # of them, beside a block's sums
 MAX_WARPS = 16
+MAX_AHEAD = 24 << 20  # bytes that are brought to L2 for the next product
 HELD_BYTES = 256  # of codes that a thread has on their way
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -48,7 +49,7 @@ def can_stage(part: Part, num_tokens: int) -> bool:
     return num_tokens <= MAX_STAGED and staged <= STAGED_BYTES and is_in_order
 
 
-def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
+def multiply_parts(parts: tuple[Part, ...], product: Product, next: Tensor | None = None) -> Tensor:
     """Rows that are not quantised take part in the launch of those before them."""
     out, first, left = product.new_out(), 0, list(parts)
     while left:
@@ -79,6 +80,7 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
             norm_weight=product.norm_weight,
             eps=product.eps,
             swiglu=product.is_swiglu,
+            next=next,
         )
     return out
 
@@ -115,6 +117,7 @@ def multiply(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     swiglu: bool = False,
+    next: Tensor | None = None,  # what the next product reads first
     tile: Tile | None = None,
 ) -> None:
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
@@ -152,6 +155,7 @@ def multiply(
         c_int(x.stride(0) if num_tokens > 1 else x.shape[1]),
         c_int(0 if residual is None else residual.stride(0)),
         c_float(eps),
+        *_ahead(next),
     )
 
 
@@ -243,7 +247,7 @@ class Experts:
 
     def run_pairs(
         self, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor,
-        shared_weight: Tensor | None,
+        shared_weight: Tensor | None, next: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Each token's experts for it alone: while few tokens share experts, nothing is read twice
         from memory. Two launches.
@@ -271,6 +275,7 @@ class Experts:
             residual,
             out,
             c_int(self.width // TILE_ROWS),
+            *_ahead(next),
         )
 
     def run_listed(self, x: Tensor, order: Tensor, tiles: Tensor, outputs: Tensor) -> None:
@@ -308,7 +313,15 @@ class Experts:
             out,
             c_int(count // self.slots),
             c_int(num_tiles),
+            *self._down_ahead(is_gate_up and ids is not None),
         )
+
+    def _down_ahead(self, is_wanted: bool) -> tuple[Any, ...]:
+        if not is_wanted:
+            return None, None, c_longlong(0)
+        shared = self.shared_down
+        num_bytes = self.down.codes.nbytes // self.num_experts
+        return self.down.codes, None if shared is None else shared.codes, c_longlong(num_bytes)
 
     def _constants(self, *, is_listed: bool) -> dict[str, int]:
         return {
@@ -372,6 +385,10 @@ def _launch(
     program(SOURCE, "quantized", tuple(constants.items()), device).launch(
         num_blocks, 32 * tile["WARPS"], stream, *(_argument(one) for one in arguments)
     )
+
+
+def _ahead(next: Tensor | None) -> tuple[Any, ...]:
+    return next, c_longlong(0 if next is None else min(next.nbytes, MAX_AHEAD))
 
 
 def _argument(value: Any) -> Any:
