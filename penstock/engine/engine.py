@@ -25,7 +25,6 @@ from penstock.engine.policy import Policy
 from penstock.engine.runner import PendingStep
 from penstock.errors import ConfigError, PenstockError
 from penstock.gguf.folder import folder_of
-from penstock.layers.order import link_products
 from penstock.layers.packing import pack_weights
 from penstock.models.source import ModelSource, find_model
 from penstock.progress import OnPhase, timed
@@ -50,8 +49,6 @@ class Engine:
         check_page_size(config, model.device)
         if not is_gpu and not config.deterministic:
             pack_weights(model, keep=model.head.weight)
-        else:
-            link_products(model)
         with on_device(model.device):
             memory, self.runner = build_runner(model, config, name, on_phase)
         self.info = _describe(model, name, memory)

@@ -29,7 +29,6 @@ class Weight(nn.Module):
 
     values: nn.Parameter
     parts: tuple[Part, ...] = ()
-    next: Tensor | None = None  # codes of the weight that the next product reads, to be asked for
     num_plain_rows = 0  # at its end, that are not quantised when others are: few, and sensitive
 
     def __init__(self, values: Tensor, *, can_quantize: bool = True) -> None:

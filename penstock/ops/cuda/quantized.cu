@@ -19,7 +19,7 @@
 // A record holds the scales of one row in one step: coarse ones, then those of its groups, then zeros or
 // offsets, in the types of the file. Products are exact up to float32's rounding of sums.
 //
-// Given when it is compiled: MODE, COLUMNS, WARPS, ROW_TILES (of 16 rows), TOKEN_TILES (of 8), HELD
+// Given when it is compiled: MODE, COLUMNS, WARPS, ROW_WARPS (with rows of their own), ROW_TILES (of 16), TOKEN_TILES (of 8), HELD
 // (steps on their way), BLOCKS (on a multiprocessor), STAGED_TOKENS, BITS, IS_FLOAT8, ZERO, GROUP, RECORD_BYTES,
 // SCALE_TYPE, COARSE_TYPE, OFFSET_TYPE, OFFSET_COARSE_TYPE, OFFSET_KIND, HAS_NORM, IS_SWIGLU, HAS_BIAS,
 // HAS_RESIDUAL, IS_BFLOAT, IS_OUT_FLOAT, and of experts NUM_EXPERTS, SLOTS (of a token, the shared
@@ -96,19 +96,6 @@ __device__ __forceinline__ void let_next_start() {
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Brings a part of what a later kernel reads towards L2: the i-th of n blocks its n-th.
-__device__ __forceinline__ void prefetch(const u8* start, long long num_bytes, int i, int n) {
-#if __CUDA_ARCH__ >= 900
-    constexpr long long LINE = 128, MOST = 1 << 14;
-    const long long share = (num_bytes / n + LINE - 1) / LINE * LINE, first = i * share;
-    const long long end = first + share < num_bytes ? first + share : num_bytes;
-    for (long long at = first + threadIdx.x * MOST; at < end; at += blockDim.x * MOST) {
-        const u32 size = (u32)(end - at < MOST ? end - at : MOST) / 16 * 16;
-        if (size) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(start + at), "r"(size));
-    }
 #endif
 }
 
@@ -320,8 +307,10 @@ quantized(const u8* codes, const u8* records, const long long* ids, u16* out, in
 }
 #else
 
-constexpr int TOKENS = 8 * TOKEN_TILES, ROWS = 16 * ROW_TILES, THREADS = 32 * WARPS;
-constexpr int SPLIT = MODE == DOWN_TOKEN ? 1 : WARPS;  // warps that share the columns
+constexpr int TOKENS = 8 * TOKEN_TILES, THREADS = 32 * WARPS;
+constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS;                   // of a block
+constexpr int SPLIT = MODE == DOWN_TOKEN ? 1 : WARPS / ROW_WARPS;  // warps that share the columns
+static_assert(MODE == LINEAR || ROW_WARPS == 1, "only there are tokens so many");
 constexpr int OWN = (STEPS + SPLIT - 1) / SPLIT;       // steps of one warp
 constexpr int HELD_STEPS = HELD < OWN ? HELD : OWN;
 constexpr int AHEAD = TOKEN_TILES == 1 ? 4 : 1;  // runs of the tokens that are on their way
@@ -609,23 +598,25 @@ __device__ __forceinline__ void multiply_plain(Sums& sums, const u16* plain, int
 #endif
 
 // Of the block's tokens and rows, what each warp found.
-typedef float Shared[WARPS][TOKENS][ROWS + 1];
+typedef float Shared[SPLIT][TOKENS][ROWS + 1];
 
 __device__ __forceinline__ void share_sums(Shared& shared, const Sums& sums) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+    const int first_row = warp / SPLIT * 16 * ROW_TILES;
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile)
 #pragma unroll
         for (int token = 0; token < TOKEN_TILES; ++token)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                shared[warp][8 * token + 2 * quarter + i % 2][16 * tile + group + 8 * (i / 2)] = sums[tile][token][i];
+                shared[warp % SPLIT][8 * token + 2 * quarter + i % 2][first_row + 16 * tile + group + 8 * (i / 2)] =
+                    sums[tile][token][i];
 }
 
 __device__ __forceinline__ float whole_sum(const Shared& shared, int token, int row) {
     float sum = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) sum += shared[warp][token][row];
+    for (int warp = 0; warp < SPLIT; ++warp) sum += shared[warp][token][row];
     return sum;
 }
 
@@ -638,16 +629,17 @@ __device__ __forceinline__ void store(void* out, long long place, float value) {
 }
 
 #if MODE == LINEAR
-constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS;  // of one thread
+constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS, MAX_EARLY = 4;  // of one thread
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* records, const u16* plain,
           const u16* bias, const u16* residual, void* out, int num_tokens, int num_quantized, int num_plain,
-          int out_stride, int x_stride, int residual_stride, float eps, const u8* next, long long next_bytes) {
+          int out_stride, int x_stride, int residual_stride, float eps) {
     let_next_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const int num_tiles = (num_quantized + 15) / 16;
-    const int num_blocks = (num_tiles + ROW_TILES - 1) / ROW_TILES;
+    const int num_blocks = (num_quantized + ROWS - 1) / ROWS;
+    const int column_warp = warp % SPLIT, row_warp = warp / SPLIT;
     const bool is_plain = blockIdx.x >= num_blocks;
     const int first_row = (is_plain ? blockIdx.x - num_blocks : blockIdx.x) * ROWS;  // of its kind
     RowTiles rows;
@@ -655,8 +647,8 @@ quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* rec
     if (!is_plain) {
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile)
-            rows.point(tile, codes, records, min(first_row / 16 + tile, num_tiles - 1));
-        load_first(held, rows, warp);
+            rows.point(tile, codes, records, min(first_row / 16 + row_warp * ROW_TILES + tile, num_tiles - 1));
+        load_first(held, rows, column_warp);
     }
 #if IS_STAGED
     __shared__ __align__(16) u16 staged[STAGED_TOKENS * STAGED_STRIDE];
@@ -677,32 +669,34 @@ quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* rec
         tokens.own[tile] = x + (long long)token * x_stride + OWN_COLUMNS * quarter;
 #endif
     }
-    float added[OUTPUTS];  // asked for early: at the end every thread would wait for it
     const int first_output = is_plain ? num_quantized + first_row : first_row;
     const int num_rows = is_plain ? num_plain : num_quantized;
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; ++i) {
-        const int place = threadIdx.x + i * THREADS, row = place % ROWS, token = place / ROWS;
-        added[i] = 0.0f;
+    const auto added_to = [&](int row, int token) {
+        float sum = 0.0f;
         if (first_row + row < num_rows && token < num_tokens) {
 #if HAS_BIAS
-            added[i] += low(bias[first_output + row]);
+            sum += low(bias[first_output + row]);
 #endif
 #if HAS_RESIDUAL
-            added[i] += low(residual[(long long)token * residual_stride + first_output + row]);
+            sum += low(residual[(long long)token * residual_stride + first_output + row]);
 #endif
         }
-    }
+        return sum;
+    };
+    float added[OUTPUTS];  // asked for early, if they are few: at the end every thread would wait for them
+    if constexpr (OUTPUTS <= MAX_EARLY)
+#pragma unroll
+        for (int i = 0; i < OUTPUTS; ++i)
+            added[i] = added_to((threadIdx.x + i * THREADS) % ROWS, (threadIdx.x + i * THREADS) / ROWS);
 #if IS_STAGED
     stage(staged, square_sums, x, num_tokens, x_stride, norm, eps);
 #endif
     Sums sums;
     clear(sums);
     if (is_plain)
-        multiply_plain(sums, plain, first_row, num_plain, tokens, warp);
-    else if (warp < STEPS)
-        multiply_own(sums, held, rows, tokens, warp);
-    prefetch(next, next_bytes, blockIdx.x, gridDim.x);
+        multiply_plain(sums, plain, first_row + row_warp * 16 * ROW_TILES, num_plain, tokens, column_warp);
+    else if (column_warp < STEPS)
+        multiply_own(sums, held, rows, tokens, column_warp);
     __shared__ Shared shared;
     share_sums(shared, sums);
     __syncthreads();
@@ -714,7 +708,8 @@ quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* rec
 #if HAS_NORM && !IS_RMS_FIRST
         sum *= inverse_rms(square_sums, token, eps);
 #endif
-        store(out, (long long)token * out_stride + first_output + row, sum + added[i]);
+        sum += OUTPUTS <= MAX_EARLY ? added[i] : added_to(row, token);
+        store(out, (long long)token * out_stride + first_output + row, sum);
     }
 }
 
@@ -723,7 +718,7 @@ quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* rec
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 quantized(const u16* inner, const float* weights, const int* ids, const u8* codes, const u8* records,
           const u8* shared_codes, const u8* shared_records, const float* shared_weight, const u16* residual,
-          u16* out, int num_tiles, const u8* next, long long next_bytes) {
+          u16* out, int num_tiles) {
     let_next_start();
     const int slot = threadIdx.x / 32, quarter = threadIdx.x % 4;
     const int token = blockIdx.y, width = num_tiles * 16;
@@ -757,7 +752,6 @@ quantized(const u16* inner, const float* weights, const int* ids, const u8* code
     Sums sums;
     clear(sums);
     multiply_own(sums, held, rows, tokens, 0);
-    prefetch(next, next_bytes, blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
     __shared__ float shared[WARPS][ROWS];
     const int group = threadIdx.x % 32 / 4;
     if (quarter == 0)
@@ -781,8 +775,7 @@ quantized(const u16* inner, const float* weights, const int* ids, const u8* code
 // Pairs that are not listed: the shared expert's, one a token, then slot j of token t at t * routed + j.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 quantized(const u16* x, const int* ids, const int* order, const int* tiles, const u8* codes, const u8* records,
-          const u8* shared_codes, const u8* shared_records, void* out, int num_tokens, int num_tiles,
-          const u8* next, const u8* shared_next, long long next_bytes) {
+          const u8* shared_codes, const u8* shared_records, void* out, int num_tokens, int num_tiles) {
     let_next_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     constexpr int ROUTED = SLOTS - HAS_SHARED;
@@ -814,10 +807,6 @@ quantized(const u16* x, const int* ids, const int* order, const int* tiles, cons
     }
     Step held[HELD_STEPS];
     load_first(held, rows, warp);
-    if (next_bytes) {  // of this expert's next product
-        const u8* own_next = is_shared ? shared_next : next + (long long)expert * next_bytes;
-        prefetch(own_next, next_bytes, blockIdx.x, gridDim.x);
-    }
     Tokens tokens;
     const long long source = MODE == GATE_UP ? pair / SLOTS : first_row + min(group, num_pairs - 1);
     tokens.own[0] = (const u16*)x + source * COLUMNS + OWN_COLUMNS * quarter;

@@ -7,7 +7,7 @@ expanded first, into memory that is given back after the product.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_longlong, c_void_p
+from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,10 @@ MAX_TOKENS = 64
 MAX_STAGED = 4  # tokens that blocks norm or activate themselves: of more, each would do too much
 STAGED_BYTES = 36 * 1024  # of them, beside a block's sums
 MAX_WARPS = 16
-MAX_AHEAD = 24 << 20  # bytes that are brought to L2 for the next product
 HELD_BYTES = 256  # of codes that a thread has on their way
 DTYPES = (torch.bfloat16, torch.float16)
 
-Tile = dict[str, int]  # WARPS, ROW_TILES, HELD, BLOCKS
+Tile = dict[str, int]  # ROW_TILES, WARPS, ROW_WARPS, HELD, BLOCKS
 
 
 def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
@@ -49,7 +48,7 @@ def can_stage(part: Part, num_tokens: int) -> bool:
     return num_tokens <= MAX_STAGED and staged <= STAGED_BYTES and is_in_order
 
 
-def multiply_parts(parts: tuple[Part, ...], product: Product, next: Tensor | None = None) -> Tensor:
+def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
     """Rows that are not quantised take part in the launch of those before them."""
     out, first, left = product.new_out(), 0, list(parts)
     while left:
@@ -80,7 +79,6 @@ def multiply_parts(parts: tuple[Part, ...], product: Product, next: Tensor | Non
             norm_weight=product.norm_weight,
             eps=product.eps,
             swiglu=product.is_swiglu,
-            next=next,
         )
     return out
 
@@ -117,7 +115,6 @@ def multiply(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     swiglu: bool = False,
-    next: Tensor | None = None,  # what the next product reads first
     tile: Tile | None = None,
 ) -> None:
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
@@ -132,12 +129,13 @@ def multiply(
         "HAS_RESIDUAL": int(residual is not None),
         "IS_OUT_FLOAT": int(out.dtype == torch.float32),
     }
-    block_rows = TILE_ROWS * tile["ROW_TILES"]
+    block_rows = TILE_ROWS * tile["ROW_TILES"] * tile["ROW_WARPS"]
+    num_blocks = cdiv(rows.num_rows, block_rows) + cdiv(num_plain, block_rows)
     _launch(
         LINEAR,
         rows,
         x,
-        cdiv(rows.num_rows, block_rows) + cdiv(num_plain, block_rows),
+        num_blocks,
         tile,
         constants,
         x,
@@ -155,22 +153,47 @@ def multiply(
         c_int(x.stride(0) if num_tokens > 1 else x.shape[1]),
         c_int(0 if residual is None else residual.stride(0)),
         c_float(eps),
-        *_ahead(next),
     )
 
 
 def linear_rule(rows: TiledRows, token_tiles: int, num_processors: int) -> Tile:
-    """Where there are few rows, many warps share the columns of each; else several small blocks
-    with more rows for each byte of the tokens. Many tokens leave registers for one tile of rows.
+    """Of a few tokens, where rows are few, many warps share the columns of each; else several small
+    blocks with more rows for each byte of the tokens. Of many tokens a block reads much: its warps
+    take rows of their own, so that it is read for as many as possible.
     """
     steps = cdiv(rows.num_columns, STEP)
-    num_tiles = cdiv(rows.num_rows, TILE_ROWS)
-    is_wide = num_tiles >= 4 * num_processors and token_tiles <= 4
-    row_tiles, warps = (2, 4) if is_wide else (1, 16 if token_tiles == 1 else 8)
-    warps = min(warps, steps)
-    held = 2 if is_wide or warps == 16 else 4
-    blocks = 3 if is_wide else 1 if warps == 16 else 2
-    return {"ROW_TILES": row_tiles, "WARPS": warps, "HELD": held, "BLOCKS": blocks}
+    is_wide = cdiv(rows.num_rows, TILE_ROWS) >= 4 * num_processors
+    if is_wide and token_tiles >= 4:
+        return _tile(2, min(4, 2 * steps), 2, 1, 1)
+    if is_wide:
+        return _tile(2, min(4, steps), 1, 2, 3)
+    if token_tiles == 1:
+        return _tile(1, min(16, steps), 1, 2, 1)
+    return _tile(1, min(8, steps), 1, 4, 2 if token_tiles == 2 else 1)
+
+
+def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile:
+    """A warp for each of a token's experts, or four that share an expert's columns. One token asks
+    for everything at once; of more, small blocks take turns.
+    """
+    steps = cdiv(rows.num_columns, STEP)
+    if mode == DOWN_TOKEN:
+        return _tile(1, slots, 1, 2, 1 if num_tokens == 1 else 2)
+    if mode == DOWN_PAIRS:
+        return _tile(4, min(4, steps), 1, 1, 4)
+    if num_tokens > 1:
+        return _tile(2, min(4, steps), 1, 1, 6)
+    return _tile(2, min(4, steps), 1, max(1, HELD_BYTES // (16 * rows.bits)), 3)
+
+
+def _tile(row_tiles: int, warps: int, row_warps: int, held: int, blocks: int) -> Tile:
+    return {
+        "ROW_TILES": row_tiles,
+        "WARPS": warps,
+        "ROW_WARPS": row_warps,
+        "HELD": held,
+        "BLOCKS": blocks,
+    }
 
 
 def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
@@ -186,7 +209,7 @@ def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Te
     out = torch.empty(count, rows.num_columns, dtype=dtype, device=device)
     num_blocks = cdiv(num_rows, TILE_ROWS) if ids is None else count
     if count:
-        tile = {"ROW_TILES": 1, "WARPS": 1, "HELD": 1, "BLOCKS": 1}
+        tile = _tile(1, 1, 1, 1, 1)
         wanted = None if ids is None else ids.flatten().long()
         arguments = (rows.codes, rows.records, wanted, out, c_int(num_rows))
         _launch(EXPAND, rows, out, (num_blocks, steps), tile, {}, *arguments)
@@ -195,16 +218,6 @@ def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Te
     if ids is not None:
         return out.view(*ids.shape, rows.num_columns)
     return out.view(*stack, rows.num_rows, rows.num_columns)
-
-
-def expert_rule(mode: int, rows: TiledRows, slots: int) -> Tile:
-    """A warp for each of a token's experts, or four that share an expert's columns."""
-    steps = cdiv(rows.num_columns, STEP)
-    row_tiles = {GATE_UP: 2, DOWN_PAIRS: 4, DOWN_TOKEN: 1}[mode]
-    warps = slots if mode == DOWN_TOKEN else min(4, steps)
-    held = 2 if mode == DOWN_TOKEN else max(1, HELD_BYTES // (row_tiles * 8 * rows.bits))
-    blocks = 1 if mode == DOWN_TOKEN else 3
-    return {"ROW_TILES": row_tiles, "WARPS": warps, "HELD": held, "BLOCKS": blocks}
 
 
 class Experts:
@@ -247,7 +260,7 @@ class Experts:
 
     def run_pairs(
         self, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor,
-        shared_weight: Tensor | None, next: Tensor | None = None,
+        shared_weight: Tensor | None,
     ) -> None:  # fmt: skip
         """Each token's experts for it alone: while few tokens share experts, nothing is read twice
         from memory. Two launches.
@@ -255,7 +268,7 @@ class Experts:
         num_tokens = len(x)
         inner = x.new_empty(num_tokens * self.slots, self.inner_width)
         self._multiply(GATE_UP, x, inner, num_tokens * self.slots, ids, ids, None)
-        tile = expert_rule(DOWN_TOKEN, self.down, self.slots)
+        tile = expert_rule(DOWN_TOKEN, self.down, self.slots, num_tokens)
         shared = self.shared_down
         _launch(
             DOWN_TOKEN,
@@ -275,7 +288,6 @@ class Experts:
             residual,
             out,
             c_int(self.width // TILE_ROWS),
-            *_ahead(next),
         )
 
     def run_listed(self, x: Tensor, order: Tensor, tiles: Tensor, outputs: Tensor) -> None:
@@ -291,7 +303,8 @@ class Experts:
         is_gate_up = mode == GATE_UP
         rows = self.gate_up if is_gate_up else self.down
         shared = self.shared_gate_up if is_gate_up else self.shared_down
-        tile = expert_rule(mode, rows, self.slots)
+        num_tokens = count // self.slots if tiles is None else MAX_TOKENS
+        tile = expert_rule(mode, rows, self.slots, num_tokens)
         num_tiles = rows.num_rows // TILE_ROWS
         constants = self._constants(is_listed=tiles is not None)
         constants["IS_OUT_FLOAT"] = int(out.dtype == torch.float32)
@@ -311,17 +324,9 @@ class Experts:
             shared and shared.codes,
             shared and shared.records,
             out,
-            c_int(count // self.slots),
+            c_int(num_tokens),
             c_int(num_tiles),
-            *self._down_ahead(is_gate_up and ids is not None),
         )
-
-    def _down_ahead(self, is_wanted: bool) -> tuple[Any, ...]:
-        if not is_wanted:
-            return None, None, c_longlong(0)
-        shared = self.shared_down
-        num_bytes = self.down.codes.nbytes // self.num_experts
-        return self.down.codes, None if shared is None else shared.codes, c_longlong(num_bytes)
 
     def _constants(self, *, is_listed: bool) -> dict[str, int]:
         return {
@@ -335,6 +340,7 @@ class Experts:
 SWITCHES = {  # as most kernels have them
     "TOKEN_TILES": 1,
     "STAGED_TOKENS": 1,
+    "ROW_WARPS": 1,
     "HAS_NORM": 0,
     "IS_SWIGLU": 0,
     "HAS_BIAS": 0,
@@ -385,10 +391,6 @@ def _launch(
     program(SOURCE, "quantized", tuple(constants.items()), device).launch(
         num_blocks, 32 * tile["WARPS"], stream, *(_argument(one) for one in arguments)
     )
-
-
-def _ahead(next: Tensor | None) -> tuple[Any, ...]:
-    return next, c_longlong(0 if next is None else min(next.nbytes, MAX_AHEAD))
 
 
 def _argument(value: Any) -> Any:

@@ -114,7 +114,7 @@ def _multiply(kernel: str, product: Product, weight: Weight, deterministic: bool
         if not deterministic and quantized.can_multiply_parts(weight.parts, product):
             if not all(quantized.can_stage(part, num_tokens) for part in weight.parts):
                 product = _prepare(product)
-            return quantized.multiply_parts(weight.parts, product, weight.next)
+            return quantized.multiply_parts(weight.parts, product)
         product = replace(product, weight=quantized.expand_parts(weight.parts, product.x.dtype))
     if deterministic:
         return multiply_small_gemm(_prepare(product), FIXED_TILE)

@@ -67,9 +67,7 @@ def sparse_mlp(
     if any(weight is not None and weight.parts for weight in stored):
         experts = None if deterministic else _quantized_experts(x, ids, *stored)
         if experts is not None:
-            _run_quantized(
-                out, experts, x, weights, ids, residual, shared_weight, counters, down.next
-            )
+            _run_quantized(out, experts, x, weights, ids, residual, shared_weight, counters)
             return out
     values = [_plain_values(weight, x.dtype) for weight in stored]
     shared = (shared_weight, values[2], values[3])
@@ -118,10 +116,9 @@ def _run_quantized(
     residual: Tensor,
     shared_weight: Tensor | None,
     counters: Tensor | None,
-    next: Tensor | None,
 ) -> None:
     if len(x) <= GEMV_TOKENS:
-        experts.run_pairs(out, x, weights, ids, residual, shared_weight, next)
+        experts.run_pairs(out, x, weights, ids, residual, shared_weight)
         return
     order, tiles = list_pairs(ids, experts.num_experts, experts.slots, quantized.TOKENS, counters)
     outputs = torch.empty(
