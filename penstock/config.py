@@ -50,6 +50,11 @@ class EngineConfig:
         choices=KV_DTYPES,
         aliases=("--kv-cache-dtype",),
     )
+    quantization: str = setting(
+        "none",
+        "quantise weights as they are loaded; a quantised checkpoint stays as it is",
+        choices=("none", "fp8", "int8", "int4"),
+    )
     state_dtype: str = setting(
         "float32",
         "type of the recurrent states of hybrid models; float16 halves their size",

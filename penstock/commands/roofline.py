@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.ops import Weight
 from penstock.types import KVSpec, StateSpec
 
 _CHUNK = 64  # tokens in one block of the blocked delta rule
@@ -61,10 +62,18 @@ class Parameters:
         return float(1 - (1 - self.num_experts_per_token / self.num_experts) ** num_tokens)
 
 
-def count_parameters(model: Any, config: Mapping[str, Any]) -> Parameters:
-    """From a model built on any device, meta included, and its config.json."""
+def count_parameters(
+    model: Any, config: Mapping[str, Any], *, in_bytes: bool = False
+) -> Parameters:
+    """From a model built on any device, meta included, and its config.json. `in_bytes`: what they
+    take as they are stored.
+    """
     parameters = dict(model.named_parameters())
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    if in_bytes:
+        sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
+        weights = ((name, one) for name, one in model.named_modules() if isinstance(one, Weight))
+        sizes |= {f"{name}.values": weight.num_bytes for name, weight in weights}
     drafting = {name for name in sizes if name.startswith("mtp.")}
     # Only stacks of experts have three dimensions: [E, 2I, H] and [E, H, I].
     stacks = [name for name in parameters.keys() - drafting if parameters[name].ndim == 3]
@@ -101,8 +110,8 @@ class Roofline:
     """One model in one dtype: bytes and operations of its steps."""
 
     parameters: Parameters
-    weight_bytes: int  # all of them, as stored in memory
-    element_bytes: int  # of a weight
+    stored: Parameters  # in bytes
+    element_bytes: int  # of an activation, and of a weight that is not quantised
     kv_bytes: int  # of an element of KV
     state_bytes: int  # of an element of a recurrent state
     hidden_size: int
@@ -125,7 +134,7 @@ class Roofline:
         head_dim = attention[0].head_dim if attention else 0
         return cls(
             parameters=count_parameters(model, config),
-            weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+            stored=count_parameters(model, config, in_bytes=True),
             element_bytes=element_bytes,
             kv_bytes=kv_bytes or element_bytes,
             state_bytes=state_bytes,
@@ -135,6 +144,10 @@ class Roofline:
             delta_nets=tuple(spec for spec in specs if isinstance(spec, StateSpec)),
             ends_with_attention=isinstance(specs[-1], KVSpec),
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.stored.total
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -163,8 +176,8 @@ class Roofline:
         return self._weight_bytes_read(batch * length, batch) + batch * written
 
     def _weight_bytes_read(self, num_tokens: int, num_last: int | None = None) -> int:
-        read = self.parameters.always_read + self.parameters.experts_read(num_tokens, num_last)
-        return self.element_bytes * (read + num_tokens * self.hidden_size)
+        read = self.stored.always_read + self.stored.experts_read(num_tokens, num_last)
+        return read + self.element_bytes * num_tokens * self.hidden_size
 
     def prefill_operations(self, batch: int, length: int) -> int:
         """Matmuls, causal attention and the blocked delta rule; the head, and most of the last

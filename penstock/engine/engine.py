@@ -83,6 +83,7 @@ class Engine:
                     random_weights=config.random_weights,
                     seed=config.weights_seed,
                     on_phase=report,
+                    quantization=config.quantization,
                 )
             return cls(model, config, source.name, on_phase, _tokenizer_file(tokenizer, source))
 

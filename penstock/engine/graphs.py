@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from penstock import ops
 from penstock.engine.row_table import RowTable, SamplingMode
 from penstock.layers.inputs import LayerCache, RowSpan, StepInputs
+from penstock.ops import Weight
 from penstock.progress import OnPhase, Phase
 from penstock.types import CacheSpec, RowPlan
 
@@ -217,14 +218,15 @@ def warmup_layers(model: Model, caches: Sequence[LayerCache]) -> Caches:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """The shapes of its tensors and its settings."""
+    """The shapes of its tensors, how weights are stored, and its settings."""
     settings = [
         (path, name, value)
         for path, module in layer.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, int | float | str | tuple)
+        if isinstance(value, int | float | str | tuple) and name != "parts"
     ]
-    return settings, {name: p.shape for name, p in layer.named_parameters()}
+    stored = [one.kinds for one in layer.modules() if isinstance(one, Weight)]
+    return settings, stored, {name: p.shape for name, p in layer.named_parameters()}
 
 
 @dataclass(frozen=True, slots=True)

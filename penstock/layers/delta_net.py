@@ -42,6 +42,7 @@ class DeltaNet(nn.Module):
         )
         num_rows = conv_channels + value_size + 2 * num_value_heads
         self.in_proj = Linear(hidden_size, num_rows, eps=eps, dtype=dtype, device=device)
+        self.in_proj.weight.num_plain_rows = 2 * num_value_heads  # b and a
         self.conv = parameter(conv_kernel, conv_channels, dtype=dtype, device=device)
         self.a_log = parameter(num_value_heads, dtype=torch.float32, device=device)
         self.dt_bias = parameter(num_value_heads, dtype=torch.float32, device=device)

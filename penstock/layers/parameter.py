@@ -7,6 +7,7 @@ from torch import nn
 
 from penstock.ops import Weight
 from penstock.ops.cpu.memory import new_tensor
+from penstock.ops.weight import are_deferred
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
@@ -16,7 +17,8 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn
 def new_weight(
     *shape: int, dtype: torch.dtype, device: torch.device | str, can_quantize: bool = True
 ) -> Weight:
-    return Weight(parameter(*shape, dtype=dtype, device=device).data, can_quantize=can_quantize)
+    place = "meta" if are_deferred() else device
+    return Weight(parameter(*shape, dtype=dtype, device=place).data, can_quantize=can_quantize)
 
 
 def norm_parameter(size: int, device: torch.device | str) -> nn.Parameter:

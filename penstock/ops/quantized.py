@@ -122,6 +122,10 @@ class QuantizedRows:
         """One matrix of a stack."""
         return self._mapped(lambda tensor: tensor[expert])
 
+    def take(self, first: int, end: int) -> QuantizedRows:
+        """Some matrices of a stack."""
+        return self._mapped(lambda tensor: tensor[first:end])
+
     def slice(self, first: int, end: int) -> QuantizedRows:
         return self._mapped(lambda tensor: tensor[first:end], columns=False)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.ops.cpu.memory import new_tensor
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.reference.packed import pack
+from penstock.ops.tiles import TiledRows
 
-Part = QuantizedRows | Tensor  # rows of a weight that are stored in one way
+Part = QuantizedRows | TiledRows | Tensor  # rows of a weight that are stored in one way
 
 
 class Weight(nn.Module):
@@ -21,11 +27,18 @@ class Weight(nn.Module):
 
     values: nn.Parameter
     parts: tuple[Part, ...] = ()
+    num_plain_rows = 0  # at its end, that are not quantised when others are: few, and sensitive
 
     def __init__(self, values: Tensor, *, can_quantize: bool = True) -> None:
         super().__init__()
         self.values = nn.Parameter(values, requires_grad=False)
         self.can_quantize = can_quantize  # False: an op reads its values
+
+    def allocate(self, device: torch.device) -> None:
+        """Memory for its values, if it was made without."""
+        if self.values.is_meta and device.type != "meta":
+            values = new_tensor(tuple(self.shape), self.values.dtype, device)
+            self.values = nn.Parameter(values, requires_grad=False)
 
     @property
     def shape(self) -> torch.Size:
@@ -37,6 +50,14 @@ class Weight(nn.Module):
             return self.values.numel() * self.values.element_size()
         return sum(
             part.nbytes if isinstance(part, Tensor) else part.num_bytes for part in self.parts
+        )
+
+    @property
+    def kinds(self) -> tuple[object, ...]:
+        """Of its parts: weights that have them alike, and their shape, take the same kernels."""
+        return tuple(
+            (part.dtype if isinstance(part, Tensor) else part.kind, part.shape)
+            for part in self.parts
         )
 
     def quantize(self, parts: tuple[Part, ...]) -> None:
@@ -59,25 +80,48 @@ class Weight(nn.Module):
 
     def select(self, expert: int) -> tuple[Part, ...]:
         """The parts of one matrix of a quantised stack."""
-        return tuple(
-            part[expert] if isinstance(part, Tensor) else part.select(expert) for part in self.parts
-        )
+        chosen = []
+        for part in self.parts:
+            assert not isinstance(part, TiledRows), "kernels choose among experts themselves"
+            chosen.append(part[expert] if isinstance(part, Tensor) else part.select(expert))
+        return tuple(chosen)
 
     def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K]
         """The rows of these tokens in an embedding."""
         if not self.parts:
             return F.embedding(ids, self.values)
         (part,) = self.parts
-        return (
-            F.embedding(ids, part)
-            if isinstance(part, Tensor)
-            else part.rows(ids).to(self.values.dtype)
-        )
+        if isinstance(part, Tensor):
+            return F.embedding(ids, part)
+        if isinstance(part, TiledRows):
+            from penstock.ops.cuda.quantized import expand  # where there is a GPU
+
+            return expand(part, self.values.dtype, ids)
+        return part.rows(ids).to(self.values.dtype)
 
     def pack(self) -> None:
         """Rearranges the matrix for the products of this CPU, if that is faster."""
         if not self.parts:
             self.values = nn.Parameter(pack(self.values), requires_grad=False)
+
+
+@contextmanager
+def deferred_weights() -> Iterator[None]:
+    """Weights made meanwhile have no memory until `Weight.allocate`: those that stay quantised
+    never need it.
+    """
+    token = _are_deferred.set(True)
+    try:
+        yield
+    finally:
+        _are_deferred.reset(token)
+
+
+_are_deferred: ContextVar[bool] = ContextVar("are_deferred", default=False)
+
+
+def are_deferred() -> bool:
+    return _are_deferred.get()
 
 
 def bytes_of(model: nn.Module) -> int:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +27,10 @@ from penstock.models import build_model
 from penstock.models.placement import Placement
 from penstock.models.source import ModelSource
 from penstock.ops import Weight
+from penstock.ops.weight import deferred_weights
 from penstock.progress import OnPhase, Phase
 from penstock.weights.checkpoint import list_some
+from penstock.weights.on_the_fly import quantize_weight
 from penstock.weights.packing import WeightParts
 from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.random_weights import fill_parameter
@@ -38,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NEWS_INTERVAL_S = 0.2
+ROUNDED_BITS = {"fp8": 9, "int8": 9, "int4": 5}  # that a weight takes at most
 EXPANDED_ELEMENTS = 2**24  # of a quantised tensor, expanded at a time to 64 MB of float32
 
 
@@ -49,6 +53,7 @@ def load_model(
     random_weights: bool,
     seed: int,
     on_phase: OnPhase,
+    quantization: str = "none",  # of weights that the checkpoint does not quantise
     with_drafting_head: bool = False,  # takes memory, and plain steps do not read it
 ) -> nn.Module:
     """The model of a source on a device, ready to run."""
@@ -60,13 +65,14 @@ def load_model(
     stored = [] if random_weights else open_weights(source, find_format(source))
     torch_dtype = resolve_dtype(dtype, source.config, device)
     build = partial(build_model, source.config, torch_dtype, with_drafting_head=with_drafting_head)
-    _check_fits(source, torch_dtype, torch.device(device), build, stored)
+    _check_fits(source, torch_dtype, torch.device(device), build, stored, quantization)
     progress = _Progress(on_phase)
-    model = build(torch.device(device))
+    with deferred_weights():
+        model = build(torch.device(device))
     if random_weights or source.path is None:
-        _fill(model, seed, progress)
+        _fill(model, seed, progress, torch.device(device), quantization)
     else:
-        _copy(model, source.path, stored, progress)
+        _copy(model, source.path, stored, progress, torch.device(device), quantization)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)  # the time reported is the time it took
     progress.finish()
@@ -107,6 +113,7 @@ def _check_fits(
     device: torch.device,
     build: Callable[[torch.device], nn.Module],
     stored: list[StoredTensor],
+    quantization: str,
 ) -> None:
     """Refuses a model that does not fit, before any memory is allocated."""
     if device.type == "cuda":
@@ -127,51 +134,98 @@ def _check_fits(
         ) from error
     needed = sum(parameter.numel() * parameter.element_size() for parameter in sizing.parameters())
     placed = sizing.placements([tensor.name for tensor in stored]) if stored else {}  # type: ignore[operator]
-    for tensor in stored if device.type == "cpu" else []:  # where codes stay codes
+    for tensor in stored:
         if tensor.read_codes is not None and tensor.name in placed:
             needed -= max(0, math.prod(tensor.shape) * dtype.itemsize - tensor.num_bytes)
+    for name in _weights_to_round(sizing, quantization):  # codes take the place of most
+        weight = weights_of(sizing)[name]
+        needed -= weight.num_bytes - weight.shape.numel() * ROUNDED_BITS[quantization] // 8
     if needed > available:
         raise CapacityError(
             f"{source.name} does not fit on {device}",
             f"Its weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}; "
             f"the device has {available / 1e9:.1f} GB for them.",
-            "Use a smaller model, a smaller --dtype or another --device.",
+            "Use a smaller or a quantised model, --quantization, or another --device.",
         )
 
 
-def _fill(model: nn.Module, seed: int, progress: _Progress) -> None:
-    parameters = dict(model.named_parameters())
-    progress.start(
-        sum(p.numel() * p.element_size() for p in parameters.values()), f"random, seed {seed}, "
-    )
-    for name, parameter in parameters.items():
-        fill_parameter(name, parameter.data, seed)
+def _fill(
+    model: nn.Module, seed: int, progress: _Progress, device: torch.device, quantization: str
+) -> None:
+    named = list(model.named_parameters())
+    weights = weights_of(model)
+    rounded = _weights_to_round(model, quantization)
+    progress.start(sum(p.numel() * p.element_size() for _, p in named), f"random, seed {seed}, ")
+    for name, parameter in named:
+        weight = weights.get(name.removesuffix(".values"))
+        if weight is not None:
+            weight.allocate(device)
+        fill_parameter(name, (parameter if weight is None else weight.values).data, seed)
+        if name.removesuffix(".values") in rounded and weight is not None:
+            quantize_weight(weight, rounded[name.removesuffix(".values")])
         progress.advance(parameter.numel() * parameter.element_size())
 
 
-def _copy(model: nn.Module, path: Path, stored: list[StoredTensor], progress: _Progress) -> None:
+def _weights_to_round(model: nn.Module, quantization: str) -> dict[str, str]:
+    """Name of a weight -> its scheme. An embedding is read a row at a time: it stays as it is,
+    unless the head is the same matrix.
+    """
+    if quantization == "none":
+        return {}
+    weights = {name: one for name, one in weights_of(model).items() if one.can_quantize}
+    head = getattr(model, "head", None)
+    if head is not None and head.weight is not getattr(model, "embedding", None):
+        weights.pop("embedding", None)
+    schemes = dict.fromkeys(weights, quantization)
+    for name in schemes.keys() & {"head.weight", "embedding"} if quantization == "int4" else ():
+        schemes[name] = "int8"
+    return schemes
+
+
+def _copy(
+    model: nn.Module,
+    path: Path,
+    stored: list[StoredTensor],
+    progress: _Progress,
+    device: torch.device,
+    quantization: str,
+) -> None:
     placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
     stored = _without_idle_biases(stored, placements)
     wanted = match_tensors(path, stored, placements, model.ignored)  # type: ignore[arg-type]
     model.storage = describe_storage(wanted)  # type: ignore[assignment]
     progress.start(sum(tensor.num_bytes for tensor in wanted))
-    parameters = targets_of(model)
-    _assert_covered(parameters, placements.values())
-    quantized = _weights_that_stay_quantized(model, wanted, placements)
+    quantized = _weights_that_stay_quantized(model, wanted, placements, device)
+    weights = weights_of(model)
+    rounded = {
+        name: scheme
+        for name, scheme in _weights_to_round(model, quantization).items()
+        if name not in quantized
+    }
+    for name in weights.keys() - quantized.keys() - rounded.keys():
+        weights[name].allocate(device)
+    _assert_covered(targets_of(model), placements.values())
+    num_left = Counter(placements[tensor.name].parameter for tensor in wanted)
     expanded = [tensor for tensor in wanted if placements[tensor.name].parameter not in quantized]
     _tell_expansion(expanded, model.dtype)  # type: ignore[arg-type]
+    parameters = targets_of(model)
     filled_by: dict[tuple[str, str], StoredTensor] = {}
     for tensor in wanted:
         placement = placements[tensor.name]
-        place = (placement.parameter, repr(placement.index))
+        name = placement.parameter
+        place = (name, repr(placement.index))
         if place in filled_by:
-            _check_equal(
-                path, filled_by[place], tensor, placement, parameters[placement.parameter].dtype
-            )
-        elif placement.parameter in quantized:
-            quantized[placement.parameter].add(tensor, placement)
+            _check_equal(path, filled_by[place], tensor, placement, targets_of(model)[name].dtype)
+        elif name in quantized:
+            quantized[name].add(tensor, placement)
         else:
-            _fill_place(parameters[placement.parameter][placement.index], tensor, placement)
+            if name in rounded:
+                weights[name].allocate(device)
+            target = weights[name].values.data if name in weights else parameters[name]
+            _fill_place(target[placement.index], tensor, placement)
+        num_left[name] -= 1
+        if name in rounded and not num_left[name]:
+            quantize_weight(weights[name], rounded[name])
         filled_by.setdefault(place, tensor)
         progress.advance(tensor.num_bytes)
     for parts in quantized.values():
@@ -179,18 +233,26 @@ def _copy(model: nn.Module, path: Path, stored: list[StoredTensor], progress: _P
 
 
 def _weights_that_stay_quantized(
-    model: nn.Module, wanted: list[StoredTensor], placements: Mapping[str, Placement]
+    model: nn.Module,
+    wanted: list[StoredTensor],
+    placements: Mapping[str, Placement],
+    device: torch.device,
 ) -> dict[str, WeightParts]:
-    """On a CPU, the weights with quantised rows in the checkpoint."""
-    weights = {name: module for name, module in model.named_modules() if isinstance(module, Weight)}
+    """Those of which the checkpoint quantises any rows."""
+    weights = weights_of(model)
     names = {
         placements[tensor.name].parameter for tensor in wanted if tensor.read_codes is not None
     }
     return {
-        name: WeightParts(weights[name])
+        name: WeightParts(weights[name], device)
         for name in sorted(names & weights.keys())
-        if weights[name].can_quantize and weights[name].values.is_cpu
+        if weights[name].can_quantize and device.type in ("cpu", "cuda")
     }
+
+
+def weights_of(model: nn.Module) -> dict[str, Weight]:
+    """By name; one that two modules share has its first."""
+    return {name: one for name, one in model.named_modules() if isinstance(one, Weight)}
 
 
 def _tell_expansion(wanted: list[StoredTensor], dtype: torch.dtype) -> None:

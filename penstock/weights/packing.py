@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.models.placement import Placement
 from penstock.ops.cpu.memory import new_tensor
 from penstock.ops.quantized import NARROW_TYPES, PLANES, QuantizedRows, pack_codes
+from penstock.ops.tiles import FLOAT8_LEVELS, can_tile, tile
 from penstock.ops.weight import Part, Weight
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.stored import StoredTensor
@@ -32,12 +33,13 @@ def pack(codes: Codes, rows: Tensor | None = None) -> QuantizedRows:
     """Lossless. `rows` gives the stored row for each of ours, if the order differs."""
     values, levels, bias = codes.values, codes.levels, 0
     if values.dtype == torch.float8_e4m3fn:
-        levels = torch.arange(256, dtype=torch.uint8).view(values.dtype).float()
+        levels = FLOAT8_LEVELS.to(values.device)
         values = values.view(torch.uint8)
     elif values.dtype == torch.int8:  # shifted to unsigned codes
         bias = 1 << (codes.bits - 1)
         values = values.view(torch.uint8) + bias  # modulo 256
-    order = torch.arange(values.shape[-2]) if rows is None else rows
+    device = values.device
+    order = torch.arange(values.shape[-2], device=device) if rows is None else rows.to(device)
     low, high = _planes(values, codes.bits, order)
     offsets, are_zeros = None, codes.zeros is not None
     if codes.zeros is not None:
@@ -64,7 +66,8 @@ def pack(codes: Codes, rows: Tensor | None = None) -> QuantizedRows:
 def _planes(values: Tensor, bits: int, order: Tensor) -> tuple[Tensor, Tensor | None]:
     """A few rows at a time, since intermediate tensors take several times as much memory."""
     planes: tuple[Tensor | None, ...] | None = None
-    num_rows = max(1, PACKED_ELEMENTS // max(1, values[..., 0, :].numel()))
+    at_once = PACKED_ELEMENTS if values.is_cpu else 16 * PACKED_ELEMENTS
+    num_rows = max(1, at_once // max(1, values[..., 0, :].numel()))
     for first in range(0, max(1, len(order)), num_rows):
         own = order[first : first + num_rows]
         packed = pack_codes(values[..., own, :], bits)
@@ -109,8 +112,9 @@ def _by_row(numbers: Tensor, block_rows: int, order: Tensor) -> Tensor:
 class WeightParts:
     """Collects the parts of one weight as its tensors arrive: rows, or rows of each expert."""
 
-    def __init__(self, weight: Weight) -> None:
+    def __init__(self, weight: Weight, device: torch.device) -> None:
         self._weight = weight
+        self._device = device
         self._found: dict[int, dict[int, Part]] = defaultdict(dict)  # by first row, then by expert
         self._is_stack = False
 
@@ -128,12 +132,13 @@ class WeightParts:
         for _, by_expert in sorted(self._found.items()):
             own = [part for _, part in sorted(by_expert.items())]
             parts.append(self._stacked(own) if self._is_stack else own[0])
-        self._weight.quantize(tuple(_joined(parts)))
+        self._weight.quantize(tuple(self._for_device(part) for part in _joined(parts)))
 
     def _read(self, tensor: StoredTensor, placement: Placement) -> Part:
         if tensor.read_codes is None:
             return self._plain(placement.converted(tensor.load(placement.rows)))
-        codes, order = tensor.read_codes(placement.rows), _row_order(placement)
+        codes = tensor.read_codes(placement.rows).to(self._device)
+        order = _row_order(placement)
         if can_pack(codes) and (placement.convert is None or order is not None):
             return pack(codes, order)
         return self._plain(placement.converted(codes.dequantize()))
@@ -146,7 +151,13 @@ class WeightParts:
         return torch.stack([self._plain(value) for value in values])
 
     def _plain(self, values: Tensor) -> Tensor:
-        return values.to(self._weight.values.dtype).contiguous()
+        return values.to(self._device, self._weight.values.dtype).contiguous()
+
+    def _for_device(self, part: Part) -> Part:
+        """Tiles on a GPU; what has none there is expanded."""
+        if self._device.type != "cuda" or not isinstance(part, QuantizedRows):
+            return part
+        return tile(part) if can_tile(part) else self._plain(part.dequantize())
 
 
 def _joined(parts: list[Part]) -> list[Part]:

@@ -53,6 +53,12 @@ def is_available(device: torch.device) -> bool:
     )
 
 
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors, which a grid should fill."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class Program:
     """One kernel on one device. Arguments are ctypes values, in the order of its signature."""
 
@@ -71,9 +77,12 @@ class Program:
         self._attributes = (_Attribute * 1)(_Attribute(START_EARLY, 0, 1))
         self._num_attributes = int(torch.cuda.get_device_capability(device) >= (9, 0))
 
-    def launch(self, num_blocks: int, num_threads: int, stream: int, *arguments: Any) -> None:
+    def launch(
+        self, num_blocks: int | tuple[int, int], num_threads: int, stream: int, *arguments: Any
+    ) -> None:
+        width, height = (num_blocks, 1) if isinstance(num_blocks, int) else num_blocks
         launch = _Launch(
-            (c_uint * 3)(num_blocks, 1, 1),
+            (c_uint * 3)(width, height, 1),
             (c_uint * 3)(num_threads, 1, 1),
             0,
             stream,

@@ -19,6 +19,7 @@ from penstock.ops.quantized import QuantizedRows
 from penstock.ops.reference import packed
 from penstock.ops.reference.activation import silu
 from penstock.ops.reference.norm import norm_tokens
+from penstock.ops.tiles import TiledRows
 from penstock.ops.weight import Part, Weight
 
 TILE = 16
@@ -52,6 +53,8 @@ def multiply_parts(
         first += size
         if isinstance(part, Tensor):
             own.copy_(multiply(x, part, deterministic=deterministic))
+        elif isinstance(part, TiledRows):
+            own.copy_(multiply(wide, part.dequantize(), deterministic=deterministic))
         elif cpu_quantized.is_better(part, 0 if deterministic else len(x)):
             cpu_quantized.multiply(wide, part, own)
         else:

@@ -100,7 +100,11 @@ def sparse_mlp(
         )
     if x.is_cuda:
         outputs = run_experts_gathered(
-            x, ids, gate_up.values, down.values, deterministic=deterministic
+            x,
+            ids,
+            gate_up.dequantize().to(x.dtype),
+            down.dequantize().to(x.dtype),
+            deterministic=deterministic,
         )
     else:
         outputs = run_experts_grouped(x, ids, gate_up, down, deterministic=deterministic)

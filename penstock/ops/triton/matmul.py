@@ -7,6 +7,9 @@ cores while the weight's bytes set the pace; CUBLAS takes over where arithmetic 
 SKINNY include the norm or activation before the product, because their activations are in registers
 anyway. For SMALL_GEMM and CUBLAS it is a kernel of its own: tensor cores would wait while each tile
 of activations passes through registers.
+
+Quantised weights have kernels of their own (`ops/cuda/quantized.py`) for up to 64 tokens; for more
+they are expanded first.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.cuda import quantized
 from penstock.ops.cuda.program import is_available
 from penstock.ops.cuda.skinny_gemm import (
     can_multiply,
@@ -70,7 +74,7 @@ def linear(
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
     product = Product(x, weight.values, x.dtype, bias=bias, residual=residual)
-    return _multiply("linear", product, deterministic)
+    return _multiply("linear", product, weight, deterministic)
 
 
 def norm_linear(
@@ -86,7 +90,7 @@ def norm_linear(
     product = Product(
         x, weight.values, out_dtype or x.dtype, bias=bias, norm_weight=norm_weight, eps=eps
     )
-    return _multiply("norm_linear", product, deterministic)
+    return _multiply("norm_linear", product, weight, deterministic)
 
 
 def swiglu_linear(
@@ -97,13 +101,19 @@ def swiglu_linear(
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
     product = Product(gate_up, weight.values, gate_up.dtype, residual=residual, is_swiglu=True)
-    return _multiply("swiglu_linear", product, deterministic)
+    return _multiply("swiglu_linear", product, weight, deterministic)
 
 
-def _multiply(kernel: str, product: Product, deterministic: bool) -> Tensor:
+def _multiply(kernel: str, product: Product, weight: Weight, deterministic: bool) -> Tensor:
     num_tokens, device = product.num_tokens, product.x.device
     if num_tokens == 0:
         return product.new_out()
+    if weight.parts:
+        if not deterministic and quantized.can_multiply_parts(weight.parts, product):
+            if not all(quantized.can_stage(part, num_tokens) for part in weight.parts):
+                product = _prepare(product)
+            return quantized.multiply_parts(weight.parts, product)
+        product = replace(product, weight=quantized.expand_parts(weight.parts, product.x.dtype))
     if deterministic:
         return multiply_small_gemm(_prepare(product), FIXED_TILE)
     rule = _rule(kernel, product.shape, bucket(num_tokens), device)

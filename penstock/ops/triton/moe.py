@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from penstock.ops.cuda import quantized
+from penstock.ops.cuda.program import is_available
 from penstock.ops.triton import moe_gemv, moe_grouped_gemm, moe_route, moe_small_gemm
+from penstock.ops.triton.moe_permute import list_pairs
 from penstock.ops.triton.moe_route import norm_route
 from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
@@ -16,6 +21,7 @@ GEMV, SMALL_GEMM, GROUPED_GEMM = 0, 1, 2  # the "form" of a tile
 
 GEMV_TOKENS = 4  # of more, so many choose the same experts that reading those once is better
 SMALL_GEMM_PAIRS = 16  # of an expert, on average: more fill tiles whose height is theirs
+QUANTIZED_PAIRS = 8  # of an expert, on average: for more, experts are expanded
 MAX_TOKENS = 32768  # at a time: what the pairs leave in between stays below two GB
 
 
@@ -56,12 +62,15 @@ def sparse_mlp(
     assert residual.is_contiguous()
     weights, ids = weights.contiguous(), ids.contiguous()
     out = torch.empty_like(residual)
-    shared = (
-        shared_weight,
-        None if shared_gate_up is None else shared_gate_up.values,
-        None if shared_down is None else shared_down.values,
-    )
-    arguments = (out, x, weights, ids, gate_up.values, down.values, residual, *shared)
+    stored = (gate_up, down, shared_gate_up, shared_down)
+    if any(weight is not None and weight.parts for weight in stored):
+        experts = None if deterministic else _quantized_experts(x, ids, *stored)
+        if experts is not None:
+            _run_quantized(out, experts, x, weights, ids, residual, shared_weight, counters)
+            return out
+    values = [_plain_values(weight, x.dtype) for weight in stored]
+    shared = (shared_weight, values[2], values[3])
+    arguments = (out, x, weights, ids, values[0], values[1], residual, *shared)
     form = SMALL_GEMM if deterministic else _choose_form(x, ids, down)
     if form == GEMV:
         moe_gemv.run(*arguments)
@@ -70,6 +79,52 @@ def sparse_mlp(
     else:
         moe_grouped_gemm.run(*arguments, counters)
     return out
+
+
+def _plain_values(weight: Weight | None, dtype: torch.dtype) -> Any:
+    if weight is None or not weight.parts:
+        return None if weight is None else weight.values
+    return quantized.expand_parts(weight.parts, dtype)
+
+
+def _quantized_experts(
+    x: Tensor,
+    ids: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    shared_gate_up: Weight | None,
+    shared_down: Weight | None,
+) -> quantized.Experts | None:
+    """None: they are expanded, because tokens are many or weights are stored in several ways."""
+    (num_tokens, k), num_experts = ids.shape, down.shape[0]
+    if num_tokens * k > QUANTIZED_PAIRS * num_experts or x.dtype not in quantized.DTYPES:
+        return None
+    stored = [one for one in (gate_up, down, shared_gate_up, shared_down) if one is not None]
+    parts = [one.parts[0] for one in stored if len(one.parts) == 1]
+    if len(parts) < len(stored) or not is_available(x.device):
+        return None
+    return quantized.Experts.of(parts, k)
+
+
+def _run_quantized(
+    out: Tensor,
+    experts: quantized.Experts,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    residual: Tensor,
+    shared_weight: Tensor | None,
+    counters: Tensor | None,
+) -> None:
+    if len(x) <= GEMV_TOKENS:
+        experts.run_pairs(out, x, weights, ids, residual, shared_weight)
+        return
+    order, tiles = list_pairs(ids, experts.num_experts, experts.slots, quantized.TOKENS, counters)
+    outputs = torch.empty(
+        len(x) * experts.slots, experts.width, dtype=torch.float32, device=x.device
+    )
+    experts.run_listed(x, order, tiles, outputs)
+    moe_grouped_gemm.add_pairs(out, outputs, weights, shared_weight, residual)
 
 
 def _choose_form(x: Tensor, ids: Tensor, down: Weight) -> int:

@@ -81,10 +81,10 @@ def run(
         grid = (cdiv(num_columns, tile["BLOCK_N"]), len(tiles))
         grouped_kernel[grid](source, order, tiles, experts, some, result, **constants)
 
-    _add_pairs(out, outputs, weights, shared_weight, residual)
+    add_pairs(out, outputs, weights, shared_weight, residual)
 
 
-def _add_pairs(
+def add_pairs(
     out: Tensor, outputs: Tensor, weights: Tensor, shared_weight: Tensor | None, residual: Tensor
 ) -> None:
     """The residual and what a token's pairs gave, by their weights."""

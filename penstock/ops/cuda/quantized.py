@@ -1,0 +1,403 @@
+"""Products with tiled rows: which kernel of `quantized.cu` a shape takes, its tiles, its launch.
+
+Up to MAX_TOKENS tokens meet the codes as they are. For more, arithmetic sets the pace: rows are
+expanded first, into memory that is given back after the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_float, c_int, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.ops.cuda.program import is_available, num_processors, program
+from penstock.ops.product import Product
+from penstock.ops.tiles import NO_TYPE, STEP, TILE_ROWS, TYPES, TiledRows
+from penstock.ops.weight import Part
+
+SOURCE = Path(__file__).with_name("quantized.cu")
+LINEAR, GATE_UP, DOWN_PAIRS, DOWN_TOKEN, EXPAND = range(5)  # MODE
+TOKENS = 8  # of an instruction
+MAX_TOKENS = 64
+MAX_STAGED = 4  # tokens that blocks norm or activate themselves: of more, each would do too much
+STAGED_BYTES = 36 * 1024  # of them, beside a block's sums
+MAX_WARPS = 16
+HELD_BYTES = 256  # of codes that a thread has on their way
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+Tile = dict[str, int]  # ROW_TILES, WARPS, ROW_WARPS, HELD, BLOCKS
+
+
+def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
+    """A few tokens, read 16 bytes at a time."""
+    x = product.x
+    is_aligned = x.data_ptr() % 16 == 0 and (len(x) == 1 or x.stride(0) % 8 == 0)
+    is_few = len(x) <= MAX_TOKENS and product.shape[1] % 8 == 0
+    return is_few and is_aligned and x.dtype in DTYPES and is_available(x.device)
+
+
+def can_stage(part: Part, num_tokens: int) -> bool:
+    """Whether a norm or an activation may be left to `multiply_parts`."""
+    staged = 2 * part.shape[-1] << max(0, num_tokens - 1).bit_length()
+    is_in_order = isinstance(part, Tensor) or getattr(part, "columns", None) is None
+    return num_tokens <= MAX_STAGED and staged <= STAGED_BYTES and is_in_order
+
+
+def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
+    """Rows that are not quantised take part in the launch of those before them."""
+    out, first, left = product.new_out(), 0, list(parts)
+    while left:
+        part = left.pop(0)
+        plain = left[0] if left and isinstance(part, TiledRows) else None
+        plain = plain if isinstance(plain, Tensor) else None
+        if plain is not None:
+            left.pop(0)
+        size = part.shape[0] + (0 if plain is None else len(plain))
+        own = slice(first, first + size)
+        first += size
+        bias = None if product.bias is None else product.bias[own]
+        residual = None if product.residual is None else product.residual[:, own]
+        x = product.x
+        if isinstance(part, Tensor):
+            _multiply_plain(product, part, out[:, own], bias, residual)
+            continue
+        assert isinstance(part, TiledRows), "rows on a GPU are tiled"
+        if part.columns is not None:
+            x = x[:, part.columns.long()]
+        multiply(
+            x,
+            part,
+            out[:, own],
+            plain=plain,
+            bias=bias,
+            residual=residual,
+            norm_weight=product.norm_weight,
+            eps=product.eps,
+            swiglu=product.is_swiglu,
+        )
+    return out
+
+
+def _multiply_plain(
+    product: Product, rows: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> None:
+    """Rows before any quantised ones, as some files have them; with a few more launches."""
+    x = product.x.float()
+    if product.is_swiglu:
+        gate, up = x.chunk(2, dim=-1)
+        x = torch.nn.functional.silu(gate) * up
+    if product.norm_weight is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + product.eps) * product.norm_weight
+    found = torch.nn.functional.linear(x.to(rows.dtype), rows, bias)
+    out.copy_(found if residual is None else found + residual)
+
+
+def expand_parts(parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
+    """All rows of a weight, in memory that is given back after the product."""
+    plain = [expand(part, dtype) if isinstance(part, TiledRows) else part for part in parts]
+    assert all(isinstance(part, Tensor) for part in plain), "rows on a GPU are tiled"
+    return plain[0] if len(plain) == 1 else torch.cat(plain, dim=-2)  # type: ignore[arg-type, return-value]
+
+
+def multiply(
+    x: Tensor,  # [T, K], or [T, 2K] with swiglu
+    rows: TiledRows,  # [N, K]
+    out: Tensor,  # [T, N + plain rows], a part of a larger one or not
+    *,
+    plain: Tensor | None = None,  # [n, K]  rows after these that are not quantised
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    tile: Tile | None = None,
+) -> None:
+    num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
+    token_tiles = 1 << max(0, cdiv(num_tokens, TOKENS) - 1).bit_length()
+    tile = tile or linear_rule(rows, token_tiles, num_processors(x.device))
+    constants = {
+        "TOKEN_TILES": token_tiles,
+        "STAGED_TOKENS": 1 << (num_tokens - 1).bit_length() if num_tokens <= MAX_STAGED else 1,
+        "HAS_NORM": int(norm_weight is not None),
+        "IS_SWIGLU": int(swiglu),
+        "HAS_BIAS": int(bias is not None),
+        "HAS_RESIDUAL": int(residual is not None),
+        "IS_OUT_FLOAT": int(out.dtype == torch.float32),
+    }
+    block_rows = TILE_ROWS * tile["ROW_TILES"] * tile["ROW_WARPS"]
+    num_blocks = cdiv(rows.num_rows, block_rows) + cdiv(num_plain, block_rows)
+    _launch(
+        LINEAR,
+        rows,
+        x,
+        num_blocks,
+        tile,
+        constants,
+        x,
+        norm_weight,
+        rows.codes,
+        rows.records,
+        plain,
+        bias,
+        residual,
+        out,
+        c_int(num_tokens),
+        c_int(rows.num_rows),
+        c_int(num_plain),
+        c_int(out.stride(0)),
+        c_int(x.stride(0) if num_tokens > 1 else x.shape[1]),
+        c_int(0 if residual is None else residual.stride(0)),
+        c_float(eps),
+    )
+
+
+def linear_rule(rows: TiledRows, token_tiles: int, num_processors: int) -> Tile:
+    """Of a few tokens, where rows are few, many warps share the columns of each; else several small
+    blocks with more rows for each byte of the tokens. Of many tokens a block reads much: its warps
+    take rows of their own, so that it is read for as many as possible.
+    """
+    steps = cdiv(rows.num_columns, STEP)
+    is_wide = cdiv(rows.num_rows, TILE_ROWS) >= 4 * num_processors
+    if is_wide and token_tiles >= 4:
+        return _tile(2, min(4, 2 * steps), 2, 1, 1)
+    if is_wide:
+        return _tile(2, min(4, steps), 1, 2, 3)
+    if token_tiles == 1:
+        return _tile(1, min(16, steps), 1, 2, 1)
+    return _tile(1, min(8, steps), 1, 4, 2 if token_tiles == 2 else 1)
+
+
+def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile:
+    """A warp for each of a token's experts, or four that share an expert's columns. One token asks
+    for everything at once; of more, small blocks take turns.
+    """
+    steps = cdiv(rows.num_columns, STEP)
+    if mode == DOWN_TOKEN:
+        return _tile(1, slots, 1, 2, 1 if num_tokens == 1 else 2)
+    if mode == DOWN_PAIRS:
+        return _tile(4, min(4, steps), 1, 1, 4)
+    if num_tokens > 1:
+        return _tile(2, min(4, steps), 1, 1, 6)
+    return _tile(2, min(4, steps), 1, max(1, HELD_BYTES // (16 * rows.bits)), 3)
+
+
+def _tile(row_tiles: int, warps: int, row_warps: int, held: int, blocks: int) -> Tile:
+    return {
+        "ROW_TILES": row_tiles,
+        "WARPS": warps,
+        "ROW_WARPS": row_warps,
+        "HELD": held,
+        "BLOCKS": blocks,
+    }
+
+
+def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+    """All rows, or those of some ids, in order of their columns: [..., N, K]."""
+    device = rows.codes.device
+    if not is_available(device):
+        weight = rows.dequantize().to(dtype)
+        return weight if ids is None else weight[ids]
+    steps = cdiv(rows.num_columns, STEP)
+    stack = rows.shape[:-2]
+    num_rows = rows.num_rows if not stack else rows.num_rows * stack[0]
+    count = num_rows if ids is None else ids.numel()
+    out = torch.empty(count, rows.num_columns, dtype=dtype, device=device)
+    num_blocks = cdiv(num_rows, TILE_ROWS) if ids is None else count
+    if count:
+        tile = _tile(1, 1, 1, 1, 1)
+        wanted = None if ids is None else ids.flatten().long()
+        arguments = (rows.codes, rows.records, wanted, out, c_int(num_rows))
+        _launch(EXPAND, rows, out, (num_blocks, steps), tile, {}, *arguments)
+    if rows.columns is not None:
+        out = torch.empty_like(out).index_copy_(1, rows.columns.long(), out)
+    if ids is not None:
+        return out.view(*ids.shape, rows.num_columns)
+    return out.view(*stack, rows.num_rows, rows.num_columns)
+
+
+class Experts:
+    """The gate and up, and the down projections of a layer's experts and of its shared one."""
+
+    def __init__(
+        self,
+        gate_up: TiledRows,  # [E, 2I, H]
+        down: TiledRows,  # [E, H, I]
+        shared_gate_up: TiledRows | None,  # [2I, H]
+        shared_down: TiledRows | None,  # [H, I]
+        slots: int,  # of a token: its experts, and the shared one
+    ) -> None:
+        self.gate_up, self.down = gate_up, down
+        self.shared_gate_up, self.shared_down = shared_gate_up, shared_down
+        self.slots = slots
+        self.has_shared = shared_down is not None
+        self.num_experts = down.shape[0]
+        self.inner_width = down.num_columns
+        self.width = down.num_rows
+
+    @staticmethod
+    def of(parts: Sequence[Part], k: int) -> Experts | None:
+        """Gate and up, down, and of a shared expert the same, if its weights are stored as theirs.
+        None: no kernel takes them.
+        """
+        rows = [part for part in parts if isinstance(part, TiledRows)]
+        if len(rows) < len(parts) or k + len(rows) // 2 - 1 > MAX_WARPS:
+            return None
+        gate_up, down, *shared = rows
+        are_alike = all(
+            one.kind == own.kind and one.shape == own.shape[1:]
+            for one, own in zip(shared, (gate_up, down))
+        )
+        is_whole = down.num_columns % TILE_ROWS == 0 and down.num_rows % TILE_ROWS == 0
+        if not are_alike or not is_whole or gate_up.columns is not None or down.columns is not None:
+            return None
+        shared_gate_up, shared_down = shared or (None, None)
+        return Experts(gate_up, down, shared_gate_up, shared_down, k + (shared_down is not None))
+
+    def run_pairs(
+        self, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor,
+        shared_weight: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Each token's experts for it alone: while few tokens share experts, nothing is read twice
+        from memory. Two launches.
+        """
+        num_tokens = len(x)
+        inner = x.new_empty(num_tokens * self.slots, self.inner_width)
+        self._multiply(GATE_UP, x, inner, num_tokens * self.slots, ids, ids, None)
+        tile = expert_rule(DOWN_TOKEN, self.down, self.slots, num_tokens)
+        shared = self.shared_down
+        _launch(
+            DOWN_TOKEN,
+            self.down,
+            x,
+            (cdiv(self.width, TILE_ROWS * tile["ROW_TILES"]), num_tokens),
+            tile,
+            self._constants(is_listed=False),
+            inner,
+            weights,
+            ids,
+            self.down.codes,
+            self.down.records,
+            shared and shared.codes,
+            shared and shared.records,
+            shared_weight,
+            residual,
+            out,
+            c_int(self.width // TILE_ROWS),
+        )
+
+    def run_listed(self, x: Tensor, order: Tensor, tiles: Tensor, outputs: Tensor) -> None:
+        """outputs [T * slots, H]: of every pair, an expert's pairs TOKENS at a time."""
+        inner = x.new_empty(len(outputs), self.inner_width)
+        self._multiply(GATE_UP, x, inner, len(tiles), None, order, tiles)
+        self._multiply(DOWN_PAIRS, inner, outputs, len(tiles), None, order, tiles)
+
+    def _multiply(
+        self, mode: int, source: Tensor, out: Tensor, count: int, ids: Tensor | None,
+        order: Tensor, tiles: Tensor | None,
+    ) -> None:  # fmt: skip
+        is_gate_up = mode == GATE_UP
+        rows = self.gate_up if is_gate_up else self.down
+        shared = self.shared_gate_up if is_gate_up else self.shared_down
+        num_tokens = count // self.slots if tiles is None else MAX_TOKENS
+        tile = expert_rule(mode, rows, self.slots, num_tokens)
+        num_tiles = rows.num_rows // TILE_ROWS
+        constants = self._constants(is_listed=tiles is not None)
+        constants["IS_OUT_FLOAT"] = int(out.dtype == torch.float32)
+        _launch(
+            mode,
+            rows,
+            source,
+            (num_tiles // 2 if is_gate_up else cdiv(num_tiles, tile["ROW_TILES"]), count),
+            tile,
+            constants,
+            source,
+            ids,
+            order,
+            tiles,
+            rows.codes,
+            rows.records,
+            shared and shared.codes,
+            shared and shared.records,
+            out,
+            c_int(num_tokens),
+            c_int(num_tiles),
+        )
+
+    def _constants(self, *, is_listed: bool) -> dict[str, int]:
+        return {
+            "NUM_EXPERTS": self.num_experts,
+            "SLOTS": self.slots,
+            "HAS_SHARED": int(self.has_shared),
+            "IS_LISTED": int(is_listed),
+        }
+
+
+SWITCHES = {  # as most kernels have them
+    "TOKEN_TILES": 1,
+    "STAGED_TOKENS": 1,
+    "ROW_WARPS": 1,
+    "HAS_NORM": 0,
+    "IS_SWIGLU": 0,
+    "HAS_BIAS": 0,
+    "HAS_RESIDUAL": 0,
+    "IS_OUT_FLOAT": 0,
+    "NUM_EXPERTS": 0,
+    "SLOTS": 1,
+    "HAS_SHARED": 0,
+    "IS_LISTED": 0,
+}
+
+
+def kernel_constants(mode: int, rows: TiledRows, dtype: torch.dtype) -> dict[str, int]:
+    """That a kernel is compiled for, beside its tile and its switches."""
+    fields = rows.fields
+    coarse, coarse_offset, scale, offset = (
+        NO_TYPE if type is None else TYPES[type] for type in fields.types
+    )
+    return SWITCHES | {
+        "MODE": mode,
+        "COLUMNS": rows.num_columns,
+        "BITS": rows.bits,
+        "IS_FLOAT8": int(rows.is_float8),
+        "ZERO": rows.zero,
+        "GROUP": rows.group,
+        "RECORD_BYTES": rows.records.shape[-1],
+        "COARSE_TYPE": coarse,
+        "OFFSET_COARSE_TYPE": coarse_offset,
+        "SCALE_TYPE": scale,
+        "OFFSET_TYPE": offset,
+        "OFFSET_KIND": 0 if fields.offset is None else 1 if fields.are_zeros else 2,
+        "IS_BFLOAT": int(dtype == torch.bfloat16),
+    }
+
+
+def _launch(
+    mode: int,
+    rows: TiledRows,
+    like: Tensor,
+    num_blocks: int | tuple[int, int],
+    tile: Tile,
+    switches: dict[str, int],
+    *arguments: Any,
+) -> None:
+    constants = kernel_constants(mode, rows, like.dtype) | tile | switches
+    device = like.device
+    stream = torch._C._cuda_getCurrentRawStream(device.index or 0)
+    program(SOURCE, "quantized", tuple(constants.items()), device).launch(
+        num_blocks, 32 * tile["WARPS"], stream, *(_argument(one) for one in arguments)
+    )
+
+
+def _argument(value: Any) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return c_void_p(None if value is None else value.data_ptr())
+    return value

@@ -1,0 +1,291 @@
+"""Quantised rows in the order in which a GPU's tensor cores take them.
+
+A tile is 16 rows x 128 columns, what a warp multiplies in a step. Its codes lie as the warp's
+threads load them, 16 bytes each (`ops/cuda/quantized.cu`); beside them lies a record for each row,
+the scales of its groups of columns. Codes have 4 or 8 bits: 2 and 3 bits take four, 5 and 6 bits
+and codes that stand for other numbers take eight. All of this is lossless: `dequantize`, the
+specification of the kernels, gives the numbers of the file.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from penstock.ops.quantized import QuantizedRows, Scales
+
+TILE_ROWS, STEP = 16, 128  # of a tile
+NARROW_GROUP = 16
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.int8: 4}
+NO_TYPE = 5
+FLOAT8_LEVELS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+TILED_ELEMENTS = 2**26  # at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """What a record holds, in this order: two coarse numbers, scales and offsets of each group."""
+
+    coarse: torch.dtype | None
+    coarse_offset: torch.dtype | None
+    scale: torch.dtype
+    offset: torch.dtype | None
+    are_zeros: bool  # what is subtracted before the scale is applied
+
+    @property
+    def types(self) -> tuple[torch.dtype | None, ...]:
+        return self.coarse, self.coarse_offset, self.scale, self.offset
+
+
+@dataclass(frozen=True, slots=True)
+class TiledRows:
+    """[..., N, K]: `(code - zero) * scale`, `(code - zero point) * scale`, `... + offset`."""
+
+    num_rows: int
+    num_columns: int
+    bits: int  # 4 or 8
+    is_float8: bool  # codes are E4M3
+    zero: int  # the code that stands for zero, where there are no zero points
+    group: int
+    fields: Fields
+    codes: Tensor  # [..., tiles, steps, bytes] uint8
+    records: Tensor  # [..., tiles, steps, 16, bytes] uint8
+    columns: Tensor | None = None  # [K]  the input column of each of ours; None: in order
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.codes.shape[:-3], self.num_rows, self.num_columns)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.records.nbytes
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What a kernel is compiled for, beside its sizes."""
+        return self.bits, self.is_float8, self.zero, self.group, self.fields, self.columns is None
+
+    def dequantize(self) -> Tensor:  # [..., N, K] float32
+        codes = self._untiled(_ungather(self.codes, self.bits, self.is_float8, self.is_narrow))
+        if self.is_float8:
+            values = FLOAT8_LEVELS.to(codes.device)[codes.long()]
+        else:
+            values = codes.float() - (0 if self.fields.are_zeros else self.zero)
+        scales, offsets = self._read_records()
+        if offsets is None:
+            weight = values * scales
+        elif self.fields.are_zeros:
+            weight = (values - offsets) * scales
+        else:
+            weight = values * scales + offsets
+        if self.columns is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(-1, self.columns.long(), weight)
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.group == NARROW_GROUP
+
+    @property
+    def num_groups(self) -> int:
+        """With scales of their own, in a step."""
+        return max(1, STEP // self.group)
+
+    def _untiled(self, blocks: Tensor) -> Tensor:  # [..., tiles, steps, 16, 128] -> [..., N, K]
+        matrix = blocks.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+        return matrix[..., : self.num_rows, : self.num_columns]
+
+    def _read_records(self) -> tuple[Tensor, Tensor | None]:
+        """Of every weight."""
+        first, found = 0, list[Tensor | None]()
+        for type, count in zip(self.fields.types, (1, 1, self.num_groups, self.num_groups)):
+            if type is None:
+                found.append(None)
+                continue
+            size = type.itemsize * count
+            numbers = self.records[..., first : first + size].contiguous().view(type).float()
+            found.append(numbers.repeat_interleave(STEP // count, -1))
+            first += size
+        coarse, coarse_offset, scale, offset = found
+        assert scale is not None
+        scales = scale if coarse is None else coarse * scale
+        if offset is None:
+            return self._untiled(scales), None
+        offsets = offset if coarse_offset is None else coarse_offset * offset
+        return self._untiled(scales), self._untiled(offsets)
+
+
+def can_tile(rows: QuantizedRows) -> bool:
+    group, levels = rows.group, rows.levels
+    has_groups = STEP % group == 0 or group % STEP == 0 or group >= rows.num_columns
+    return has_groups and (levels is None or _is_float8(rows) or _level_factor(levels) is not None)
+
+
+def tile(rows: QuantizedRows) -> TiledRows:
+    """Lossless. A stack of matrices goes some at a time: what is in between is larger."""
+    count = max(1, TILED_ELEMENTS // (rows.num_rows * rows.num_columns))
+    if rows.low.dim() == 2 or count >= len(rows.low):
+        return _tile(rows)
+    tiled = [_tile(rows.take(first, first + count)) for first in range(0, len(rows.low), count)]
+    if len({one.kind for one in tiled}) > 1:  # some have narrower scales than others
+        return _tile(rows)
+    codes, records = ([getattr(one, name) for one in tiled] for name in ("codes", "records"))
+    return replace(tiled[0], codes=torch.cat(codes), records=torch.cat(records))
+
+
+def _tile(rows: QuantizedRows) -> TiledRows:
+    codes, zero, is_float8, scales = rows.codes(), rows.bias, False, rows.scales
+    bits = 4 if rows.bits <= 4 else 8
+    if _is_float8(rows):
+        is_float8, zero = True, 0
+    elif rows.levels is not None:
+        factor = _level_factor(rows.levels)
+        assert factor is not None, "asked only for what can be tiled"
+        signed = (rows.levels * factor).to(torch.int16)
+        codes, zero, bits = (signed + 128).to(torch.uint8)[codes.long()], 128, 8
+        scales = _divided(scales, factor)
+    steps = -(-rows.num_columns // STEP)
+    group = rows.group if rows.group < rows.num_columns else max(STEP, rows.group // STEP * STEP)
+    fields, records = _records(scales, rows.offsets, rows.are_zeros, group, steps)
+    padding = (0, steps * STEP - rows.num_columns, 0, -rows.num_rows % TILE_ROWS)
+    blocks = torch.nn.functional.pad(codes, padding)
+    blocks = blocks.unflatten(-1, (steps, STEP)).unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2)
+    records = torch.nn.functional.pad(records, (0, 0, 0, 0, 0, -rows.num_rows % TILE_ROWS))
+    records = records.unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2).contiguous()
+    is_narrow = group == NARROW_GROUP
+    return TiledRows(
+        num_rows=rows.num_rows,
+        num_columns=rows.num_columns,
+        bits=bits,
+        is_float8=is_float8,
+        zero=zero,
+        group=group,
+        fields=fields,
+        codes=_gather(blocks, bits, is_float8, is_narrow),
+        records=records,
+        columns=rows.columns,
+    )
+
+
+def _is_float8(rows: QuantizedRows) -> bool:
+    levels = rows.levels
+    return levels is not None and torch.equal(levels.cpu().nan_to_num(), FLOAT8_LEVELS.nan_to_num())
+
+
+def _level_factor(levels: Tensor) -> int | None:
+    """What makes integers of 8 bits out of them."""
+    for factor in (1, 2):
+        scaled = levels * factor
+        if torch.equal(scaled, scaled.round()) and scaled.min() >= -128 and scaled.max() <= 127:
+            return factor
+    return None
+
+
+def _divided(scales: Scales, factor: int) -> Scales:
+    if factor == 1:
+        return scales
+    if scales.coarse is not None:
+        return replace(scales, coarse=scales.coarse.float() / factor)
+    return replace(scales, fine=scales.fine.float() / factor)
+
+
+def _records(
+    scales: Scales, offsets: Scales | None, are_zeros: bool, group: int, steps: int
+) -> tuple[Fields, Tensor]:  # [..., N, steps, bytes]
+    own = [scales, *([] if offsets is None else [offsets])]
+    own = [one if _is_step_wise(one, group) else Scales(one.expand()) for one in own]
+    own = [one.mapped(_narrowed) for one in own]
+    if any(one.fine.dtype == torch.float32 for one in own):
+        own = [one.mapped(torch.Tensor.float) for one in own]  # so that none spans two words
+    coarse = [None if one.coarse is None else _coarse(one, group, steps) for one in own]
+    fine = [_fine(one.fine, group, steps) for one in own]
+    if offsets is None:
+        coarse.append(None)
+        fine.append(None)  # type: ignore[arg-type]
+    parts = [part for part in (*coarse, *fine) if part is not None]
+    record = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
+    if record.shape[-1] != 2:
+        record = torch.nn.functional.pad(record, (0, -record.shape[-1] % 4))
+    types = [None if part is None else part.dtype for part in (*coarse, *fine)]
+    assert types[2] is not None
+    return Fields(types[0], types[1], types[2], types[3], are_zeros), record
+
+
+def _narrowed(numbers: Tensor) -> Tensor:
+    """In half the bytes, where nothing is lost."""
+    if numbers.dtype == torch.float32:
+        for dtype in (torch.float16, torch.bfloat16):
+            if torch.equal(numbers.to(dtype).float(), numbers):
+                return numbers.to(dtype)
+    return numbers
+
+
+def _is_step_wise(scales: Scales, group: int) -> bool:
+    """Whether a coarse number holds for whole steps."""
+    if scales.coarse is None:
+        return True
+    span = group * scales.repeat
+    return span % STEP == 0 or scales.repeat >= scales.fine.shape[-1]
+
+
+def _fine(numbers: Tensor, group: int, steps: int) -> Tensor:  # [..., N, groups] -> [.., steps, G]
+    if group >= STEP:
+        places = torch.arange(steps, device=numbers.device) * STEP // group
+        return numbers[..., places.clamp(max=numbers.shape[-1] - 1)].unsqueeze(-1)
+    count = STEP // group
+    padded = torch.nn.functional.pad(numbers, (0, steps * count - numbers.shape[-1]))
+    return padded.unflatten(-1, (steps, count))
+
+
+def _coarse(scales: Scales, group: int, steps: int) -> Tensor:  # -> [..., N, steps, 1]
+    assert scales.coarse is not None
+    places = torch.arange(steps, device=scales.coarse.device) * STEP // group // scales.repeat
+    return scales.coarse[..., places.clamp(max=scales.coarse.shape[-1] - 1)].unsqueeze(-1)
+
+
+@functools.cache
+def _order(bits: int, is_float8: bool, is_narrow: bool) -> Tensor:  # [2048]
+    """The place in a block of 16 x 128 codes, row by row, of each code of a tile."""
+    instruction, quarter, element = torch.meshgrid(
+        torch.arange(8), torch.arange(4), torch.arange(4), indexing="ij"
+    )
+    if is_narrow:
+        columns = 16 * instruction + 4 * quarter + element
+    else:
+        columns = instruction // 2 * 32 + 8 * quarter + instruction % 2 * 4 + element
+    if bits == 4:  # [4 words, 4 quarters, 8 nibbles]: a pair is 16 bits apart
+        nibbles = columns.view(4, 2, 4, 2, 2).permute(0, 2, 4, 1, 3)
+        by_lane = nibbles.reshape(1, 4, 4, 8)  # chunk, word, quarter, code
+    else:
+        order = [2, 0, 3, 1] if is_float8 else [0, 1, 2, 3]
+        by_lane = columns.view(2, 4, 4, 4)[..., order]
+    rows = torch.arange(16).view(1, 2, 8, 1, 1, 1) * STEP  # half, lane's row
+    places = rows + by_lane.transpose(1, 2)[:, None, None]  # chunk, half, row, quarter, word, code
+    return places.flatten()
+
+
+def _gather(blocks: Tensor, bits: int, is_float8: bool, is_narrow: bool) -> Tensor:
+    """[..., 16, 128] -> [..., bytes]"""
+    order = _order(bits, is_float8, is_narrow).to(blocks.device)
+    codes = blocks.flatten(-2)[..., order]
+    if bits == 8:
+        return codes.contiguous()
+    pairs = codes.unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def _ungather(codes: Tensor, bits: int, is_float8: bool, is_narrow: bool) -> Tensor:
+    """[..., bytes] -> [..., 16, 128]"""
+    if bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    order = _order(bits, is_float8, is_narrow).to(codes.device)
+    return torch.empty_like(codes).index_copy_(-1, order, codes).unflatten(-1, (TILE_ROWS, STEP))
+
+
+def moved(rows: TiledRows, change: Callable[[Tensor], Tensor]) -> TiledRows:
+    columns = None if rows.columns is None else change(rows.columns)
+    return replace(rows, codes=change(rows.codes), records=change(rows.records), columns=columns)

@@ -1,0 +1,74 @@
+"""Quantises weights as they are loaded: each to the nearest code, without calibration.
+
+FP8 has a scale for each 128 x 128 block, INT8 one for each row, INT4 one for each 128 columns of a
+row; a head or an embedding in INT4 takes INT8. `penstock quantize` makes checkpoints, and better
+ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.ops import Weight
+from penstock.ops.tiles import can_tile, tile
+from penstock.ops.weight import Part
+from penstock.weights.codes import Codes, Scales
+from penstock.weights.packing import pack
+
+SCHEMES = ("fp8", "int8", "int4")
+BLOCK = 128
+FLOAT8_MAX = 448.0
+ROUNDED_ELEMENTS = 2**27  # at a time
+
+
+def quantize_weight(weight: Weight, scheme: str) -> None:
+    """Its values give way to codes, but for the rows that stay as they are."""
+    values = weight.values.data
+    num_rows = values.shape[-2] - weight.num_plain_rows
+    parts: list[Part] = [_rows(values[..., :num_rows, :], scheme)]
+    if weight.num_plain_rows:
+        parts.append(values[..., num_rows:, :].clone())
+    weight.quantize(tuple(parts))
+
+
+def _rows(values: Tensor, scheme: str) -> Part:
+    if values.dim() == 2:
+        codes = round_to(values, scheme)
+    else:
+        count = max(1, ROUNDED_ELEMENTS // values[0].numel())
+        codes = _stacked([round_to(some, scheme) for some in values.split(count)])
+    rows = pack(codes)
+    return tile(rows) if values.is_cuda and can_tile(rows) else rows
+
+
+def _stacked(some: list[Codes]) -> Codes:
+    first = some[0]
+    scales = Scales(torch.cat([one.scales.fine for one in some]))
+    values = torch.cat([one.values.view(torch.uint8) for one in some]).view(first.values.dtype)
+    return Codes(values, first.bits, first.block, scales)
+
+
+def round_to(values: Tensor, scheme: str) -> Codes:  # [..., N, K]
+    num_rows, num_columns = values.shape[-2:]
+    wide = values.float()
+    if scheme == "fp8":
+        padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
+        blocks = torch.nn.functional.pad(wide, padding)
+        blocks = blocks.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+        scale = _not_zero(blocks.abs().amax(dim=(-3, -1), keepdim=True) / FLOAT8_MAX)
+        codes = (blocks / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = codes.flatten(-4, -3).flatten(-2)[..., :num_rows, :num_columns].contiguous()
+        scales = Scales(scale[..., 0, :, 0])
+        return Codes(codes.view(torch.float8_e4m3fn), 8, (BLOCK, BLOCK), scales)
+    bits, group = (8, num_columns) if scheme == "int8" else (4, BLOCK)
+    groups = torch.nn.functional.pad(wide, (0, -num_columns % group)).unflatten(-1, (-1, group))
+    most = (1 << (bits - 1)) - 1
+    scale = _not_zero(groups.abs().amax(-1, keepdim=True) / most).bfloat16().float()
+    codes = (groups / scale).round_().clamp_(-most - 1, most).to(torch.int8)
+    codes = codes.flatten(-2)[..., :num_columns]
+    return Codes(codes, bits, (1, group), Scales(scale[..., 0].bfloat16()))
+
+
+def _not_zero(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
