@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from penstock.ops import tiles
+from penstock.ops.cuda import quantized
 from penstock.ops.product import Tile
 from penstock.ops.triton import (
     attention,
@@ -30,7 +32,10 @@ from penstock.ops.triton import (
     sampling,
     sampling_filters,
 )
+from penstock.weights.packing import pack
+from quantized_codes import make_codes
 
+EXPERT_MODES = (quantized.GATE_UP, quantized.DOWN_PAIRS, quantized.DOWN_TOKEN)
 # A kernel, the types of its arguments, the values of its constexprs, and its options.
 CompileCase = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
 
@@ -609,6 +614,30 @@ def skinny_gemm_cases() -> list[dict[str, int]]:
         {**wide, "HAS_NORM": 1, "IS_OUT_FLOAT": 1, "IS_BFLOAT": 0},
         {**few, "HAS_RESIDUAL": 1, "HAS_BIAS": 1},
     ]
+
+
+def quantized_cases() -> list[dict[str, int]]:
+    """Constants of every mode and kind of codes, as Qwen3.5-35B-A3B has them; the first in fp16
+    too.
+    """
+    cases = []
+    for kind, N, K in (
+        ("zeros", 32, 2048),
+        ("Q4_K", 32, 2048),
+        ("Q6_K", 32, 512),
+        ("fp8", 32, 512),
+    ):
+        rows = tiles.tile(pack(make_codes(kind, N, K)))
+        for mode in (quantized.LINEAR, quantized.GATE_UP, quantized.DOWN_TOKEN, quantized.EXPAND):
+            constants = quantized.kernel_constants(mode, rows, torch.bfloat16)
+            own = quantized.expert_rule(mode, rows, 9, 1) if mode in EXPERT_MODES else None
+            given = own or quantized.linear_rule(rows, 1, 2)
+            shared = {"NUM_EXPERTS": 256, "SLOTS": 9, "HAS_SHARED": 1} if own else {"HAS_NORM": 1}
+            cases.append(constants | given | (shared if mode != quantized.EXPAND else {}))
+    many = quantized.linear_rule(tiles.tile(pack(make_codes("fp8", 16 * 600, 256))), 8, 132)
+    cases.append(cases[0] | {"IS_BFLOAT": 0})
+    cases.append(cases[0] | many | {"HAS_NORM": 0, "HAS_RESIDUAL": 1, "TOKEN_TILES": 8})
+    return cases
 
 
 def all_cases() -> list[CompileCase]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from compile_cases import skinny_gemm_cases
-from penstock.ops.cuda import skinny_gemm
+from compile_cases import quantized_cases, skinny_gemm_cases
+from penstock.ops.cuda import quantized, skinny_gemm
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,14 +112,15 @@ def test_the_cuda_source_compiles_too(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for constants in skinny_gemm_cases():
-        image = compile_source(skinny_gemm.SOURCE.read_text(), constants, f"sm_{capability}")
-        assert image.startswith(b"\x7fELF")
-        assert image == compile_source(
-            skinny_gemm.SOURCE.read_text(), constants, f"sm_{capability}"
-        )
+    sources = ((skinny_gemm.SOURCE, skinny_gemm_cases()), (quantized.SOURCE, quantized_cases()))
+    for path, cases in sources:
+        for constants in cases:
+            image = compile_source(path.read_text(), constants, f"sm_{capability}")
+            assert image.startswith(b"\x7fELF")
     kept = list((tmp_path / "penstock" / "kernels").glob("*.cubin"))
-    assert len(kept) == len(skinny_gemm_cases())
+    assert len(kept) == sum(len(cases) for _, cases in sources)
+    again = compile_source(path.read_text(), constants, f"sm_{capability}")
+    assert again == image, "taken from disk"
 
 
 @pytest.mark.skipif(

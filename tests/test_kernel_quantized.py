@@ -1,0 +1,175 @@
+"""Kernels of quantised rows give the products of the numbers that the rows stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_checks import FULL_SIZE, ON_GPU
+from penstock.config import EngineConfig
+from penstock.engine.engine import Engine
+from penstock.layers.linear import Linear
+from penstock.ops import Weight, linear, norm_linear, sparse_mlp, swiglu_linear
+from penstock.ops.quantized import QuantizedRows
+from penstock.ops.tiles import TiledRows, can_tile, tile
+from penstock.ops.weight import Part, bytes_of
+from penstock.weights.packing import pack
+from quantized_codes import KINDS, WIDE_MOE, make_codes, write_quantized
+from small_models import LLAMA, logprobs_of, prompt, request, run
+
+DTYPES = [
+    pytest.param(dtype, marks=ON_GPU, id=name)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
+]
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def on_gpu(rows: QuantizedRows) -> Part:
+    moved = rows._mapped(lambda tensor: tensor.cuda())
+    return tile(moved) if can_tile(moved) else moved.dequantize().bfloat16()
+
+
+def weight_of(*parts: Part, dtype: torch.dtype) -> Weight:
+    num_rows = sum(part.shape[-2] for part in parts)
+    weight = Weight(torch.empty(*parts[0].shape[:-2], num_rows, parts[0].shape[-1], dtype=dtype))
+    weight.quantize(parts)
+    return weight
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
+
+
+def assert_near(seen: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    error = (seen.double() - expected).abs().max() / expected.abs().max()
+    assert error <= TOLERANCE[dtype], f"off by {error:.4f} of the largest"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "levels"])
+@pytest.mark.parametrize(("N", "K"), [(300, 768), (2048, 512), (9000, 256)])
+def test_products_are_those_of_the_expanded_rows(
+    dtype: torch.dtype, kind: str, N: int, K: int
+) -> None:
+    rows = on_gpu(pack(make_codes(kind, N, K)))
+    assert isinstance(rows, TiledRows)
+    plain = numbers(40, K, dtype=dtype) / 20
+    weight = weight_of(rows, plain, dtype=dtype)
+    exact = torch.cat([rows.dequantize(), plain.float()]).double()
+    bias, norm = numbers(N + 40, dtype=dtype, seed=3), numbers(K, dtype=torch.float32, seed=4)
+    for num_tokens in (1, 3, 8, 13, 40, 64, 200):
+        x = numbers(num_tokens, K, dtype=dtype, seed=num_tokens)
+        residual = numbers(num_tokens, N + 40, dtype=dtype, seed=2)
+        expected = x.double() @ exact.T + bias.double() + residual.double()
+        assert_near(linear(x, weight, bias, residual.clone()), expected, dtype)
+        normed = torch.nn.functional.rms_norm(x.double(), (K,), norm.double(), eps=1e-6)
+        seen = norm_linear(x, norm, 1e-6, weight, out_dtype=torch.float32)
+        assert_near(seen, normed @ exact.T, dtype)
+        gate_up = numbers(num_tokens, 2 * K, dtype=dtype, seed=5)
+        gate, up = gate_up.double().chunk(2, dim=-1)
+        activated = torch.nn.functional.silu(gate) * up
+        assert_near(swiglu_linear(gate_up, weight), activated @ exact.T, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_before_the_quantised_ones_and_several_kinds_are_one_weight(
+    dtype: torch.dtype,
+) -> None:
+    parts = [on_gpu(pack(make_codes(kind, 48, 512))) for kind in ("Q4_K", "Q6_K", "fp8")]
+    plain = numbers(16, 512, dtype=dtype) / 20
+    weight = weight_of(plain, parts[0], parts[1], plain, parts[2], dtype=dtype)
+    exact = weight.dequantize().double()
+    for num_tokens in (1, 20):
+        x = numbers(num_tokens, 512, dtype=dtype, seed=1)
+        assert_near(linear(x, weight), x.double() @ exact.T, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "fp8", "int8"])
+def test_an_embedding_gives_the_rows_of_its_tokens(dtype: torch.dtype, kind: str) -> None:
+    rows = on_gpu(pack(make_codes(kind, 1000, 512)))
+    weight = weight_of(rows, dtype=dtype)
+    ids = torch.tensor([[3, 999, 3], [0, 17, 512]], device="cuda")
+    exact = weight.dequantize()[ids]
+    seen = weight.rows(ids).float()
+    assert (seen - exact).abs().max() <= exact.abs().max() * TOLERANCE[dtype]
+
+
+def experts_of(kind: str, num_experts: int, N: int, K: int, dtype: torch.dtype) -> Weight:
+    stack = QuantizedRows.stack([pack(make_codes(kind, N, K)) for _ in range(num_experts)])
+    rows = on_gpu(stack)
+    assert isinstance(rows, TiledRows)
+    # The experts of a stack differ, though all were made from one seed.
+    order = torch.arange(num_experts, device="cuda")
+    rows.codes.bitwise_xor_((order * 37 % 8).byte().view(-1, 1, 1, 1))
+    return weight_of(rows, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "zeros", "fp8", "int8"])
+@pytest.mark.parametrize("has_shared", [True, False])
+def test_experts_are_those_of_the_expanded_rows(
+    dtype: torch.dtype, kind: str, has_shared: bool
+) -> None:
+    E, k, I, H = 12, 4, 256, 512
+    gate_up, down = experts_of(kind, E, 2 * I, H, dtype), experts_of(kind, E, H, I, dtype)
+    shared = [experts_of(kind, 1, *sizes, dtype) for sizes in ((2 * I, H), (H, I))]
+    stored = [_first_matrix(one, dtype) for one in shared] if has_shared else [None, None]
+    exact = [weight.dequantize().double() for weight in (gate_up, down)]
+    for num_tokens in (1, 3, 7, 30, 200):
+        x = numbers(num_tokens, H, dtype=dtype, seed=num_tokens)
+        residual = numbers(num_tokens, H, dtype=dtype, seed=1)
+        own = torch.Generator().manual_seed(num_tokens)
+        ids = torch.stack([torch.randperm(E, generator=own)[:k] for _ in range(num_tokens)])
+        weights = torch.rand(num_tokens, k, generator=own).cuda()
+        shared_weight = torch.rand(num_tokens, 1, generator=own).cuda() if has_shared else None
+        seen = sparse_mlp(
+            x, weights, ids.int().cuda(), gate_up, down, residual, shared_weight, *stored
+        )
+        inner = torch.einsum("th,tkih->tki", x.double(), exact[0][ids.cuda()])
+        gate, up = inner.chunk(2, dim=-1)
+        inner = (torch.nn.functional.silu(gate) * up).to(dtype).double()
+        outputs = torch.einsum("tki,tkhi->tkh", inner, exact[1][ids.cuda()])
+        expected = residual.double() + (outputs * weights.double()[..., None]).sum(1)
+        if shared_weight is not None:
+            gate, up = (x.double() @ stored[0].dequantize().double().T).chunk(2, dim=-1)
+            inner = (torch.nn.functional.silu(gate) * up).to(dtype).double()
+            expected += inner @ stored[1].dequantize().double().T * shared_weight.double()
+        assert_near(seen, expected, dtype)
+
+
+def _first_matrix(weight: Weight, dtype: torch.dtype) -> Any:
+    (rows,) = weight.parts
+    assert isinstance(rows, TiledRows)
+    return weight_of(replace(rows, codes=rows.codes[0], records=rows.records[0]), dtype=dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+@pytest.mark.parametrize("config", [LLAMA, WIDE_MOE], ids=["llama", "hybrid_moe"])
+def test_an_engine_keeps_codes_on_a_gpu_and_says_what_their_values_say(
+    tmp_path: Path, device: str, dtype: torch.dtype, name: str, config: dict[str, Any]
+) -> None:
+    quantized, plain, num_bytes = write_quantized(tmp_path, config, name)
+    given: dict[str, Any] = {"device": device, "dtype": "bfloat16", "memory_gb": 0.1}
+
+    def say(folder: Path, **settings: Any) -> tuple[Engine, list[float]]:
+        engine = Engine.from_config(
+            EngineConfig(model=str(folder), max_model_len=1024, **given, **settings)
+        )
+        said = logprobs_of(run(engine, request("one", prompt(40), max_tokens=6))["one"])
+        return engine, [one.logprob for one in said]
+
+    engine, seen = say(quantized)
+    assert seen == pytest.approx(say(plain)[1], abs=0.1)
+    model = engine.runner.model
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    assert any(isinstance(part, TiledRows) for one in linears for part in one.weight.parts)
+    assert engine.info.weight_bytes == bytes_of(model) <= 1.6 * num_bytes
+    rounded, _ = say(plain, quantization="int4")
+    assert rounded.info.weight_bytes < 0.8 * say(plain)[0].info.weight_bytes

@@ -1,0 +1,82 @@
+"""Tiles hold the numbers of the file, whatever its format: the order is theirs, nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.ops.quantized import QuantizedRows
+from penstock.ops.tiles import TILE_ROWS, can_tile, tile
+from penstock.weights.codes import Codes, Scales
+from penstock.weights.on_the_fly import SCHEMES, round_to
+from penstock.weights.packing import pack
+from quantized_codes import BYTE, KINDS, SIGNED, make_codes, numbers, reals
+
+MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "levels"])
+@pytest.mark.parametrize(("N", "K"), [(130, 768), (16, 256)])
+def test_tiles_are_lossless(kind: str, N: int, K: int) -> None:
+    codes = make_codes(kind, N, K)
+    rows = pack(codes)
+    assert can_tile(rows)
+    tiled = tile(rows)
+    assert tiled.shape == (N, K)
+    assert torch.equal(tiled.dequantize(), codes.dequantize())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 576])
+def test_groups_and_widths_that_fill_no_step_are_lossless_too(bits: int, group: int) -> None:
+    N, K = 40, 576
+    for dtype in (BYTE, SIGNED):
+        low = 0 if dtype == BYTE else -(1 << (bits - 1))
+        values = numbers(low, low + (1 << bits), N, K, dtype=dtype)
+        scales = Scales(reals(N, -(-K // group), seed=1))
+        codes = Codes(values, bits, (1, group), scales)
+        assert torch.equal(tile(pack(codes)).dequantize(), codes.dequantize())
+
+
+def test_levels_of_half_integers_become_codes_of_eight_bits() -> None:
+    codes = Codes(
+        numbers(0, 16, 32, 256, dtype=BYTE), 4, (1, 32), Scales(reals(32, 8)), levels=MXFP4
+    )
+    tiled = tile(pack(codes))
+    assert (tiled.bits, tiled.zero) == (8, 128)
+    assert torch.equal(tiled.dequantize(), codes.dequantize())
+    assert not can_tile(pack(make_codes("levels", 32, 256))), "no 8 bits hold these levels"
+
+
+def test_a_q4_k_weight_takes_less_than_five_bits() -> None:
+    tiled = tile(pack(make_codes("Q4_K", 160, 1024)))
+    assert tiled.num_bytes * 8 / (160 * 1024) <= 4.75
+
+
+def test_a_stack_is_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = [pack(make_codes("zeros", 2 * TILE_ROWS, 256)) for _ in range(5)]
+    stack = QuantizedRows.stack(matrices)
+    whole = tile(stack)
+    monkeypatch.setattr("penstock.ops.tiles.TILED_ELEMENTS", 2 * 32 * 256)
+    in_parts = tile(stack)
+    assert torch.equal(whole.codes, in_parts.codes)
+    assert torch.equal(whole.records, in_parts.records)
+    assert torch.equal(whole.dequantize(), stack.dequantize())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shape", [(48, 320), (3, 32, 256)])
+def test_rounding_moves_a_weight_by_half_a_step_at_most(
+    scheme: str, shape: tuple[int, ...]
+) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    codes = round_to(values, scheme)
+    error = (codes.dequantize() - values).abs()
+    if scheme == "fp8":  # three bits of mantissa, or a step of the smallest numbers
+        blocks = codes.scales.expand().repeat_interleave(128, -1).repeat_interleave(128, -2)
+        least = blocks[..., : shape[-2], : shape[-1]] * 2**-9
+        assert (error <= torch.maximum(values.abs() / 16, least)).all()
+    else:
+        scales = codes.scales.expand().repeat_interleave(codes.block[1], -1)[..., : shape[-1]]
+        # Scales are rounded, so that the largest weight may be cut by a 256th.
+        assert (error <= scales * (0.5 + (1 << codes.bits - 1) / 256)).all()
