@@ -48,7 +48,9 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[Server]:
-    with start_server(serve={"max_queue": MAX_QUEUE, "ignore_field": ("vendor_extra",)}) as running:
+    engine = {"memory_gb": 0.4}  # for the prefixes of all tests: a full cache may refuse new ones
+    serve = {"max_queue": MAX_QUEUE, "ignore_field": ("vendor_extra",)}
+    with start_server(engine, serve) as running:
         yield running
 
 

@@ -95,7 +95,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "error: penstock has no command 'srve'\n"
             "  Did you mean 'serve'?\n"
-            "  The commands are serve, chat, top, generate, batch, inspect, bench, tune, eval, "
+            "  The commands are serve, chat, top, generate, batch, quantize, inspect, bench, tune, eval, "
             "forge.\n",
         ),
         (
@@ -103,7 +103,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "error: penstock has no flag '--versoin'\n"
             "  Did you mean '--version'?\n"
-            "  The commands are serve, chat, top, generate, batch, inspect, bench, tune, eval, "
+            "  The commands are serve, chat, top, generate, batch, quantize, inspect, bench, tune, eval, "
             "forge.\n",
         ),
         (
@@ -219,7 +219,7 @@ def test_folder_without_config_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert error_in(said) == (
         f"error: {tmp_path} has no config.json\n"
         "  It holds notes.txt.\n"
-        "  Give the folder into which the whole model was downloaded.\n"
+        "  Give the folder that the whole model was downloaded into.\n"
     )
 
 

@@ -77,7 +77,7 @@ class Flood:
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         serving = SimpleNamespace(config=ServeConfig(), draining=asyncio.Event())
         scope |= {
-            "app": SimpleNamespace(state=SimpleNamespace(serving=serving)),
+            "app": SimpleNamespace(state=SimpleNamespace(server=serving)),
             "record": self.record,
         }
         try:

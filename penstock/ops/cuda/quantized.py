@@ -57,7 +57,8 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
     out, first, left = product.new_out(), 0, list(parts)
     while left:
         part = left.pop(0)
-        plain = left[0] if left and isinstance(part, TiledRows) else None
+        is_in_order = isinstance(part, TiledRows) and part.columns is None
+        plain = left[0] if left and is_in_order else None
         plain = plain if isinstance(plain, Tensor) else None
         if plain is not None:
             left.pop(0)

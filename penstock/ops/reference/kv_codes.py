@@ -16,8 +16,10 @@ LEAST_AMAX = 1e-30  # instead of 0: a head of zeros has the codes 0
 
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[.., D] in any float type -> codes [.., D], scales [..] float32."""
-    x, largest = x.float(), LARGEST[dtype]
+    x = x.float()
     amax = x.abs().amax(-1).clamp(min=LEAST_AMAX)
+    # A tensor: with a number torch multiplies by a reciprocal, and rounds twice.
+    largest = torch.full_like(amax, LARGEST[dtype])
     codes = x * (largest / amax)[..., None]
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), amax / largest
 

@@ -158,7 +158,8 @@ def filter_kernel(
 
 @triton.jit
 def _survey(row, p_row_counts, p_row_parts, temperature, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    (p_row, vocab, p_row_shared), i_chunk = row, tl.program_id(1)
+    p_row, vocab, p_row_shared = row
+    i_chunk = tl.program_id(1)
     top, levels_a_unit = _grid_of(p_row, vocab, temperature)
     grid = top, levels_a_unit, 0, BIN_SHIFT
     peak, mass = tl.full([], FLOOR, tl.float32), 0.0
@@ -203,7 +204,8 @@ def _refine(row, grid, end, peak, temperature, CHUNK: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _collect(row, grid, bins, draw, top_p, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    (p_row, vocab, p_row_shared), (first, last, k_bin) = row, bins
+    p_row, vocab, p_row_shared = row
+    first, last, k_bin = bins
     drawn = tl.full([], LOWEST, tl.int64)
     num_above, mass_above = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
     num_between, mass_between = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
