@@ -112,22 +112,24 @@ def experts_of(kind: str, num_experts: int, N: int, K: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "zeros", "fp8", "int8"])
-@pytest.mark.parametrize("has_shared", [True, False])
+@pytest.mark.parametrize("shared_kind", [None, "the same", "Q5_K"])
 def test_experts_are_those_of_the_expanded_rows(
-    dtype: torch.dtype, kind: str, has_shared: bool
+    dtype: torch.dtype, kind: str, shared_kind: str | None
 ) -> None:
     E, k, I, H = 12, 4, 256, 512
     gate_up, down = experts_of(kind, E, 2 * I, H, dtype), experts_of(kind, E, H, I, dtype)
-    shared = [experts_of(kind, 1, *sizes, dtype) for sizes in ((2 * I, H), (H, I))]
+    has_shared = shared_kind is not None
+    own = kind if shared_kind in (None, "the same") else shared_kind
+    shared = [experts_of(own, 1, *sizes, dtype) for sizes in ((2 * I, H), (H, I))]
     stored = [_first_matrix(one, dtype) for one in shared] if has_shared else [None, None]
     exact = [weight.dequantize().double() for weight in (gate_up, down)]
     for num_tokens in (1, 3, 7, 30, 200):
         x = numbers(num_tokens, H, dtype=dtype, seed=num_tokens) / 50  # products fit fp16
         residual = numbers(num_tokens, H, dtype=dtype, seed=1)
-        own = torch.Generator().manual_seed(num_tokens)
-        ids = torch.stack([torch.randperm(E, generator=own)[:k] for _ in range(num_tokens)])
-        weights = torch.rand(num_tokens, k, generator=own).cuda()
-        shared_weight = torch.rand(num_tokens, 1, generator=own).cuda() if has_shared else None
+        seeded = torch.Generator().manual_seed(num_tokens)
+        ids = torch.stack([torch.randperm(E, generator=seeded)[:k] for _ in range(num_tokens)])
+        weights = torch.rand(num_tokens, k, generator=seeded).cuda()
+        shared_weight = torch.rand(num_tokens, 1, generator=seeded).cuda() if has_shared else None
         seen = sparse_mlp(
             x, weights, ids.int().cuda(), gate_up, down, residual, shared_weight, *stored
         )

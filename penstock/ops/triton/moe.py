@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.ops.cuda import quantized
 from penstock.ops.cuda.program import is_available
 from penstock.ops.triton import moe_gemv, moe_grouped_gemm, moe_route, moe_small_gemm
+from penstock.ops.triton.matmul import linear, swiglu_linear
 from penstock.ops.triton.moe_permute import list_pairs
 from penstock.ops.triton.moe_route import norm_route
 from penstock.ops.triton.tuning import Tile, bucket, choose
@@ -66,6 +67,9 @@ def sparse_mlp(
     if any(weight is not None and weight.parts for weight in stored):
         experts = None if deterministic else _quantized_experts(x, ids, *stored)
         if experts is not None:
+            if shared_weight is not None and not experts.has_shared:  # stored in another way
+                residual = _add_shared(x, residual, shared_weight, shared_gate_up, shared_down)
+                shared_weight = None
             _run_quantized(out, experts, x, weights, ids, residual, shared_weight, counters)
             return out
     values = [_plain_values(weight, x.dtype) for weight in stored]
@@ -79,6 +83,15 @@ def sparse_mlp(
     else:
         moe_grouped_gemm.run(*arguments, counters)
     return out
+
+
+def _add_shared(
+    x: Tensor, residual: Tensor, weight: Tensor, gate_up: Weight | None, down: Weight | None
+) -> Tensor:
+    assert gate_up is not None
+    assert down is not None
+    shared = swiglu_linear(linear(x, gate_up), down)
+    return (residual.float() + shared.float() * weight).to(residual.dtype)
 
 
 def _plain_values(weight: Weight | None, dtype: torch.dtype) -> Any:
@@ -95,15 +108,17 @@ def _quantized_experts(
     shared_gate_up: Weight | None,
     shared_down: Weight | None,
 ) -> quantized.Experts | None:
-    """None: they are expanded, because tokens are many or weights are stored in several ways."""
+    """With the shared one, if it is stored as they are. None: they are expanded, because tokens are
+    many or an expert's rows are stored in several ways."""
     (num_tokens, k), num_experts = ids.shape, down.shape[0]
     if num_tokens * k > QUANTIZED_PAIRS * num_experts or x.dtype not in quantized.DTYPES:
         return None
-    stored = [one for one in (gate_up, down, shared_gate_up, shared_down) if one is not None]
-    parts = [one.parts[0] for one in stored if len(one.parts) == 1]
-    if len(parts) < len(stored) or not is_available(x.device):
+    routed = [one.parts[0] for one in (gate_up, down) if len(one.parts) == 1]
+    if len(routed) < 2 or not is_available(x.device):
         return None
-    return quantized.Experts.of(parts, k)
+    shared = [one.parts for one in (shared_gate_up, shared_down) if one is not None]
+    together = [*routed, *(parts[0] for parts in shared if len(parts) == 1)]
+    return quantized.Experts.of(together, k) or quantized.Experts.of(routed, k)
 
 
 def _run_quantized(
