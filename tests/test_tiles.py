@@ -24,6 +24,8 @@ def test_tiles_are_lossless(kind: str, N: int, K: int) -> None:
     tiled = tile(rows)
     assert tiled.shape == (N, K)
     assert torch.equal(tiled.dequantize(), codes.dequantize())
+    ids = torch.tensor([[N - 1, 0, 3], [3, 15, N // 2]])
+    assert torch.equal(tiled.rows(ids), codes.dequantize()[ids])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

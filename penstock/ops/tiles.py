@@ -86,6 +86,14 @@ class TiledRows:
             return weight
         return torch.empty_like(weight).index_copy_(-1, self.columns.long(), weight)
 
+    def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K] float32
+        """Of an embedding: the rows of these tokens."""
+        flat = ids.flatten().long()
+        codes, records = (own[flat // TILE_ROWS, None] for own in (self.codes, self.records))
+        chosen = replace(self, num_rows=TILE_ROWS, codes=codes, records=records).dequantize()
+        own_rows = chosen[torch.arange(len(flat), device=flat.device), flat % TILE_ROWS]
+        return own_rows.view(*ids.shape, self.num_columns)
+
     @property
     def is_narrow(self) -> bool:
         return self.group == NARROW_GROUP

@@ -203,12 +203,11 @@ def _tile(row_tiles: int, warps: int, row_warps: int, held: int, blocks: int) ->
 
 def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
     """All rows, or those of some ids, in order of their columns: [..., N, K]."""
-    device = rows.codes.device
-    if not is_available(device):
-        weight = rows.dequantize().to(dtype)
-        return weight if ids is None else weight[ids]
+    device, stack = rows.codes.device, rows.shape[:-2]
+    is_whole = not stack or rows.num_rows % TILE_ROWS == 0
+    if not is_available(device) or dtype not in DTYPES or not is_whole:
+        return (rows.dequantize() if ids is None else rows.rows(ids)).to(dtype)
     steps = cdiv(rows.num_columns, STEP)
-    stack = rows.shape[:-2]
     num_rows = rows.num_rows if not stack else rows.num_rows * stack[0]
     count = num_rows if ids is None else ids.numel()
     out = torch.empty(count, rows.num_columns, dtype=dtype, device=device)
