@@ -5,7 +5,9 @@ of it.
 from __future__ import annotations
 
 import json
+import re
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from penstock.models.source import ModelSource
 from penstock.ops.cpu import quantized as kernels
 from penstock.ops.weight import Weight
 from penstock.weights.codes import Codes
+from penstock.weights.formats.parts import matches
 from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.stored import StoredTensor
 from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, load_weights, prompt
@@ -585,3 +588,28 @@ def test_codes_without_their_scales_are_told_from_plain_numbers(tmp_path: Path) 
         CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight is float8_e4m3fn"
     ):
         load_weights(folder)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ".*lm_head",
+        r"^model\.layers\.\d+\.mlp\.experts\.[0-9]{1,3}\..*$",
+        ".*model.layers.*mlp.*(gate|up)_proj.*",
+        r"(?:model\.)?layers\.(0|1|27)\..*",
+    ],
+)
+def test_patterns_as_tools_write_them_are_taken(pattern: str) -> None:
+    assert matches(pattern, "model.layers.27.mlp.experts.3.up_proj") == bool(
+        re.match(pattern, "model.layers.27.mlp.experts.3.up_proj")
+    )
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+$", "(a|a)*b", "(.*)(.*)(.*)(.*)x", "(?:(?:x?){40}x?){40}", "(?=(a+)+)b", "["]
+)
+def test_a_pattern_that_could_take_for_ever_is_refused(pattern: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match="a pattern of modules"):
+        matches(pattern, "a" * 200)
+    assert time.monotonic() - started < 1

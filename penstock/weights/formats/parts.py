@@ -7,8 +7,10 @@ header (presence, dtype, shape) is checked before a byte of data is read.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+import re._parser as re_parser
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from penstock.weights.stored import StoredTensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INT32 = (torch.int32, torch.uint32)
 BYTES = (torch.uint8, torch.int8)
+MAX_REPEATS = 3  # in a pattern of names, which are short
 CODES = "codes"  # the role of the part that holds a code for each element
 
 # Parts for activations and the KV cache, which stay in the dtype of the model.
@@ -255,9 +258,47 @@ def spellings(module: str) -> tuple[str, ...]:
 
 def matches(pattern: str, module: str) -> bool:
     """Whether a pattern of config.json matches the start of a name of the module."""
+    compiled = _compile(pattern)
+    return any(compiled.match(name) for name in spellings(module))
+
+
+@functools.cache
+def _compile(pattern: str) -> re.Pattern[str]:
+    """Refuses what could take for ever: Python tries every way to share a name among repeats."""
     try:
-        return any(re.match(pattern, name) for name in spellings(module))
+        compiled = re.compile(pattern)
+        parsed = re_parser.parse(re.sub(r"(?<!\\)\.\*\$?$", "", pattern))  # which always matches
     except (re.error, OverflowError, RecursionError) as error:
         raise unusable(
             "a pattern of modules", pattern, f"a regular expression ({error})"
         ) from error
+    if _num_repeats(parsed) > MAX_REPEATS:
+        raise unusable(
+            "a pattern of modules",
+            pattern,
+            f"a regular expression with at most {MAX_REPEATS} repeats, and no choice or repeat "
+            "inside one",
+        )
+    return compiled
+
+
+def _num_repeats(parsed: Any, *, is_repeated: bool = False) -> int:
+    """Of parts without a fixed number; a choice or another repeat inside one is too many."""
+    found = 0
+    for kind, given in parsed:
+        if str(kind) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            least, most, inner = given
+            varies = least != most
+            found += MAX_REPEATS + 1 if varies and is_repeated else int(varies)
+            found += _num_repeats(inner, is_repeated=is_repeated or most > 1)
+            continue
+        if str(kind) == "BRANCH" and is_repeated:
+            found += MAX_REPEATS + 1
+        for part in given if isinstance(given, tuple | list) else ():
+            branches = part if isinstance(part, list) else [part]
+            found += sum(
+                _num_repeats(branch, is_repeated=is_repeated)
+                for branch in branches
+                if isinstance(branch, re_parser.SubPattern)
+            )
+    return found
