@@ -1,4 +1,4 @@
-"""What Triton 3.6, the oldest that is supported, does not understand, and newer ones do."""
+"""Laws of the kernels' sources: what Triton 3.6, the oldest supported, understands; their width."""
 
 from __future__ import annotations
 
@@ -42,3 +42,9 @@ def test_kernels_unpack_one_tuple_at_a_time(path: Path) -> None:
 def test_a_nested_target_is_found() -> None:
     (kernel,) = jitted("@triton.jit\ndef kernel(x, y):\n    (a, b), c = x, y\n")
     assert nested_targets(kernel) == ["kernel: (a, b), c = (x, y)"]
+
+
+@pytest.mark.parametrize("path", [*ROOT.rglob("*.cu"), *ROOT.rglob("*.cpp")], ids=lambda p: p.name)
+def test_c_sources_have_at_most_100_columns(path: Path) -> None:
+    """`clang-format` with the file of the repository's root makes it so."""
+    assert [line for line in path.read_text().splitlines() if len(line) > 100] == []

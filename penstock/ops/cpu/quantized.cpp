@@ -1,15 +1,16 @@
 // Products of a few tokens with quantised rows: out[t, n] = sum over k of x[t, k] * weight[n, k].
 //
-// The layout is that of ops/quantized.py: codes of a block's even columns are 64 bytes, and so are those of its
-// odd columns. Inputs become integers of 16 bits with a scale for each block, in two bytes that are multiplied
-// with the codes apart: the products are exact, and only the inputs were rounded, to 1 / 65024 of their block's
-// range. Eight columns of a lane share a scale, so a block is scaled once. What is added to a group's values is
-// multiplied with the sum of its inputs. FP8 codes are multiplied as float32. A row is read once for all tokens
-// and is prefetched far ahead, as in skinny_gemm.cpp. Sums come in one order, so a token has the same
-// result whatever stands beside it.
+// The layout is that of ops/quantized.py: codes of a block's even columns are 64 bytes, and so are
+// those of its odd columns. Inputs become integers of 16 bits with a scale for each block, in two
+// bytes that are multiplied with the codes apart: the products are exact, and only the inputs were
+// rounded, to 1 / 65024 of their block's range. Eight columns of a lane share a scale, so a block
+// is scaled once. What is added to a group's values is multiplied with the sum of its inputs. FP8
+// codes are multiplied as float32. A row is read once for all tokens and is prefetched far ahead,
+// as in skinny_gemm.cpp. Sums come in one order, so a token has the same result whatever stands
+// beside it.
 //
-// Compiled for one kind of rows: BITS of a code, UNIT columns that share a scale (16, 32, 64 or 128), HAS_TABLE
-// where codes stand for other bytes, IS_FP8.
+// Compiled for one kind of rows: BITS of a code, UNIT columns that share a scale (16, 32, 64 or
+// 128), HAS_TABLE where codes stand for other bytes, IS_FP8.
 
 #include <algorithm>
 #include <cmath>
@@ -26,25 +27,33 @@ using s8 = int8_t;
 constexpr int LANES = 16, BLOCK = 128, HALF = BLOCK / 2, UNITS = BLOCK / UNIT, TOKENS = 4, ROWS = 4;
 constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : BITS >= 2 ? 2 : 1, HIGH = BITS - LOW;
 constexpr bool IS_WIDE = BITS == 8 || HAS_TABLE; // pairs of products do not fit 16 bits
-constexpr int AHEAD = 12288;                     // bytes: on their way to the second cache meanwhile
-constexpr long PREPARED = 16;                    // rows whose scales are expanded at a time
-constexpr long MOST_TAKEN = 16;                  // blocks of these by a thread at a time
-constexpr int SHARES = 4;                        // of a thread, at least: another program may hold one up
+constexpr int AHEAD = 12288;    // bytes: on their way to the second cache meanwhile
+constexpr long PREPARED = 16;   // rows whose scales are expanded at a time
+constexpr long MOST_TAKEN = 16; // blocks of these by a thread at a time
+constexpr int SHARES = 4;       // of a thread, at least: another program may hold one up
 
 #ifdef __AVX512BW__
 
-struct Bytes { __m512i v; };
-struct Floats { __m512 v; };
+struct Bytes {
+    __m512i v;
+};
+struct Floats {
+    __m512 v;
+};
 
 inline Bytes load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline Bytes right(Bytes a, int n) { return {(__m512i)((__v16su)a.v >> n)}; }
 inline Bytes left(Bytes a, int n) { return {(__m512i)((__v16su)a.v << n)}; }
-inline Bytes mask(Bytes a, uint32_t bits) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(bits))}; }
+inline Bytes mask(Bytes a, uint32_t bits) {
+    return {_mm512_and_si512(a.v, _mm512_set1_epi32(bits))};
+}
 inline Bytes either(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
 inline Bytes plus(Bytes a, Bytes b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Bytes nothing() { return {_mm512_setzero_si512()}; }
 inline Bytes look_up(Bytes table, Bytes codes) { return {_mm512_shuffle_epi8(table.v, codes.v)}; }
-inline Bytes load_table(const u8* p) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))}; }
+inline Bytes load_table(const u8* p) {
+    return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))};
+}
 
 // sums + products of four unsigned and four signed bytes in each lane
 inline Bytes dot(Bytes sums, Bytes codes, Bytes x) {
@@ -53,11 +62,13 @@ inline Bytes dot(Bytes sums, Bytes codes, Bytes x) {
 #else
     __m512i low = _mm512_set1_epi16(0xff);
     if constexpr (IS_WIDE) {
-        __m512i even = _mm512_madd_epi16(_mm512_and_si512(codes.v, low), _mm512_srai_epi16(_mm512_slli_epi16(x.v, 8), 8));
+        __m512i even = _mm512_madd_epi16(_mm512_and_si512(codes.v, low),
+                                         _mm512_srai_epi16(_mm512_slli_epi16(x.v, 8), 8));
         __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(codes.v, 8), _mm512_srai_epi16(x.v, 8));
         return {_mm512_add_epi32(sums.v, _mm512_add_epi32(even, odd))};
     }
-    return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(_mm512_maddubs_epi16(codes.v, x.v), _mm512_set1_epi16(1)))};
+    return {_mm512_add_epi32(
+        sums.v, _mm512_madd_epi16(_mm512_maddubs_epi16(codes.v, x.v), _mm512_set1_epi16(1)))};
 #endif
 }
 
@@ -74,7 +85,8 @@ inline float total(Floats a) { return _mm512_reduce_add_ps(a.v); }
 inline Floats spread(const float* p) {
     if constexpr (UNITS == 1) return all(*p);
     constexpr int EACH = LANES / UNITS;
-    alignas(64) static const int places[16] = {0 / EACH, 1 / EACH, 2 / EACH, 3 / EACH, 4 / EACH, 5 / EACH, 6 / EACH, 7 / EACH,
+    alignas(64) static const int places[16] = {
+        0 / EACH, 1 / EACH, 2 / EACH,  3 / EACH,  4 / EACH,  5 / EACH,  6 / EACH,  7 / EACH,
         8 / EACH, 9 / EACH, 10 / EACH, 11 / EACH, 12 / EACH, 13 / EACH, 14 / EACH, 15 / EACH};
     __m512 own = _mm512_castps256_ps512(_mm256_loadu_ps(p));
     return {_mm512_permutexvar_ps(_mm512_load_si512(places), own)};
@@ -82,40 +94,62 @@ inline Floats spread(const float* p) {
 
 #else
 
-struct Bytes { __m256i a, b; };
-struct Floats { __m256 a, b; };
+struct Bytes {
+    __m256i a, b;
+};
+struct Floats {
+    __m256 a, b;
+};
 
-inline Bytes load_bytes(const void* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}; }
-inline Bytes right(Bytes x, int n) { return {(__m256i)((__v8su)x.a >> n), (__m256i)((__v8su)x.b >> n)}; }
-inline Bytes left(Bytes x, int n) { return {(__m256i)((__v8su)x.a << n), (__m256i)((__v8su)x.b << n)}; }
+inline Bytes load_bytes(const void* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+inline Bytes right(Bytes x, int n) {
+    return {(__m256i)((__v8su)x.a >> n), (__m256i)((__v8su)x.b >> n)};
+}
+inline Bytes left(Bytes x, int n) {
+    return {(__m256i)((__v8su)x.a << n), (__m256i)((__v8su)x.b << n)};
+}
 inline Bytes mask(Bytes x, uint32_t bits) {
     __m256i m = _mm256_set1_epi32(bits);
     return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
 }
-inline Bytes either(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
-inline Bytes plus(Bytes x, Bytes y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline Bytes either(Bytes x, Bytes y) {
+    return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
+}
+inline Bytes plus(Bytes x, Bytes y) {
+    return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
+}
 inline Bytes nothing() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-inline Bytes look_up(Bytes t, Bytes x) { return {_mm256_shuffle_epi8(t.a, x.a), _mm256_shuffle_epi8(t.b, x.b)}; }
+inline Bytes look_up(Bytes t, Bytes x) {
+    return {_mm256_shuffle_epi8(t.a, x.a), _mm256_shuffle_epi8(t.b, x.b)};
+}
 inline Bytes load_table(const u8* p) {
     __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
     return {t, t};
 }
 inline __m256i dot_one(__m256i sums, __m256i codes, __m256i x) {
     if constexpr (IS_WIDE) {
-        __m256i even = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(0xff)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+        __m256i even = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(0xff)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
         __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8));
         return _mm256_add_epi32(sums, _mm256_add_epi32(even, odd));
     }
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+    return _mm256_add_epi32(
+        sums, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
 }
-inline Bytes dot(Bytes s, Bytes c, Bytes x) { return {dot_one(s.a, c.a, x.a), dot_one(s.b, c.b, x.b)}; }
+inline Bytes dot(Bytes s, Bytes c, Bytes x) {
+    return {dot_one(s.a, c.a, x.a), dot_one(s.b, c.b, x.b)};
+}
 
 inline Floats convert(Bytes x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline Floats as_floats(Bytes x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline Floats zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-inline Floats fma(Floats x, Floats y, Floats z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline Floats fma(Floats x, Floats y, Floats z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
 inline Floats mul(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
 inline float total(Floats x) {
     float lanes[8], sum = 0;
@@ -135,13 +169,19 @@ inline Floats spread(const float* p) {
 
 constexpr uint32_t in_each_byte(int bits) { return ((1u << bits) - 1) * 0x01010101u; }
 
-// Bytes that a row of a plane takes, and the `bits` of each code of a block's even (0) or odd (1) columns.
-inline long bytes_of(long blocks, int bits) { return bits == 8 ? blocks * BLOCK : (blocks * bits + 3) / 4 * HALF; }
+// Bytes that a row of a plane takes, and the `bits` of each code of a block's even (0) or odd (1)
+// columns.
+inline long bytes_of(long blocks, int bits) {
+    return bits == 8 ? blocks * BLOCK : (blocks * bits + 3) / 4 * HALF;
+}
 
-constexpr int blocks_in(int bits) { return bits >= 4 ? 1 : 4 / bits; } // that share 64 bytes of a plane
+constexpr int blocks_in(int bits) {
+    return bits >= 4 ? 1 : 4 / bits;
+} // that share 64 bytes of a plane
 constexpr int STEP = std::max(blocks_in(LOW), HIGH ? blocks_in(HIGH ? HIGH : 4) : 1);
 
-// Of block `first + part`, where `first` is a multiple of STEP; `to`: the lowest bit that the fields have here.
+// Of block `first + part`, where `first` is a multiple of STEP; `to`: the lowest bit that the
+// fields have here.
 template <int bits> inline Bytes fields(const u8* row, long first, int part, int odd, int to) {
     if constexpr (bits == 8) return load_bytes(row + (2 * (first + part) + odd) * HALF);
     Bytes own = load_bytes(row + (first + part) / blocks_in(bits) * HALF);
@@ -155,7 +195,9 @@ struct Rows {
 
     Bytes codes(long n, long first, int part, int odd) const {
         Bytes code = fields<LOW>(low + n * low_bytes, first, part, odd, 0);
-        if constexpr (HIGH > 0) code = either(code, fields<HIGH ? HIGH : 1>(high + n * high_bytes, first, part, odd, LOW));
+        if constexpr (HIGH > 0)
+            code =
+                either(code, fields<HIGH ? HIGH : 1>(high + n * high_bytes, first, part, odd, LOW));
         return code;
     }
 };
@@ -163,7 +205,8 @@ struct Rows {
 // E4M3 of every fourth byte: sign to the top, the rest where float32 has it, but for its bias.
 inline Floats widen_fp8(Bytes codes, int byte) {
     Bytes one = right(codes, 8 * byte);
-    return mul(as_floats(either(left(mask(one, 0x80), 24), left(mask(one, 0x7f), 20))), all(0x1p120f));
+    return mul(as_floats(either(left(mask(one, 0x80), 24), left(mask(one, 0x7f), 20))),
+               all(0x1p120f));
 }
 
 enum Type { NONE, UINT8, INT8, FLOAT16, BFLOAT16, FLOAT32 };
@@ -173,13 +216,20 @@ struct Numbers { // one for each group of columns: [N, groups]
     const float* coarse;
     int type, repeat;
 
-    // Numbers `first` to `first + count`, in float32. Several rows at once are quicker, where they are aligned.
+    // Numbers `first` to `first + count`, in float32. Several rows at once are quicker, where they
+    // are aligned.
     void expand(long first, long count, long first_coarse, float* __restrict out) const {
         const float* own = coarse ? coarse + first_coarse : nullptr;
         switch (type) {
-        case UINT8: widen((const u8*)fine + first, count, own, out); break;
-        case INT8: widen((const s8*)fine + first, count, own, out); break;
-        case FLOAT16: widen((const _Float16*)fine + first, count, own, out); break;
+        case UINT8:
+            widen((const u8*)fine + first, count, own, out);
+            break;
+        case INT8:
+            widen((const s8*)fine + first, count, own, out);
+            break;
+        case FLOAT16:
+            widen((const _Float16*)fine + first, count, own, out);
+            break;
         case BFLOAT16: {
             const uint16_t* halves = (const uint16_t*)fine + first;
             for (long g = 0; g < count; g++) ((uint32_t*)out)[g] = uint32_t(halves[g]) << 16;
@@ -187,10 +237,14 @@ struct Numbers { // one for each group of columns: [N, groups]
                 for (long g = 0; g < count; g++) out[g] = own[g / repeat] * out[g];
             break;
         }
-        case FLOAT32: widen((const float*)fine + first, count, own, out); break;
+        case FLOAT32:
+            widen((const float*)fine + first, count, own, out);
+            break;
         }
     }
-    template <typename T> void widen(const T* __restrict from, long count, const float* __restrict by, float* __restrict out) const {
+    template <typename T>
+    void widen(const T* __restrict from, long count, const float* __restrict by,
+               float* __restrict out) const {
         if (by && repeat == 8) return widen_each<8>(from, count, by, out);
         if (by && repeat == 16) return widen_each<16>(from, count, by, out);
         for (long g = 0; g < count; g++) out[g] = float(from[g]);
@@ -198,7 +252,8 @@ struct Numbers { // one for each group of columns: [N, groups]
             for (long g = 0; g < count; g++) out[g] = by[g / repeat] * out[g];
     }
     template <int each, typename T>
-    static void widen_each(const T* __restrict from, long count, const float* __restrict by, float* __restrict out) {
+    static void widen_each(const T* __restrict from, long count, const float* __restrict by,
+                           float* __restrict out) {
         long c = 0;
         for (; (c + 1) * each <= count; c++)
             for (int g = 0; g < each; g++) out[c * each + g] = by[c] * float(from[c * each + g]);
@@ -216,7 +271,9 @@ struct Weight {
     long group, K, groups, blocks;
 
     long units() const { return blocks * UNITS; }
-    long stride() const { return (units() + LANES - 1) / LANES * LANES; } // of a row's numbers: whole vectors
+    long stride() const {
+        return (units() + LANES - 1) / LANES * LANES;
+    } // of a row's numbers: whole vectors
 
     // A number for each UNIT columns of some rows; columns past the end count nothing.
     void prepare(long first, long count, float* scale, float* offset) const {
@@ -234,7 +291,8 @@ struct Weight {
         long each = group / UNIT;
         for (long n = 0; n < count; n++, out += stride()) {
             long u = std::min(units(), groups * each);
-            if (each == 1) from.expand_row(first + n, groups, out);
+            if (each == 1)
+                from.expand_row(first + n, groups, out);
             else {
                 from.expand_row(first + n, groups, by_group.data());
                 for (long i = 0; i < u; i++) out[i] = by_group[i / each];
@@ -246,23 +304,27 @@ struct Weight {
 
 // Tokens as kernels read them: even columns of a block, then odd ones.
 struct Inputs {
-    std::vector<s8> high, low;  // [T, blocks, 2, 64]  bytes of integers
-    std::vector<float> scales;  // [T, blocks]
-    std::vector<float> wide;    // [T, blocks, 2, 4, 16]  of FP8, lane by lane
-    std::vector<float> sums;    // [T, stride]  of what was rounded, by unit
+    std::vector<s8> high, low; // [T, blocks, 2, 64]  bytes of integers
+    std::vector<float> scales; // [T, blocks]
+    std::vector<float> wide;   // [T, blocks, 2, 4, 16]  of FP8, lane by lane
+    std::vector<float> sums;   // [T, stride]  of what was rounded, by unit
 
     Inputs(const float* x, long T, long K, long blocks, long stride) {
         long padded = blocks * BLOCK;
-        if (IS_FP8) wide.resize(T * padded);
-        else high.resize(T * padded), low.resize(T * padded), scales.resize(T * blocks);
+        if (IS_FP8)
+            wide.resize(T * padded);
+        else
+            high.resize(T * padded), low.resize(T * padded), scales.resize(T * blocks);
         sums.resize(T * stride);
         for (long t = 0; t < T; t++)
             for (long block = 0; block < blocks; block++) {
                 float own[BLOCK] = {};
                 long first = block * BLOCK;
                 std::copy(x + t * K + first, x + t * K + std::min(K, first + BLOCK), own);
-                if (IS_FP8) spread_lanes(own, wide.data() + t * padded + first);
-                else round(own, t * padded + first, scales[t * blocks + block]);
+                if (IS_FP8)
+                    spread_lanes(own, wide.data() + t * padded + first);
+                else
+                    round(own, t * padded + first, scales[t * blocks + block]);
                 for (int u = 0; u < UNITS; u++) {
                     float sum = 0;
                     for (int i = 0; i < UNIT; i++) sum += own[u * UNIT + i];
@@ -294,7 +356,9 @@ struct Sides {
     const float *scales, *offsets; // offsets: or null
     float bias, unit;
 
-    Sides from(long row) const { return {scales + row, offsets ? offsets + row : nullptr, bias, unit}; }
+    Sides from(long row) const {
+        return {scales + row, offsets ? offsets + row : nullptr, bias, unit};
+    }
 
     // Bias and offsets come to a row's sums with the sums of the inputs, lane by lane.
     void add(Floats& lanes, long row, const float* sums_of_x, long count) const {
@@ -303,13 +367,15 @@ struct Sides {
                 lanes = fma(mul(load(scales + row + i), all(-bias)), load(sums_of_x + i), lanes);
         if (unit != 1) lanes = mul(lanes, all(unit));
         if (offsets)
-            for (long i = 0; i < count; i += LANES) lanes = fma(load(offsets + row + i), load(sums_of_x + i), lanes);
+            for (long i = 0; i < count; i += LANES)
+                lanes = fma(load(offsets + row + i), load(sums_of_x + i), lanes);
     }
 };
 
 // Adds the products of one block of one row to the lanes of each token.
 template <int tokens>
-inline void add_block(const Weight& w, Bytes table, const Inputs& x, long token, long row, long step, int part, const float* scales, Floats* lanes) {
+inline void add_block(const Weight& w, Bytes table, const Inputs& x, long token, long row,
+                      long step, int part, const float* scales, Floats* lanes) {
     long block = step + part;
     Bytes even = w.rows.codes(row, step, part, 0), odd = w.rows.codes(row, step, part, 1);
     if (HAS_TABLE) even = look_up(table, even), odd = look_up(table, odd);
@@ -320,19 +386,22 @@ inline void add_block(const Weight& w, Bytes table, const Inputs& x, long token,
         long at = (token + t) * w.blocks + block;
         if constexpr (IS_FP8) {
             Floats sum = zero();
-            for (int i = 0; i < 8; i++) sum = fma(values[i], load(x.wide.data() + at * BLOCK + i * LANES), sum);
+            for (int i = 0; i < 8; i++)
+                sum = fma(values[i], load(x.wide.data() + at * BLOCK + i * LANES), sum);
             lanes[t] = fma(sum, scale, lanes[t]);
         } else {
             const s8 *high = x.high.data() + at * BLOCK, *low = x.low.data() + at * BLOCK;
             Bytes upper = dot(dot(nothing(), even, load_bytes(high)), odd, load_bytes(high + HALF));
-            Bytes lower = dot(dot(left(upper, 8), even, load_bytes(low)), odd, load_bytes(low + HALF));
+            Bytes lower =
+                dot(dot(left(upper, 8), even, load_bytes(low)), odd, load_bytes(low + HALF));
             lanes[t] = fma(convert(lower), mul(scale, all(x.scales[at])), lanes[t]);
         }
     }
 }
 
 template <int rows, int tokens>
-void multiply(const Weight& w, Bytes table, const Inputs& x, long token, long first, const Sides& sides, float* sums) {
+void multiply(const Weight& w, Bytes table, const Inputs& x, long token, long first,
+              const Sides& sides, float* sums) {
     Floats lanes[rows][tokens];
     for (int n = 0; n < rows; n++)
         for (int t = 0; t < tokens; t++) lanes[n][t] = zero();
@@ -341,13 +410,17 @@ void multiply(const Weight& w, Bytes table, const Inputs& x, long token, long fi
         for (int part = 0; part < STEP; part++) {
             if (STEP > 1 && step + part >= w.blocks) break;
             for (int n = 0; n < rows; n++) {
-                __builtin_prefetch(w.rows.low + (first + n) * w.rows.low_bytes + (step + part) * BLOCK * LOW / 8 + AHEAD, 0, 2);
-                add_block<tokens>(w, table, x, token, first + n, step, part, sides.scales + n * w.stride(), lanes[n]);
+                __builtin_prefetch(w.rows.low + (first + n) * w.rows.low_bytes +
+                                       (step + part) * BLOCK * LOW / 8 + AHEAD,
+                                   0, 2);
+                add_block<tokens>(w, table, x, token, first + n, step, part,
+                                  sides.scales + n * w.stride(), lanes[n]);
             }
         }
     for (int n = 0; n < rows; n++)
         for (int t = 0; t < tokens; t++) {
-            sides.add(lanes[n][t], n * w.stride(), x.sums.data() + (token + t) * w.stride(), w.stride());
+            sides.add(lanes[n][t], n * w.stride(), x.sums.data() + (token + t) * w.stride(),
+                      w.stride());
             sums[t * ROWS + n] = total(lanes[n][t]);
         }
 }
@@ -359,28 +432,34 @@ void multiply_some(long num_tokens, const Given&... given) {
     if constexpr (tokens > 1) multiply_some<rows, tokens - 1>(num_tokens, given...);
 }
 
-Weight weight_of(
-    const u8* low, const u8* high, const void* scale, int scale_type, const float* scale_coarse, int scale_repeat,
-    const void* offset, int offset_type, const float* offset_coarse, int offset_repeat, int are_zeros, long group, long K) {
+Weight weight_of(const u8* low, const u8* high, const void* scale, int scale_type,
+                 const float* scale_coarse, int scale_repeat, const void* offset, int offset_type,
+                 const float* offset_coarse, int offset_repeat, int are_zeros, long group, long K) {
     long blocks = (K + BLOCK - 1) / BLOCK;
     return {{low, high, bytes_of(blocks, LOW), HIGH ? bytes_of(blocks, HIGH) : 0},
             {scale, scale_coarse, scale_type, scale_repeat},
             {offset, offset_coarse, offset_type, offset_repeat},
-            bool(are_zeros), group, K, (K + group - 1) / group, blocks};
+            bool(are_zeros),
+            group,
+            K,
+            (K + group - 1) / group,
+            blocks};
 }
 
 } // namespace
 
-#define WEIGHT                                                                                                   \
-    const u8 *low, const u8 *high, const void *scale, int scale_type, const float *scale_coarse, int scale_repeat, \
-        const void *offset, int offset_type, const float *offset_coarse, int offset_repeat, int are_zeros, long group, long K
-#define GIVEN                                                                                                        \
-    low, high, scale, scale_type, scale_coarse, scale_repeat, offset, offset_type, offset_coarse, offset_repeat, are_zeros, \
-        group, K
+#define WEIGHT                                                                                     \
+    const u8 *low, const u8 *high, const void *scale, int scale_type, const float *scale_coarse,   \
+        int scale_repeat, const void *offset, int offset_type, const float *offset_coarse,         \
+        int offset_repeat, int are_zeros, long group, long K
+#define GIVEN                                                                                      \
+    low, high, scale, scale_type, scale_coarse, scale_repeat, offset, offset_type, offset_coarse,  \
+        offset_repeat, are_zeros, group, K
 
-// x [T, K], out [T, stride]; rows 0 to N. A code, or the byte that the table has for it, is (value + bias) / unit.
-extern "C" void multiply_quantized(
-    WEIGHT, const u8* bytes, float bias, float unit, const float* x, float* out, long T, long N, long stride) {
+// x [T, K], out [T, stride]; rows 0 to N. A code, or the byte that the table has for it, is (value
+// + bias) / unit.
+extern "C" void multiply_quantized(WEIGHT, const u8* bytes, float bias, float unit, const float* x,
+                                   float* out, long T, long N, long stride) {
     Weight w = weight_of(GIVEN);
     bool has_offsets = offset_type != NONE;
     Inputs inputs(x, T, K, w.blocks, w.stride());
@@ -391,7 +470,8 @@ extern "C" void multiply_quantized(
 #pragma omp parallel
     {
         // spread() reads past the end
-        std::vector<float> scales(PREPARED * row_stride + LANES), offsets(has_offsets ? PREPARED * row_stride : 0);
+        std::vector<float> scales(PREPARED * row_stride + LANES),
+            offsets(has_offsets ? PREPARED * row_stride : 0);
         Sides sides = {scales.data(), has_offsets ? offsets.data() : nullptr, bias, unit};
 #pragma omp for schedule(dynamic, taken)
         for (long block = 0; block < num_blocks; block++) {
@@ -403,21 +483,26 @@ extern "C" void multiply_quantized(
                     long num_rows = std::min<long>(ROWS, end - first);
                     float sums[TOKENS * ROWS];
                     Sides own = sides.from((first - begin) * row_stride);
-                    if (num_rows == ROWS) multiply_some<ROWS>(num_tokens, w, table, inputs, start, first, own, (float*)sums);
+                    if (num_rows == ROWS)
+                        multiply_some<ROWS>(num_tokens, w, table, inputs, start, first, own,
+                                            (float*)sums);
                     else
                         for (long n = 0; n < num_rows; n++)
-                            multiply_some<1>(num_tokens, w, table, inputs, start, first + n, own.from(n * row_stride), sums + n);
+                            multiply_some<1>(num_tokens, w, table, inputs, start, first + n,
+                                             own.from(n * row_stride), sums + n);
                     for (long t = 0; t < num_tokens; t++)
-                        for (long n = 0; n < num_rows; n++) out[(start + t) * stride + first + n] = sums[t * ROWS + n];
+                        for (long n = 0; n < num_rows; n++)
+                            out[(start + t) * stride + first + n] = sums[t * ROWS + n];
                 }
             }
         }
     }
 }
 
-// out [count, K]: rows `first` to `first + count` in float32, rounded as ops/quantized.py rounds them. A code is
-// levels[code], or code - bias where there are none.
-extern "C" void expand_quantized(WEIGHT, const float* levels, int bias, float* out, long first, long count) {
+// out [count, K]: rows `first` to `first + count` in float32, rounded as ops/quantized.py rounds
+// them. A code is levels[code], or code - bias where there are none.
+extern "C" void expand_quantized(WEIGHT, const float* levels, int bias, float* out, long first,
+                                 long count) {
     Weight w = weight_of(GIVEN);
 #pragma omp parallel for
     for (long row = 0; row < count; row++) {
@@ -432,10 +517,12 @@ extern "C" void expand_quantized(WEIGHT, const float* levels, int bias, float* o
                 std::memcpy(codes + odd * HALF, &own, HALF);
             }
             u8 ordered[BLOCK];
-            for (int i = 0; i < HALF; i++) ordered[2 * i] = codes[i], ordered[2 * i + 1] = codes[HALF + i];
+            for (int i = 0; i < HALF; i++)
+                ordered[2 * i] = codes[i], ordered[2 * i + 1] = codes[HALF + i];
             long begin = block * BLOCK, end = std::min(K, begin + BLOCK);
             for (long k = begin; k < end; k += UNIT) {
-                float scale = scales[k / group], offset = offsets[k / group], *own = out + row * K + k;
+                float scale = scales[k / group], offset = offsets[k / group],
+                      *own = out + row * K + k;
                 const u8* code = ordered + (k - begin);
                 int count = int(std::min<long>(UNIT, end - k));
                 float values[UNIT];

@@ -1,8 +1,9 @@
 // Products of a few tokens with a bf16 weight: out[t, n] = sum over k of x[t, k] * weight[n, k].
 //
-// Such a product costs what reading the weight costs. The weight is in the order of the checkpoint and is read
-// once, a few rows at a time, and prefetched far ahead: the hardware prefetcher alone reaches half of the memory
-// bandwidth. Sums are float32 in a fixed order, so a token has the same result in every batch.
+// Such a product costs what reading the weight costs. The weight is in the order of the checkpoint
+// and is read once, a few rows at a time, and prefetched far ahead: the hardware prefetcher alone
+// reaches half of the memory bandwidth. Sums are float32 in a fixed order, so a token has the same
+// result in every batch.
 
 #include <algorithm>
 #include <cstdint>
@@ -16,9 +17,9 @@
 namespace {
 
 using bf16 = uint16_t;
-constexpr int ROWS = 4;         // of the weight at a time
-constexpr int LINE = 32;        // elements that memory sends at once
-constexpr int AHEAD = 32768;    // elements, 64 KB: on their way to the second cache while these are multiplied
+constexpr int ROWS = 4;  // of the weight at a time
+constexpr int LINE = 32; // elements that memory sends at once
+constexpr int AHEAD = 32768; // elements, 64 KB: on their way to the second cache meanwhile
 constexpr long MOST_TAKEN = 64; // blocks of ROWS rows by a thread at a time
 constexpr int SHARES = 4;       // of a thread, at least: another program may hold one thread up
 
@@ -64,7 +65,9 @@ using Bits = uint32_t __attribute__((vector_size(WIDTH * 4)));
 using Halves = bf16 __attribute__((vector_size(WIDTH * 2), aligned(2)));
 
 inline Sums load(const float* p) { return *(const Vector*)p; }
-inline Sums load(const bf16* p) { return (Sums)(__builtin_convertvector(*(const Halves*)p, Bits) << 16); }
+inline Sums load(const bf16* p) {
+    return (Sums)(__builtin_convertvector(*(const Halves*)p, Bits) << 16);
+}
 inline void add_product(Sums& sums, Sums a, Sums b) { sums += a * b; }
 inline float value_of(float x) { return x; }
 
@@ -101,7 +104,8 @@ void multiply(const Input* x, const bf16* weight, long K, float* sums) { // sums
     for (int n = 0; n < rows; n++)
         for (int t = 0; t < tokens; t++) {
             float sum = total(lanes[n][t]);
-            for (long rest = k; rest < K; rest++) sum += widen(weight[n * K + rest]) * value_of(x[t * K + rest]);
+            for (long rest = k; rest < K; rest++)
+                sum += widen(weight[n * K + rest]) * value_of(x[t * K + rest]);
             sums[t * ROWS + n] = sum;
         }
 }
@@ -115,13 +119,13 @@ void multiply(long num_tokens, const Input* x, const bf16* weight, long K, float
 
 } // namespace
 
-extern "C" void skinny_gemm(
-    const bf16* x,        // [T, K]
-    const bf16* weight,   // [N, K]
-    const bf16* bias,     // [N] or null
-    const bf16* residual, // [T, N] or null
-    void* out,            // [T, N] float if is_wide, otherwise bf16; may be the residual
-    int is_wide, long T, long N, long K) {
+extern "C" void
+skinny_gemm(const bf16* x,        // [T, K]
+            const bf16* weight,   // [N, K]
+            const bf16* bias,     // [N] or null
+            const bf16* residual, // [T, N] or null
+            void* out,            // [T, N] float if is_wide, otherwise bf16; may be the residual
+            int is_wide, long T, long N, long K) {
     const Input* inputs = prepared(x, T * K);
     long num_blocks = (N + ROWS - 1) / ROWS;
     long taken = std::clamp(num_blocks / (SHARES * omp_get_max_threads()), 1l, MOST_TAKEN);
@@ -132,7 +136,8 @@ extern "C" void skinny_gemm(
         for (long start = 0; start < T; start += TOKENS) {
             long num_tokens = std::min<long>(TOKENS, T - start);
             float sums[TOKENS * ROWS];
-            if (num_rows == ROWS) multiply<ROWS>(num_tokens, inputs + start * K, rows, K, sums);
+            if (num_rows == ROWS)
+                multiply<ROWS>(num_tokens, inputs + start * K, rows, K, sums);
             else
                 for (long n = 0; n < num_rows; n++)
                     multiply<1>(num_tokens, inputs + start * K, rows + n * K, K, sums + n);
@@ -142,8 +147,10 @@ extern "C" void skinny_gemm(
                     float sum = sums[t * ROWS + n];
                     if (bias) sum += widen(bias[first + n]);
                     if (residual) sum += widen(residual[at]);
-                    if (is_wide) ((float*)out)[at] = sum;
-                    else ((bf16*)out)[at] = round_to_bf16(sum);
+                    if (is_wide)
+                        ((float*)out)[at] = sum;
+                    else
+                        ((bf16*)out)[at] = round_to_bf16(sum);
                 }
         }
     }

@@ -1,39 +1,41 @@
 // Products with quantised rows, for a few tokens: the codes' bytes set the pace.
 //
-// A warp takes 16 rows x 128 columns at a time, a step. Codes lie in memory as its threads read them
-// (`ops/tiles.py`): 16 bytes of a thread hold what its part of the tensor cores' operand needs, of row
-// lane / 4 and of the row 8 below it. They become pairs of bf16 or fp16 by bit operations, exactly, and
-// scales multiply the sums of a group of columns, not its weights.
+// A warp takes 16 rows x 128 columns at a time, a step. Codes lie in memory as its threads read
+// them (`ops/tiles.py`): 16 bytes of a thread hold what its part of the tensor cores' operand
+// needs, of row lane / 4 and of the row 8 below it. They become pairs of bf16 or fp16 by bit
+// operations, exactly, and scales multiply the sums of a group of columns, not its weights.
 //
-//   run 0: columns 0..31            run 1: 32..63 ...         a run: two instructions of 16 columns
-//   thread 0: 0..7, 1: 8..15, 2: 16..23, 3: 24..31            (with groups of 16 columns a thread takes
-//                                                              4 of each 16, so that none spans two)
+//   a run, two instructions:  columns 0..31, then 32..63, ...
+//   of it, threads 0 to 3:    columns 0..7, 8..15, 16..23, 24..31
+//
+// With groups of 16 columns a thread takes 4 of each 16, so that no instruction spans two groups.
 //
 // What is added to a group's codes (a zero point, an offset, what 4 bits are made a number with)
 // multiplies the sum of its tokens' values, which an instruction with a left side of ones gives.
 //
-// A norm or an activation before the product is done once by a block, in shared memory (IS_STAGED), and
-// a norm's 1 / rms multiplies the sums at the end: bf16 has float32's range, so nothing is lost. fp16 may
-// overflow there, so with it 1 / rms comes first, which reads the tokens once more.
+// A norm or an activation before the product is done once by a block, in shared memory (IS_STAGED),
+// and a norm's 1 / rms multiplies the sums at the end: bf16 has float32's range, so nothing is
+// lost. fp16 may overflow there, so with it 1 / rms comes first, which reads the tokens once more.
 //
-// A record holds the scales of one row in one step: coarse ones, then those of its groups, then zeros or
-// offsets, in the types of the file. Products are exact up to float32's rounding of sums.
+// A record holds the scales of one row in one step: coarse ones, then those of its groups, then
+// zeros or offsets, in the types of the file. Products are exact up to float32's rounding of sums.
 //
-// Given when it is compiled: MODE, COLUMNS, WARPS, ROW_WARPS (with rows of their own), ROW_TILES (of 16), TOKEN_TILES (of 8), HELD
-// (steps on their way), BLOCKS (on a multiprocessor), STAGED_TOKENS, BITS, IS_FLOAT8, ZERO, GROUP, RECORD_BYTES,
-// SCALE_TYPE, COARSE_TYPE, OFFSET_TYPE, OFFSET_COARSE_TYPE, OFFSET_KIND, HAS_NORM, IS_SWIGLU, HAS_BIAS,
-// HAS_RESIDUAL, IS_BFLOAT, IS_OUT_FLOAT, and of experts NUM_EXPERTS, SLOTS (of a token, the shared
-// expert's included), HAS_SHARED, IS_LISTED.
+// Given when it is compiled: MODE, COLUMNS, WARPS, ROW_WARPS (with rows of their own), ROW_TILES
+// (of 16), TOKEN_TILES (of 8), HELD (steps on their way), BLOCKS (on a multiprocessor),
+// STAGED_TOKENS, BITS, IS_FLOAT8, ZERO, GROUP, RECORD_BYTES, SCALE_TYPE, COARSE_TYPE, OFFSET_TYPE,
+// OFFSET_COARSE_TYPE, OFFSET_KIND, HAS_NORM, IS_SWIGLU, HAS_BIAS, HAS_RESIDUAL, IS_BFLOAT,
+// IS_OUT_FLOAT, and of experts NUM_EXPERTS, SLOTS (of a token, the shared expert's included),
+// HAS_SHARED, IS_LISTED.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-#define LINEAR 0       // x [T, K] -> out [T, N]
-#define GATE_UP 1      // of an expert's pairs: silu(gate) * up
-#define DOWN_PAIRS 2   // of an expert's pairs, an output each
-#define DOWN_TOKEN 3   // of all experts of one token, by their weights, and the residual
-#define EXPAND 4       // the rows themselves, or those of some ids
+#define LINEAR 0     // x [T, K] -> out [T, N]
+#define GATE_UP 1    // of an expert's pairs: silu(gate) * up
+#define DOWN_PAIRS 2 // of an expert's pairs, an output each
+#define DOWN_TOKEN 3 // of all experts of one token, by their weights, and the residual
+#define EXPAND 4     // the rows themselves, or those of some ids
 
 #define FLOAT32 0
 #define BFLOAT16 1
@@ -48,19 +50,21 @@ typedef unsigned char u8;
 
 constexpr int STEP = 128, RUNS = 4, CHUNKS = BITS / 4;
 constexpr int STEPS = (COLUMNS + STEP - 1) / STEP;
-constexpr int GROUPS = GROUP < STEP ? STEP / GROUP : 1;  // with scales of their own, in a step
-constexpr int TILE_CODES = STEPS * CHUNKS * 1024, TILE_RECORDS = STEPS * 16 * RECORD_BYTES;  // bytes
+constexpr int GROUPS = GROUP < STEP ? STEP / GROUP : 1; // with scales of their own, in a step
+constexpr int TILE_CODES = STEPS * CHUNKS * 1024, TILE_RECORDS = STEPS * 16 * RECORD_BYTES; // bytes
 constexpr int RECORD_WORDS = (RECORD_BYTES + 3) / 4;
-constexpr bool IS_NARROW = GROUP == 16;  // a thread takes 4 columns at a time
+constexpr bool IS_NARROW = GROUP == 16; // a thread takes 4 columns at a time
 constexpr bool IS_WHOLE = COLUMNS % STEP == 0;
-constexpr int MAGIC = BITS != 4 ? 0 : IS_BFLOAT ? 128 : 1024;  // what codes are added to by an exponent
+// What 4-bit codes are added to by an exponent.
+constexpr int MAGIC = BITS != 4 ? 0 : IS_BFLOAT ? 128 : 1024;
 constexpr bool NEEDS_SUMS = OFFSET_KIND != 0 || BITS == 4;
-constexpr float RAISED = IS_FLOAT8 && IS_BFLOAT ? 0x1p60f : 1.0f;  // tokens, by this
-constexpr float SCALED = !IS_FLOAT8 ? 1.0f : IS_BFLOAT ? 0x1p60f : 256.0f;  // and scales
-static_assert(GROUP % 16 == 0 && (STEP % GROUP == 0 || GROUP % STEP == 0), "groups are parts of steps");
+constexpr float RAISED = IS_FLOAT8 && IS_BFLOAT ? 0x1p60f : 1.0f;          // tokens, by this
+constexpr float SCALED = !IS_FLOAT8 ? 1.0f : IS_BFLOAT ? 0x1p60f : 256.0f; // and scales
+static_assert(GROUP % 16 == 0 && (STEP % GROUP == 0 || GROUP % STEP == 0),
+              "groups are parts of steps");
 
 struct Four {
-    u32 part[4];  // two elements each
+    u32 part[4]; // two elements each
 };
 
 #define LOAD(name, instruction)                                                                    \
@@ -133,8 +137,10 @@ __device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
     return d;
 }
 
-// sums [16 rows, 8 tokens] += 16 columns: two parts of each of the thread's two rows, and of its token.
-__device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// sums [16 rows, 8 tokens] += 16 columns: two parts of each of the thread's two rows, and of its
+// token.
+__device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                         u32 b1) {
 #if IS_BFLOAT
 #define INSTRUCTION "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #else
@@ -157,16 +163,17 @@ struct Codes {
 
 #if BITS == 4
 __device__ __forceinline__ u32 four_bit_pair(u32 word) {
-    u32 pair;  // (word & mask) | exponent, which the compiler would do in two instructions
+    u32 pair; // (word & mask) | exponent, which the compiler would do in two instructions
     asm("lop3.b32 %0, %1, %2, %3, 0xea;"
         : "=r"(pair)
         : "r"(word), "n"(0x000f000f), "n"(IS_BFLOAT ? 0x43004300 : 0x64006400));
     return pair;
 }
 #elif IS_FLOAT8
-// The byte's exponent and mantissa, where bf16 or fp16 have theirs: too small by a power of two, 2^120 or
-// 2^8. Half of the first multiplies tokens, the rest the scales, so that no sum leaves float32's range.
-__device__ __forceinline__ u32 float8_pair(u32 word) {  // the upper bytes of both halves
+// The byte's exponent and mantissa, where bf16 or fp16 have theirs: too small by a power of two,
+// 2^120 or 2^8. Half of the first multiplies tokens, the rest the scales, so that no sum leaves
+// float32's range.
+__device__ __forceinline__ u32 float8_pair(u32 word) { // the upper bytes of both halves
     constexpr int SHIFT = IS_BFLOAT ? 4 : 1;
     constexpr u32 kept = (0x7f00u >> SHIFT) * 0x10001u;
     return (word >> SHIFT & kept) | (word & 0x80008000u);
@@ -213,18 +220,19 @@ __device__ constexpr int bytes_of(int type) {
     return type == FLOAT32 ? 4 : type == BFLOAT16 || type == FLOAT16 ? 2 : type == NONE ? 0 : 1;
 }
 
-template <int TYPE>
-__device__ __forceinline__ float field(const Record& record, int byte) {
+template <int TYPE> __device__ __forceinline__ float field(const Record& record, int byte) {
     const u32 word = record.word[byte / 4] >> 8 * (byte % 4);
     if constexpr (TYPE == FLOAT32) return __uint_as_float(word);
     if constexpr (TYPE == BFLOAT16) return __uint_as_float(word << 16);
     if constexpr (TYPE == FLOAT16) return from_float16(word);
     if constexpr (TYPE == UINT8) return from_byte(record.word[byte / 4], byte % 4, 0);
-    if constexpr (TYPE == INT8) return from_byte(record.word[byte / 4] ^ 0x80808080u, byte % 4, 128);
+    if constexpr (TYPE == INT8)
+        return from_byte(record.word[byte / 4] ^ 0x80808080u, byte % 4, 128);
     return 0.0f;
 }
 
-constexpr int COARSE_END = bytes_of(COARSE_TYPE), FINE_START = COARSE_END + bytes_of(OFFSET_COARSE_TYPE);
+constexpr int COARSE_END = bytes_of(COARSE_TYPE),
+              FINE_START = COARSE_END + bytes_of(OFFSET_COARSE_TYPE);
 constexpr int OFFSET_START = FINE_START + GROUPS * bytes_of(SCALE_TYPE);
 
 __device__ __forceinline__ float scale_of(const Record& record, int group) {
@@ -249,10 +257,11 @@ struct Step {
 };
 
 struct RowTiles {
-    const u8* codes[ROW_TILES];  // the thread's own
+    const u8* codes[ROW_TILES]; // the thread's own
     const u8* records[ROW_TILES];
 
-    __device__ __forceinline__ void point(int tile, const u8* all_codes, const u8* all_records, long long row_tile) {
+    __device__ __forceinline__ void point(int tile, const u8* all_codes, const u8* all_records,
+                                          long long row_tile) {
         const int lane = threadIdx.x % 32;
         codes[tile] = all_codes + row_tile * TILE_CODES + lane * 16;
         records[tile] = all_records + row_tile * TILE_RECORDS + lane / 4 * RECORD_BYTES;
@@ -267,7 +276,8 @@ struct RowTiles {
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
                     step.codes[tile][half].chunk[chunk] =
                         load_once(codes[tile] + ((index * CHUNKS + chunk) * 2 + half) * 512);
-                step.records[tile][half] = load_record(records[tile] + (index * 16 + half * 8) * RECORD_BYTES);
+                step.records[tile][half] =
+                    load_record(records[tile] + (index * 16 + half * 8) * RECORD_BYTES);
             }
     }
 };
@@ -275,7 +285,7 @@ struct RowTiles {
 #if MODE == EXPAND
 // out [n, COLUMNS]: block (n, s) writes 16 rows, or one of some ids, in step s.
 extern "C" __global__ void __launch_bounds__(32)
-quantized(const u8* codes, const u8* records, const long long* ids, u16* out, int num_rows) {
+    quantized(const u8* codes, const u8* records, const long long* ids, u16* out, int num_rows) {
     wait_for_previous();
     let_next_start();
     const int lane = threadIdx.x, group = lane / 4, quarter = lane % 4, step = blockIdx.y;
@@ -291,7 +301,8 @@ quantized(const u8* codes, const u8* records, const long long* ids, u16* out, in
         if (!ids && row >= num_rows) continue;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int column = IS_NARROW ? 16 * i + 4 * quarter : i / 2 * 32 + 8 * quarter + i % 2 * 4;
+            const int column =
+                IS_NARROW ? 16 * i + 4 * quarter : i / 2 * 32 + 8 * quarter + i % 2 * 4;
             const int own_group = GROUP < STEP ? column / GROUP : 0;
             const Record& record = held.records[0][half];
             const float scale = scale_of(record, own_group);
@@ -300,32 +311,36 @@ quantized(const u8* codes, const u8* records, const long long* ids, u16* out, in
             unpack(held.codes[0][half], i, first, second);
             if (step * STEP + column >= COLUMNS) continue;
             u32* target = (u32*)(out + row * COLUMNS + step * STEP + column);
-            target[0] = pack(fmaf(low(first) * RAISED, scale, offset), fmaf(high(first) * RAISED, scale, offset));
-            target[1] = pack(fmaf(low(second) * RAISED, scale, offset), fmaf(high(second) * RAISED, scale, offset));
+            target[0] = pack(fmaf(low(first) * RAISED, scale, offset),
+                             fmaf(high(first) * RAISED, scale, offset));
+            target[1] = pack(fmaf(low(second) * RAISED, scale, offset),
+                             fmaf(high(second) * RAISED, scale, offset));
         }
     }
 }
 #else
 
 constexpr int TOKENS = 8 * TOKEN_TILES, THREADS = 32 * WARPS;
-constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS;                   // of a block
-constexpr int SPLIT = MODE == DOWN_TOKEN ? 1 : WARPS / ROW_WARPS;  // warps that share the columns
+constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS;                  // of a block
+constexpr int SPLIT = MODE == DOWN_TOKEN ? 1 : WARPS / ROW_WARPS; // warps that share the columns
 static_assert(MODE == LINEAR || ROW_WARPS == 1, "only there are tokens so many");
-constexpr int OWN = (STEPS + SPLIT - 1) / SPLIT;       // steps of one warp
+constexpr int OWN = (STEPS + SPLIT - 1) / SPLIT; // steps of one warp
 constexpr int HELD_STEPS = HELD < OWN ? HELD : OWN;
-constexpr int AHEAD = TOKEN_TILES == 1 ? 4 : 1;  // runs of the tokens that are on their way
+constexpr int AHEAD = TOKEN_TILES == 1 ? 4 : 1; // runs of the tokens that are on their way
 #define IS_STAGED (HAS_NORM || IS_SWIGLU)
 #define IS_RMS_FIRST (HAS_NORM && !IS_BFLOAT)
-static_assert(!IS_STAGED || (TOKEN_TILES == 1 && STAGED_TOKENS <= 8), "more tokens are prepared by others");
+static_assert(!IS_STAGED || (TOKEN_TILES == 1 && STAGED_TOKENS <= 8),
+              "more tokens are prepared by others");
 
-constexpr int OWN_COLUMNS = IS_NARROW ? 4 : 8;  // of a thread, one after the other
+constexpr int OWN_COLUMNS = IS_NARROW ? 4 : 8; // of a thread, one after the other
 
 // The thread's columns of a run: 8, or twice 4 of each 16. `p` is at its first ones.
 __device__ __forceinline__ Four load_columns(const u16* p, int step, int run) {
     const int column = step * STEP + run * 32, own = OWN_COLUMNS * (threadIdx.x % 4);
     Four v = {};
     if constexpr (IS_NARROW) {
-        if (IS_WHOLE || column + own < COLUMNS) v.part[0] = load_word(p + column), v.part[1] = load_word(p + column + 2);
+        if (IS_WHOLE || column + own < COLUMNS)
+            v.part[0] = load_word(p + column), v.part[1] = load_word(p + column + 2);
         if (IS_WHOLE || column + 16 + own < COLUMNS)
             v.part[2] = load_word(p + column + 16), v.part[3] = load_word(p + column + 18);
     } else {
@@ -334,7 +349,7 @@ __device__ __forceinline__ Four load_columns(const u16* p, int step, int run) {
     return v;
 }
 
-constexpr int STAGED_STRIDE = STEPS * STEP + 32;  // tokens start in different banks
+constexpr int STAGED_STRIDE = STEPS * STEP + 32; // tokens start in different banks
 
 // The thread's own token of each tile of 8: in memory, or staged.
 struct Tokens {
@@ -368,7 +383,8 @@ typedef float Squares[WARPS][STAGED_TOKENS];
 
 __device__ __forceinline__ void share_squares(Squares& shared, float own, int token) {
 #pragma unroll
-    for (int distance = 16; distance; distance /= 2) own += __shfl_xor_sync(0xffffffffu, own, distance);
+    for (int distance = 16; distance; distance /= 2)
+        own += __shfl_xor_sync(0xffffffffu, own, distance);
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32][token] = own;
 }
 
@@ -388,7 +404,8 @@ __device__ __forceinline__ float add_squares(float sum, const Four& token) {
     return sum;
 }
 
-constexpr int STRIDE = 8 * THREADS, PASSES = (STEPS * STEP + STRIDE - 1) / STRIDE;  // of a block, by tokens
+constexpr int STRIDE = 8 * THREADS,
+              PASSES = (STEPS * STEP + STRIDE - 1) / STRIDE; // of a block, by tokens
 
 // Its norm's weights, of which a thread has the same columns of every token.
 struct NormWeights {
@@ -404,18 +421,22 @@ struct NormWeights {
         }
     }
 
-    __device__ __forceinline__ float at(int pass, int i) const { return __uint_as_float(part[pass][i / 4].part[i % 4]); }
+    __device__ __forceinline__ float at(int pass, int i) const {
+        return __uint_as_float(part[pass][i / 4].part[i % 4]);
+    }
 };
 
 // Writes what the product multiplies: the tokens normed (but for 1 / rms), or activated.
-__device__ __forceinline__ void stage(u16* staged, Squares& square_sums, const u16* x, int num_tokens, int x_stride,
-                                      const NormWeights& norm, float eps) {
+__device__ __forceinline__ void stage(u16* staged, Squares& square_sums, const u16* x,
+                                      int num_tokens, int x_stride, const NormWeights& norm,
+                                      float eps) {
 #if IS_RMS_FIRST
 #pragma unroll
     for (int token = 0; token < STAGED_TOKENS; ++token) {
         float squares = 0.0f;
         for (int column = 8 * threadIdx.x; column < COLUMNS; column += STRIDE)
-            squares = add_squares(squares, load_again(x + (long long)min(token, num_tokens - 1) * x_stride + column));
+            squares = add_squares(
+                squares, load_again(x + (long long)min(token, num_tokens - 1) * x_stride + column));
         share_squares(square_sums, squares, token);
     }
     __syncthreads();
@@ -441,7 +462,7 @@ __device__ __forceinline__ void stage(u16* staged, Squares& square_sums, const u
 #else
             const Four up = column < COLUMNS ? load_again(own + COLUMNS + column) : Four{};
 #pragma unroll
-            for (int i = 0; i < 4; ++i)  // rounded first, as an activation in memory would be
+            for (int i = 0; i < 4; ++i) // rounded first, as an activation in memory would be
                 values.part[i] = pack(silu(low(values.part[i])) * low(up.part[i]),
                                       silu(high(values.part[i])) * high(up.part[i]));
             if (RAISED != 1.0f)
@@ -466,7 +487,8 @@ __device__ __forceinline__ void clear(Sums& sums) {
 }
 
 // sums += scale * raw + offset * x_sums, for one group of columns.
-__device__ __forceinline__ void apply_scales(Sums& sums, const Sums& raw, const float (&x_sums)[TOKEN_TILES][4],
+__device__ __forceinline__ void apply_scales(Sums& sums, const Sums& raw,
+                                             const float (&x_sums)[TOKEN_TILES][4],
                                              const Step& step, int group) {
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile)
@@ -486,9 +508,11 @@ __device__ __forceinline__ void apply_scales(Sums& sums, const Sums& raw, const 
         }
 }
 
-// One step of 128 columns; `ahead` holds the tokens' first runs and is filled with those of the next step.
+// One step of 128 columns; `ahead` holds the tokens' first runs and is filled with those of the
+// next step.
 __device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, const Tokens& tokens,
-                                              Four (&ahead)[AHEAD][TOKEN_TILES], int step, int next_step) {
+                                              Four (&ahead)[AHEAD][TOKEN_TILES], int step,
+                                              int next_step) {
     Sums raw;
     float x_sums[TOKEN_TILES][4];
     constexpr u32 ONES = IS_BFLOAT ? 0x3f803f80u : 0x3c003c00u;
@@ -502,7 +526,8 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, cons
         tokens.load(ahead[run % AHEAD], later < RUNS ? step : next_step, later % RUNS);
 #if IS_FLOAT8 && IS_BFLOAT && !IS_STAGED
 #pragma unroll
-        for (int i = 0; i < TOKEN_TILES * 4; ++i) token[i / 4].part[i % 4] = raised(token[i / 4].part[i % 4]);
+        for (int i = 0; i < TOKEN_TILES * 4; ++i)
+            token[i / 4].part[i % 4] = raised(token[i / 4].part[i % 4]);
 #endif
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
@@ -518,12 +543,14 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, cons
                 unpack(held.codes[tile][1], 2 * run + side, a1, a3);
 #pragma unroll
                 for (int i = 0; i < TOKEN_TILES; ++i)
-                    multiply(raw[tile][i], a0, a1, a2, a3, token[i].part[2 * side], token[i].part[2 * side + 1]);
+                    multiply(raw[tile][i], a0, a1, a2, a3, token[i].part[2 * side],
+                             token[i].part[2 * side + 1]);
             }
             if constexpr (NEEDS_SUMS)
 #pragma unroll
                 for (int i = 0; i < TOKEN_TILES; ++i)
-                    multiply(x_sums[i], ONES, ONES, ONES, ONES, token[i].part[2 * side], token[i].part[2 * side + 1]);
+                    multiply(x_sums[i], ONES, ONES, ONES, ONES, token[i].part[2 * side],
+                             token[i].part[2 * side + 1]);
             if (IS_NARROW)
                 apply_scales(sums, raw, x_sums, held, 2 * run + side);
             else if (side == 1 && (run + 1) % RUNS_TO_APPLY == 0)
@@ -532,7 +559,8 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, cons
     }
 }
 
-__device__ __forceinline__ void load_first(Step (&held)[HELD_STEPS], const RowTiles& rows, int first) {
+__device__ __forceinline__ void load_first(Step (&held)[HELD_STEPS], const RowTiles& rows,
+                                           int first) {
 #pragma unroll
     for (int i = 0; i < HELD_STEPS; ++i) {
         const int step = first + i * SPLIT;
@@ -541,8 +569,9 @@ __device__ __forceinline__ void load_first(Step (&held)[HELD_STEPS], const RowTi
 }
 
 // The product with the warp's own steps: first, first + SPLIT, ...
-__device__ __forceinline__ void multiply_own(Sums& sums, Step (&held)[HELD_STEPS], const RowTiles& rows,
-                                             const Tokens& tokens, int first) {
+__device__ __forceinline__ void multiply_own(Sums& sums, Step (&held)[HELD_STEPS],
+                                             const RowTiles& rows, const Tokens& tokens,
+                                             int first) {
     Four ahead[AHEAD][TOKEN_TILES];
 #pragma unroll
     for (int run = 0; run < AHEAD; ++run) tokens.load(ahead[run], min(first, STEPS - 1), run);
@@ -561,9 +590,10 @@ __device__ __forceinline__ void multiply_own(Sums& sums, Step (&held)[HELD_STEPS
 }
 
 #if MODE == LINEAR
-// Rows that are not quantised, after those that are: [num_plain, COLUMNS], as in memory as on paper.
-__device__ __forceinline__ void multiply_plain(Sums& sums, const u16* plain, int first_row, int num_plain,
-                                               const Tokens& tokens, int first) {
+// Rows that are not quantised, after those that are: [num_plain, COLUMNS], as in memory as on
+// paper.
+__device__ __forceinline__ void multiply_plain(Sums& sums, const u16* plain, int first_row,
+                                               int num_plain, const Tokens& tokens, int first) {
     const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
 #pragma unroll 1
     for (int step = first; step < STEPS; step += SPLIT) {
@@ -576,8 +606,8 @@ __device__ __forceinline__ void multiply_plain(Sums& sums, const u16* plain, int
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int row = min(first_row + 16 * tile + 8 * half + group, num_plain - 1);
-                    rows[tile][half] =
-                        load_columns(plain + (long long)row * COLUMNS + OWN_COLUMNS * quarter, step, run);
+                    rows[tile][half] = load_columns(
+                        plain + (long long)row * COLUMNS + OWN_COLUMNS * quarter, step, run);
                 }
 #pragma unroll
             for (int i = 0; i < TOKEN_TILES; ++i)
@@ -585,9 +615,10 @@ __device__ __forceinline__ void multiply_plain(Sums& sums, const u16* plain, int
                 for (int tile = 0; tile < ROW_TILES; ++tile)
 #pragma unroll
                     for (int side = 0; side < 2; ++side)
-                        multiply(sums[tile][i], rows[tile][0].part[2 * side], rows[tile][1].part[2 * side],
-                                 rows[tile][0].part[2 * side + 1], rows[tile][1].part[2 * side + 1],
-                                 token[i].part[2 * side], token[i].part[2 * side + 1]);
+                        multiply(sums[tile][i], rows[tile][0].part[2 * side],
+                                 rows[tile][1].part[2 * side], rows[tile][0].part[2 * side + 1],
+                                 rows[tile][1].part[2 * side + 1], token[i].part[2 * side],
+                                 token[i].part[2 * side + 1]);
         }
     }
 #if IS_STAGED
@@ -601,7 +632,8 @@ __device__ __forceinline__ void multiply_plain(Sums& sums, const u16* plain, int
 typedef float Shared[SPLIT][TOKENS][ROWS + 1];
 
 __device__ __forceinline__ void share_sums(Shared& shared, const Sums& sums) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4,
+              quarter = lane % 4;
     const int first_row = warp / SPLIT * 16 * ROW_TILES;
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile)
@@ -609,8 +641,8 @@ __device__ __forceinline__ void share_sums(Shared& shared, const Sums& sums) {
         for (int token = 0; token < TOKEN_TILES; ++token)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                shared[warp % SPLIT][8 * token + 2 * quarter + i % 2][first_row + 16 * tile + group + 8 * (i / 2)] =
-                    sums[tile][token][i];
+                shared[warp % SPLIT][8 * token + 2 * quarter + i % 2]
+                      [first_row + 16 * tile + group + 8 * (i / 2)] = sums[tile][token][i];
 }
 
 __device__ __forceinline__ float whole_sum(const Shared& shared, int token, int row) {
@@ -629,25 +661,28 @@ __device__ __forceinline__ void store(void* out, long long place, float value) {
 }
 
 #if MODE == LINEAR
-constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS, MAX_EARLY = 4;  // of one thread
+constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS, MAX_EARLY = 4; // of one thread
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* records, const u16* plain,
-          const u16* bias, const u16* residual, void* out, int num_tokens, int num_quantized, int num_plain,
-          int out_stride, int x_stride, int residual_stride, float eps) {
+    quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* records,
+              const u16* plain, const u16* bias, const u16* residual, void* out, int num_tokens,
+              int num_quantized, int num_plain, int out_stride, int x_stride, int residual_stride,
+              float eps) {
     let_next_start();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4,
+              quarter = lane % 4;
     const int num_tiles = (num_quantized + 15) / 16;
     const int num_blocks = (num_quantized + ROWS - 1) / ROWS;
     const int column_warp = warp % SPLIT, row_warp = warp / SPLIT;
     const bool is_plain = blockIdx.x >= num_blocks;
-    const int first_row = (is_plain ? blockIdx.x - num_blocks : blockIdx.x) * ROWS;  // of its kind
+    const int first_row = (is_plain ? blockIdx.x - num_blocks : blockIdx.x) * ROWS; // of its kind
     RowTiles rows;
     Step held[HELD_STEPS];
     if (!is_plain) {
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile)
-            rows.point(tile, codes, records, min(first_row / 16 + row_warp * ROW_TILES + tile, num_tiles - 1));
+            rows.point(tile, codes, records,
+                       min(first_row / 16 + row_warp * ROW_TILES + tile, num_tiles - 1));
         load_first(held, rows, column_warp);
     }
 #if IS_STAGED
@@ -683,18 +718,21 @@ quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* rec
         }
         return sum;
     };
-    float added[OUTPUTS];  // asked for early, if they are few: at the end every thread would wait for them
+    float added[OUTPUTS]; // asked for early, if they are few: at the end every thread would wait
+                          // for them
     if constexpr (OUTPUTS <= MAX_EARLY)
 #pragma unroll
         for (int i = 0; i < OUTPUTS; ++i)
-            added[i] = added_to((threadIdx.x + i * THREADS) % ROWS, (threadIdx.x + i * THREADS) / ROWS);
+            added[i] =
+                added_to((threadIdx.x + i * THREADS) % ROWS, (threadIdx.x + i * THREADS) / ROWS);
 #if IS_STAGED
     stage(staged, square_sums, x, num_tokens, x_stride, norm, eps);
 #endif
     Sums sums;
     clear(sums);
     if (is_plain)
-        multiply_plain(sums, plain, first_row + row_warp * 16 * ROW_TILES, num_plain, tokens, column_warp);
+        multiply_plain(sums, plain, first_row + row_warp * 16 * ROW_TILES, num_plain, tokens,
+                       column_warp);
     else if (column_warp < STEPS)
         multiply_own(sums, held, rows, tokens, column_warp);
     __shared__ Shared shared;
@@ -716,9 +754,9 @@ quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* rec
 #elif MODE == DOWN_TOKEN
 // Block (n, t): ROWS outputs of token t. A warp takes one of the token's experts.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-quantized(const u16* inner, const float* weights, const int* ids, const u8* codes, const u8* records,
-          const u8* shared_codes, const u8* shared_records, const float* shared_weight, const u16* residual,
-          u16* out, int num_tiles) {
+    quantized(const u16* inner, const float* weights, const int* ids, const u8* codes,
+              const u8* records, const u8* shared_codes, const u8* shared_records,
+              const float* shared_weight, const u16* residual, u16* out, int num_tiles) {
     let_next_start();
     const int slot = threadIdx.x / 32, quarter = threadIdx.x % 4;
     const int token = blockIdx.y, width = num_tiles * 16;
@@ -728,7 +766,8 @@ quantized(const u16* inner, const float* weights, const int* ids, const u8* code
     if (is_shared) {
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile)
-            rows.point(tile, shared_codes, shared_records, min((int)blockIdx.x * ROW_TILES + tile, num_tiles - 1));
+            rows.point(tile, shared_codes, shared_records,
+                       min((int)blockIdx.x * ROW_TILES + tile, num_tiles - 1));
         load_first(held, rows, 0);
     }
     wait_for_previous();
@@ -740,13 +779,15 @@ quantized(const u16* inner, const float* weights, const int* ids, const u8* code
         const long long expert = ids[token * ROUTED + slot];
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile)
-            rows.point(tile, codes, records, expert * num_tiles + min((int)blockIdx.x * ROW_TILES + tile, num_tiles - 1));
+            rows.point(tile, codes, records,
+                       expert * num_tiles + min((int)blockIdx.x * ROW_TILES + tile, num_tiles - 1));
         load_first(held, rows, 0);
         weight = weights[token * ROUTED + slot];
     }
     const int place = blockIdx.x * ROWS + threadIdx.x;
     float added = 0.0f;
-    if (threadIdx.x < ROWS && place < width) added = low(residual[(long long)token * width + place]);
+    if (threadIdx.x < ROWS && place < width)
+        added = low(residual[(long long)token * width + place]);
     Tokens tokens;
     tokens.own[0] = inner + ((long long)token * SLOTS + slot) * COLUMNS + OWN_COLUMNS * quarter;
     Sums sums;
@@ -772,15 +813,18 @@ quantized(const u16* inner, const float* weights, const int* ids, const u8* code
 // Block (n, i): of the i-th pair, or tile of pairs, of one expert.
 //   GATE_UP: 16 columns of the inner width; row tile 0 is the gate's, 1 the up's
 //   DOWN_PAIRS: ROWS outputs
-// Pairs that are not listed: the shared expert's, one a token, then slot j of token t at t * routed + j.
+// Pairs that are not listed: the shared expert's, one a token, then slot j of token t at t * routed
+// + j.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-quantized(const u16* x, const int* ids, const int* order, const int* tiles, const u8* codes, const u8* records,
-          const u8* shared_codes, const u8* shared_records, void* out, int num_tokens, int num_tiles) {
+    quantized(const u16* x, const int* ids, const int* order, const int* tiles, const u8* codes,
+              const u8* records, const u8* shared_codes, const u8* shared_records, void* out,
+              int num_tokens, int num_tiles) {
     let_next_start();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4,
+              quarter = lane % 4;
     constexpr int ROUTED = SLOTS - HAS_SHARED;
     wait_for_previous();
-    int expert, num_pairs = 1, first_row = 0, pair = 0;  // a row of what lies between the products
+    int expert, num_pairs = 1, first_row = 0, pair = 0; // a row of what lies between the products
     const int* own_order = order;
     if (IS_LISTED) {
         const int4 tile = ((const int4*)tiles)[blockIdx.y];
@@ -796,13 +840,16 @@ quantized(const u16* x, const int* ids, const int* order, const int* tiles, cons
         first_row = pair;
     }
     const bool is_shared = HAS_SHARED && expert == NUM_EXPERTS;
-    const u8* own_codes = is_shared ? shared_codes : codes + (long long)expert * num_tiles * TILE_CODES;
-    const u8* own_records = is_shared ? shared_records : records + (long long)expert * num_tiles * TILE_RECORDS;
+    const u8* own_codes =
+        is_shared ? shared_codes : codes + (long long)expert * num_tiles * TILE_CODES;
+    const u8* own_records =
+        is_shared ? shared_records : records + (long long)expert * num_tiles * TILE_RECORDS;
     RowTiles rows;
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile) {
-        const int row_tile = MODE == GATE_UP ? blockIdx.x + tile * (num_tiles / 2)
-                                             : min((int)blockIdx.x * ROW_TILES + tile, num_tiles - 1);
+        const int row_tile = MODE == GATE_UP
+                                 ? blockIdx.x + tile * (num_tiles / 2)
+                                 : min((int)blockIdx.x * ROW_TILES + tile, num_tiles - 1);
         rows.point(tile, own_codes, own_records, row_tile);
     }
     Step held[HELD_STEPS];
@@ -820,8 +867,10 @@ quantized(const u16* x, const int* ids, const int* order, const int* tiles, cons
     const int width = num_tiles * 8;
     for (int i = threadIdx.x; i < 16 * num_pairs; i += THREADS) {
         const int row = i % 16, token = i / 16;
-        const float value = silu(whole_sum(shared, token, row)) * whole_sum(shared, token, 16 + row);
-        ((u16*)out)[(long long)(first_row + token) * width + blockIdx.x * 16 + row] = (u16)pack(value, 0.0f);
+        const float value =
+            silu(whole_sum(shared, token, row)) * whole_sum(shared, token, 16 + row);
+        ((u16*)out)[(long long)(first_row + token) * width + blockIdx.x * 16 + row] =
+            (u16)pack(value, 0.0f);
     }
 #else
     const int width = num_tiles * 16;

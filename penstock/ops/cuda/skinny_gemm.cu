@@ -1,45 +1,46 @@
 // out [T, N] = prepared(x) [T, K] @ weight [N, K] transposed + bias + residual, for up to 8 tokens.
 //
-// The weight's bytes set the pace, so nothing else may. A thread loads 16 bytes of a weight row and hands them
-// to the tensor cores as they are: an instruction sums over 16 columns in an order that is ours to choose, as
-// long as weight and activations agree. Here the four threads that share a row take 8 columns each, two
-// instructions' worth, and the tokens are read in the same way. Nothing is converted, shuffled or staged.
+// The weight's bytes set the pace, so nothing else may. A thread loads 16 bytes of a weight row and
+// hands them to the tensor cores as they are: an instruction sums over 16 columns in an order that
+// is ours to choose, as long as weight and activations agree. Here the four threads that share a
+// row take 8 columns each, two instructions' worth, and the tokens are read in the same way.
+// Nothing is converted, shuffled or staged.
 //
 //        columns  0..7   8..15  16..23  24..31          a step of a warp: 16 rows x 32 columns
 //   row 0       thread 0      1       2       3
 //   row 1       thread 4      5       6       7
 //
-// The warps of a block share its rows and split the columns. Each asks for its first HELD steps of weights
-// before the kernel ahead is complete, and keeps as many on their way.
+// The warps of a block share its rows and split the columns. Each asks for its first HELD steps of
+// weights before the kernel ahead is complete, and keeps as many on their way.
 //
-// A norm multiplies x by its weights on the way to the tensor cores, and the sums by 1 / rms at the end: bf16
-// has float32's range, so nothing is lost. fp16 may overflow there, so with it 1 / rms comes first, which reads
-// the tokens once more while the weights are on their way.
+// A norm multiplies x by its weights on the way to the tensor cores, and the sums by 1 / rms at the
+// end: bf16 has float32's range, so nothing is lost. fp16 may overflow there, so with it 1 / rms
+// comes first, which reads the tokens once more while the weights are on their way.
 //
-// Given when it is compiled: K, WARPS, ROW_TILES (of 16 rows), HELD, BLOCKS (on a multiprocessor, which
-// bounds registers), HAS_NORM, HAS_BIAS, HAS_RESIDUAL, IS_BFLOAT, IS_OUT_FLOAT.
+// Given when it is compiled: K, WARPS, ROW_TILES (of 16 rows), HELD, BLOCKS (on a multiprocessor,
+// which bounds registers), HAS_NORM, HAS_BIAS, HAS_RESIDUAL, IS_BFLOAT, IS_OUT_FLOAT.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 
 constexpr int STEP_COLUMNS = 32, TOKENS = 8, ROWS = 16 * ROW_TILES, THREADS = 32 * WARPS;
-constexpr int STEPS = K / (STEP_COLUMNS * WARPS);  // of one warp
+constexpr int STEPS = K / (STEP_COLUMNS * WARPS); // of one warp
 constexpr int HELD_STEPS = HELD < STEPS ? HELD : STEPS;
-constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS;  // of one thread
+constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS; // of one thread
 #define IS_RMS_FIRST (HAS_NORM && !IS_BFLOAT)
 static_assert(K == WARPS * STEPS * STEP_COLUMNS, "every warp has the same number of steps");
 
 struct Four {
-    u32 part[4];  // two elements each
+    u32 part[4]; // two elements each
 };
 
-#define LOAD(name, instruction)                                                                          \
-    __device__ __forceinline__ Four name(const void* p) {                                                 \
-        Four v;                                                                                           \
-        asm volatile(instruction " {%0, %1, %2, %3}, [%4];"                                               \
-                     : "=r"(v.part[0]), "=r"(v.part[1]), "=r"(v.part[2]), "=r"(v.part[3])                 \
-                     : "l"(p));                                                                           \
-        return v;                                                                                         \
+#define LOAD(name, instruction)                                                                    \
+    __device__ __forceinline__ Four name(const void* p) {                                          \
+        Four v;                                                                                    \
+        asm volatile(instruction " {%0, %1, %2, %3}, [%4];"                                        \
+                     : "=r"(v.part[0]), "=r"(v.part[1]), "=r"(v.part[2]), "=r"(v.part[3])          \
+                     : "l"(p));                                                                    \
+        return v;                                                                                  \
     }
 // For weights, which must not evict others from L1. Not .nc, which ptxas would move after the wait.
 LOAD(load_once, "ld.global.L1::no_allocate.v4.u32")
@@ -87,8 +88,10 @@ __device__ __forceinline__ u32 pack(float first, float second) {
     return pair;
 }
 
-// sums [16 rows, 8 tokens] += 16 columns: two parts of each of the thread's two rows, and of its token.
-__device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// sums [16 rows, 8 tokens] += 16 columns: two parts of each of the thread's two rows, and of its
+// token.
+__device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                         u32 b1) {
 #if IS_BFLOAT
 #define INSTRUCTION "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #else
@@ -109,13 +112,15 @@ __device__ __forceinline__ float add_squares(float sum, const Four& token) {
 }
 
 // The four threads of a token each have the squares of a quarter of the warp's columns.
-__device__ __forceinline__ void share_squares(float (&sums)[WARPS][TOKENS], float own, int warp, int lane) {
+__device__ __forceinline__ void share_squares(float (&sums)[WARPS][TOKENS], float own, int warp,
+                                              int lane) {
     own += __shfl_xor_sync(0xffffffffu, own, 1);
     own += __shfl_xor_sync(0xffffffffu, own, 2);
     if (lane % 4 == 0) sums[warp][lane / 4] = own;
 }
 
-__device__ __forceinline__ float inverse_rms(const float (&square_sums)[WARPS][TOKENS], int token, float eps) {
+__device__ __forceinline__ float inverse_rms(const float (&square_sums)[WARPS][TOKENS], int token,
+                                             float eps) {
     float sum = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) sum += square_sums[warp][token];
@@ -123,10 +128,12 @@ __device__ __forceinline__ float inverse_rms(const float (&square_sums)[WARPS][T
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-skinny_gemm(const u16* x, const float* norm, const u16* weight, const u16* bias, const u16* residual, void* out,
-            int num_tokens, int N, int x_stride, int residual_stride, float eps) {
+    skinny_gemm(const u16* x, const float* norm, const u16* weight, const u16* bias,
+                const u16* residual, void* out, int num_tokens, int N, int x_stride,
+                int residual_stride, float eps) {
     let_next_start();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4,
+              quarter = lane % 4;
     const int first_row = blockIdx.x * ROWS;
     const int first_column = warp * STEPS * STEP_COLUMNS + quarter * 8;
 
@@ -148,11 +155,12 @@ skinny_gemm(const u16* x, const float* norm, const u16* weight, const u16* bias,
                 held[step][tile][half] = load_once(own_rows[tile][half] + step * STEP_COLUMNS);
 
 #if HAS_NORM
-    __shared__ __align__(16) float norms[K];  // every warp fills, and reads, its own columns
+    __shared__ __align__(16) float norms[K]; // every warp fills, and reads, its own columns
 #pragma unroll
     for (int i = 0; i < STEPS * STEP_COLUMNS; i += 4 * 32) {
         const int column = warp * STEPS * STEP_COLUMNS + i + 4 * lane;
-        if (i + 4 * lane < STEPS * STEP_COLUMNS) *(Four*)(norms + column) = load_again(norm + column);
+        if (i + 4 * lane < STEPS * STEP_COLUMNS)
+            *(Four*)(norms + column) = load_again(norm + column);
     }
     __syncwarp();
 #endif
@@ -160,10 +168,11 @@ skinny_gemm(const u16* x, const float* norm, const u16* weight, const u16* bias,
 
     const u16* own_token = x + (long long)min(group, num_tokens - 1) * x_stride + first_column;
     Four next = load_again(own_token);
-    float added[OUTPUTS];  // loaded early: at the end all threads would wait for it
+    float added[OUTPUTS]; // loaded early: at the end all threads would wait for it
 #pragma unroll
     for (int i = 0; i < OUTPUTS; ++i) {
-        const int place = threadIdx.x + i * THREADS, row = first_row + place % ROWS, token = place / ROWS;
+        const int place = threadIdx.x + i * THREADS, row = first_row + place % ROWS,
+                  token = place / ROWS;
         added[i] = 0.0f;
         if (row < N && token < num_tokens) {
 #if HAS_BIAS
@@ -205,11 +214,12 @@ skinny_gemm(const u16* x, const float* norm, const u16* weight, const u16* bias,
 #endif
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile) {
-            const Four upper = held[step % HELD_STEPS][tile][0], lower = held[step % HELD_STEPS][tile][1];
+            const Four upper = held[step % HELD_STEPS][tile][0],
+                       lower = held[step % HELD_STEPS][tile][1];
 #pragma unroll
             for (int i = 0; i < 4; i += 2)
-                multiply(sums[tile], upper.part[i], lower.part[i], upper.part[i + 1], lower.part[i + 1],
-                         token.part[i], token.part[i + 1]);
+                multiply(sums[tile], upper.part[i], lower.part[i], upper.part[i + 1],
+                         lower.part[i + 1], token.part[i], token.part[i + 1]);
             if (step + HELD_STEPS < STEPS)
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
