@@ -14,6 +14,9 @@ FLAGS ?=
 # Libraries choose their kernels, and so their rounding, by the CPU: these make them choose as on an older one.
 AS_AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 
+# Kernels are compiled with this one: what it understands, newer ones have understood too.
+OLDEST_TRITON := 3.6.0
+
 # Hundreds of processes start, which read compiled modules only where one of them may write these.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 
@@ -58,6 +61,7 @@ $(VENV)/installed: pyproject.toml | $(VENV)/torch
 
 $(VENV)/installed-test: pyproject.toml | $(VENV)/torch
 	$(BIN)/python -m pip install -q -e '.[test]'
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/oldest triton==$(OLDEST_TRITON)
 	@touch $@ $(VENV)/installed
 
 # Debian's chromium-headless-shell or chromium will do; CHROMIUM=path names another one.

@@ -15,6 +15,7 @@ from penstock.ops.cuda import quantized, skinny_gemm
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc
 
 ROOT = Path(__file__).resolve().parents[1]
+OLDEST = Path(sys.prefix) / "oldest"  # the oldest Triton that is supported, where make installed it
 # One form of every kernel for the card the tiles are made for, and, for the one with the least
 # shared memory, of those that want much of it: it is these that cards disagree on. `pytest -m slow`
 # compiles all else.
@@ -81,7 +82,8 @@ def test_kernels_compile_and_fit(
     # Kept: Triton knows a kernel by its source, and compiles again those that have changed.
     assert pytestconfig.cache is not None
     kept = pytestconfig.cache.mkdir(f"kernels-{capabilities}-{forms}".replace(",", "-"))
-    environment |= {"TRITON_CACHE_DIR": str(kept), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    paths = f"{OLDEST}:{ROOT}:{ROOT / 'tests'}"
+    environment |= {"TRITON_CACHE_DIR": str(kept), "PYTHONPATH": paths}
     # What is not understood or does not fit shows without what LLVM would improve.
     if forms == "one":
         environment |= {"DISABLE_LLVM_OPT": "1", "TRITON_DISABLE_LINE_INFO": "1"}
