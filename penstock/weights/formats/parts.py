@@ -283,7 +283,8 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def _num_repeats(parsed: Any, *, is_repeated: bool = False) -> int:
-    """Of parts without a fixed number; a choice or another repeat inside one is too many."""
+    """Of parts without a fixed number. Inside one, another is too many, and so is a choice that no
+    first letter makes."""
     found = 0
     for kind, given in parsed:
         if str(kind) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
@@ -292,7 +293,7 @@ def _num_repeats(parsed: Any, *, is_repeated: bool = False) -> int:
             found += MAX_REPEATS + 1 if varies and is_repeated else int(varies)
             found += _num_repeats(inner, is_repeated=is_repeated or most > 1)
             continue
-        if str(kind) == "BRANCH" and is_repeated:
+        if str(kind) == "BRANCH" and is_repeated and not _begin_apart(given[1]):
             found += MAX_REPEATS + 1
         for part in given if isinstance(given, tuple | list) else ():
             branches = part if isinstance(part, list) else [part]
@@ -302,3 +303,10 @@ def _num_repeats(parsed: Any, *, is_repeated: bool = False) -> int:
                 if isinstance(branch, re_parser.SubPattern)
             )
     return found
+
+
+def _begin_apart(branches: list[Any]) -> bool:
+    """Whether their first letters say which of them it is."""
+    first = [branch[0] for branch in branches if len(branch)]
+    letters = {given for kind, given in first if str(kind) == "LITERAL"}
+    return len(letters) == len(branches)
