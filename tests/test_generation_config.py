@@ -99,9 +99,9 @@ def test_silent_requests_are_sampled_and_choices_differ(server: Server) -> None:
     assert len({choice["message"]["content"] for choice in choices}) == 2
     greedy = server.post({**STORY, "n": 2, "temperature": 0}).json()["choices"]
     assert len({choice["message"]["content"] for choice in greedy}) == 1
-    prompt = {"prompt": "Once upon", "n": 2}
+    prompt = {"prompt": "Once upon", "n": 8}  # so many that not all end at once
     texts = [choice["text"] for choice in server.post(prompt, "/v1/completions").json()["choices"]]
-    assert texts[0] != texts[1]
+    assert len(set(texts)) > 1
 
 
 def test_health_and_the_log_say_the_effective_values(server: Server) -> None:
