@@ -12,7 +12,7 @@ import pytest
 
 from compile_cases import quantized_cases, skinny_gemm_cases
 from penstock.ops.cuda import quantized, skinny_gemm
-from penstock.ops.cuda.program import CudaError, compile_source, nvrtc
+from penstock.ops.cuda.program import CudaError, compile_source, nvrtc, read_source
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST = Path(sys.prefix) / "oldest"  # the oldest Triton that is supported, where make installed it
@@ -117,11 +117,11 @@ def test_the_cuda_source_compiles_too(
     sources = ((skinny_gemm.SOURCE, skinny_gemm_cases()), (quantized.SOURCE, quantized_cases()))
     for path, cases in sources:
         for constants in cases:
-            image = compile_source(path.read_text(), constants, f"sm_{capability}")
+            image = compile_source(read_source(path), constants, f"sm_{capability}")
             assert image.startswith(b"\x7fELF")
     kept = list((tmp_path / "penstock" / "kernels").glob("*.cubin"))
     assert len(kept) == sum(len(cases) for _, cases in sources)
-    again = compile_source(path.read_text(), constants, f"sm_{capability}")
+    again = compile_source(read_source(path), constants, f"sm_{capability}")
     assert again == image, "taken from disk"
 
 

@@ -10,7 +10,6 @@ specification of the kernels, gives the numbers of the file.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -292,8 +291,3 @@ def _ungather(codes: Tensor, bits: int, is_float8: bool, is_narrow: bool) -> Ten
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     order = _order(bits, is_float8, is_narrow).to(codes.device)
     return torch.empty_like(codes).index_copy_(-1, order, codes).unflatten(-1, (TILE_ROWS, STEP))
-
-
-def moved(rows: TiledRows, change: Callable[[Tensor], Tensor]) -> TiledRows:
-    columns = None if rows.columns is None else change(rows.columns)
-    return replace(rows, codes=change(rows.codes), records=change(rows.records), columns=columns)

@@ -157,12 +157,15 @@ def _fill(
     rounded = _weights_to_round(model, quantization)
     progress.start(sum(p.numel() * p.element_size() for _, p in named), f"random, seed {seed}, ")
     for name, parameter in named:
-        weight = weights.get(name.removesuffix(".values"))
-        if weight is not None:
+        weight_name = name.removesuffix(".values")
+        weight = weights.get(weight_name)
+        if weight is None:
+            fill_parameter(name, parameter.data, seed)
+        else:
             weight.allocate(device)
-        fill_parameter(name, (parameter if weight is None else weight.values).data, seed)
-        if name.removesuffix(".values") in rounded and weight is not None:
-            quantize_weight(weight, rounded[name.removesuffix(".values")])
+            fill_parameter(name, weight.values.data, seed)
+            if weight_name in rounded:
+                quantize_weight(weight, rounded[weight_name])
         progress.advance(parameter.numel() * parameter.element_size())
 
 
@@ -204,18 +207,18 @@ def _copy(
     }
     for name in weights.keys() - quantized.keys() - rounded.keys():
         weights[name].allocate(device)
-    _assert_covered(targets_of(model), placements.values())
+    parameters = targets_of(model)
+    _assert_covered(parameters, placements.values())
     num_left = Counter(placements[tensor.name].parameter for tensor in wanted)
     expanded = [tensor for tensor in wanted if placements[tensor.name].parameter not in quantized]
     _tell_expansion(expanded, model.dtype)  # type: ignore[arg-type]
-    parameters = targets_of(model)
     filled_by: dict[tuple[str, str], StoredTensor] = {}
     for tensor in wanted:
         placement = placements[tensor.name]
         name = placement.parameter
         place = (name, repr(placement.index))
         if place in filled_by:
-            _check_equal(path, filled_by[place], tensor, placement, targets_of(model)[name].dtype)
+            _check_equal(path, filled_by[place], tensor, placement, parameters[name].dtype)
         elif name in quantized:
             quantized[name].add(tensor, placement)
         else:

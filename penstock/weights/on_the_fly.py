@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock.ops import Weight
-from penstock.ops.tiles import can_tile, tile
 from penstock.ops.weight import Part
 from penstock.weights.codes import Codes, Scales
-from penstock.weights.packing import pack
+from penstock.weights.packing import for_device, pack
 
 SCHEMES = ("fp8", "int8", "int4")
 BLOCK = 128
@@ -38,8 +37,7 @@ def _rows(values: Tensor, scheme: str) -> Part:
     else:
         count = max(1, ROUNDED_ELEMENTS // values[0].numel())
         codes = _stacked([round_to(some, scheme) for some in values.split(count)])
-    rows = pack(codes)
-    return tile(rows) if values.is_cuda and can_tile(rows) else rows
+    return for_device(pack(codes), values.dtype)
 
 
 def _stacked(some: list[Codes]) -> Codes:

@@ -132,7 +132,8 @@ class WeightParts:
         for _, by_expert in sorted(self._found.items()):
             own = [part for _, part in sorted(by_expert.items())]
             parts.append(self._stacked(own) if self._is_stack else own[0])
-        self._weight.quantize(tuple(self._for_device(part) for part in _joined(parts)))
+        dtype = self._weight.values.dtype
+        self._weight.quantize(tuple(for_device(part, dtype) for part in _joined(parts)))
 
     def _read(self, tensor: StoredTensor, placement: Placement) -> Part:
         if tensor.read_codes is None:
@@ -153,11 +154,12 @@ class WeightParts:
     def _plain(self, values: Tensor) -> Tensor:
         return values.to(self._device, self._weight.values.dtype).contiguous()
 
-    def _for_device(self, part: Part) -> Part:
-        """Tiles on a GPU; what has none there is expanded."""
-        if self._device.type != "cuda" or not isinstance(part, QuantizedRows):
-            return part
-        return tile(part) if can_tile(part) else self._plain(part.dequantize())
+
+def for_device(part: Part, dtype: torch.dtype) -> Part:
+    """As its device multiplies with it: tiles on a GPU; what has none there is expanded."""
+    if not isinstance(part, QuantizedRows) or not part.low.is_cuda:
+        return part
+    return tile(part) if can_tile(part) else part.dequantize().to(dtype).contiguous()
 
 
 def _joined(parts: list[Part]) -> list[Part]:

@@ -23,6 +23,7 @@ from penstock.ops.cache_folder import cache_folder, write_whole
 
 START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 FIRST_CAPABILITY = (8, 0)
+TENSOR_CORES = Path(__file__).with_name("tensor_cores.cu")
 
 
 class CudaError(Exception):
@@ -66,7 +67,7 @@ class Program:
         self, source: Path, name: str, constants: tuple[tuple[str, int], ...], device: torch.device
     ) -> None:
         major, minor = torch.cuda.get_device_capability(device)
-        image = compile_source(source.read_text(), dict(constants), f"sm_{major}{minor}")
+        image = compile_source(read_source(source), dict(constants), f"sm_{major}{minor}")
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._module, self._function = c_void_p(), c_void_p()
         torch.cuda.current_stream(device)  # a thread that has done nothing yet has no context
@@ -107,6 +108,11 @@ def program(
     source: Path, name: str, constants: tuple[tuple[str, int], ...], device: torch.device
 ) -> Program:
     return Program(source, name, constants, device)
+
+
+def read_source(path: Path) -> str:
+    """Of a kernel on tensor cores, with what all of them share."""
+    return TENSOR_CORES.read_text() + path.read_text()
 
 
 def compile_source(source: str, constants: Mapping[str, int], architecture: str) -> bytes:

@@ -45,37 +45,48 @@ def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
     return is_few and is_aligned and x.dtype in DTYPES and is_available(x.device)
 
 
-def can_stage(part: Part, num_tokens: int) -> bool:
-    """Whether a norm or an activation may be left to `multiply_parts`."""
-    staged = 2 * part.shape[-1] << max(0, num_tokens - 1).bit_length()
-    is_in_order = isinstance(part, Tensor) or getattr(part, "columns", None) is None
-    return num_tokens <= MAX_STAGED and staged <= STAGED_BYTES and is_in_order
+def can_stage(parts: tuple[Part, ...], product: Product) -> bool:
+    """Whether a norm or an activation may be left to `multiply_parts`: every launch must be one of
+    tiled rows whose columns are in order.
+    """
+    num_tokens = product.num_tokens
+    staged = 2 * product.shape[1] << max(0, num_tokens - 1).bit_length()
+    launches = [part for part, plain in _launches(parts)]
+    are_in_order = all(isinstance(one, TiledRows) and one.columns is None for one in launches)
+    return num_tokens <= MAX_STAGED and staged <= STAGED_BYTES and are_in_order
+
+
+def _launches(parts: tuple[Part, ...]) -> list[tuple[Part, Tensor | None]]:
+    """Parts that are multiplied one after the other, and rows that are not quantised that take
+    part: those after tiled rows whose columns are in order.
+    """
+    launches: list[tuple[Part, Tensor | None]] = []
+    for part in parts:
+        last, plain = launches[-1] if launches else (None, None)
+        takes_more = isinstance(last, TiledRows) and last.columns is None and plain is None
+        if last is not None and takes_more and isinstance(part, Tensor):
+            launches[-1] = (last, part)
+        else:
+            launches.append((part, None))
+    return launches
 
 
 def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
-    """Rows that are not quantised take part in the launch of those before them."""
-    out, first, left = product.new_out(), 0, list(parts)
-    while left:
-        part = left.pop(0)
-        is_in_order = isinstance(part, TiledRows) and part.columns is None
-        plain = left[0] if left and is_in_order else None
-        plain = plain if isinstance(plain, Tensor) else None
-        if plain is not None:
-            left.pop(0)
+    """A part before tiled rows, or after permuted ones, is a product of the library's."""
+    out, first = product.new_out(), 0
+    for part, plain in _launches(parts):
         size = part.shape[0] + (0 if plain is None else len(plain))
         own = slice(first, first + size)
         first += size
         bias = None if product.bias is None else product.bias[own]
         residual = None if product.residual is None else product.residual[:, own]
-        x = product.x
         if isinstance(part, Tensor):
-            _multiply_plain(product, part, out[:, own], bias, residual)
+            found = torch.nn.functional.linear(product.x, part, bias)
+            out[:, own] = found if residual is None else found + residual
             continue
         assert isinstance(part, TiledRows), "rows on a GPU are tiled"
-        if part.columns is not None:
-            x = x[:, part.columns.long()]
         multiply(
-            x,
+            product.x if part.columns is None else product.x[:, part.columns.long()],
             part,
             out[:, own],
             plain=plain,
@@ -86,20 +97,6 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
             swiglu=product.is_swiglu,
         )
     return out
-
-
-def _multiply_plain(
-    product: Product, rows: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None
-) -> None:
-    """Rows before any quantised ones, as some files have them; with a few more launches."""
-    x = product.x.float()
-    if product.is_swiglu:
-        gate, up = x.chunk(2, dim=-1)
-        x = torch.nn.functional.silu(gate) * up
-    if product.norm_weight is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + product.eps) * product.norm_weight
-    found = torch.nn.functional.linear(x.to(rows.dtype), rows, bias)
-    out.copy_(found if residual is None else found + residual)
 
 
 def expand_parts(parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:

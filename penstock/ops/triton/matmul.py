@@ -110,7 +110,7 @@ def _multiply(kernel: str, product: Product, weight: Weight, deterministic: bool
         return product.new_out()
     if weight.parts:
         if not deterministic and quantized.can_multiply_parts(weight.parts, product):
-            if not all(quantized.can_stage(part, num_tokens) for part in weight.parts):
+            if not quantized.can_stage(weight.parts, product):
                 product = _prepare(product)
             return quantized.multiply_parts(weight.parts, product)
         product = replace(product, weight=quantized.expand_parts(weight.parts, product.x.dtype))

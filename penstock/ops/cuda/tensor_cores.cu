@@ -1,0 +1,89 @@
+// What products on tensor cores share: loads of 16 bytes, the hand-over from one kernel to the
+// next, pairs of bf16 or fp16, and the instruction. Read before each source that uses it
+// (`program.py`).
+//
+// Given when it is compiled: IS_BFLOAT.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+struct Four {
+    u32 part[4]; // two elements each
+};
+
+#define LOAD(name, instruction)                                                                    \
+    __device__ __forceinline__ Four name(const void* p) {                                          \
+        Four v;                                                                                    \
+        asm volatile(instruction " {%0, %1, %2, %3}, [%4];"                                        \
+                     : "=r"(v.part[0]), "=r"(v.part[1]), "=r"(v.part[2]), "=r"(v.part[3])          \
+                     : "l"(p));                                                                    \
+        return v;                                                                                  \
+    }
+// For weights, which must not evict others from L1. Not .nc, which ptxas would move after the wait.
+LOAD(load_once, "ld.global.L1::no_allocate.v4.u32")
+LOAD(load_again, "ld.global.v4.u32")
+
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ float low(u32 pair) {
+#if IS_BFLOAT
+    return __uint_as_float(pair << 16);
+#else
+    float f;
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(f) : "r"(pair));
+    return f;
+#endif
+}
+
+__device__ __forceinline__ float high(u32 pair) {
+#if IS_BFLOAT
+    return __uint_as_float(pair & 0xffff0000u);
+#else
+    float f;
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(f) : "r"(pair));
+    return f;
+#endif
+}
+
+__device__ __forceinline__ u32 pack(float first, float second) {
+    u32 pair;
+#if IS_BFLOAT
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+#endif
+    return pair;
+}
+
+// sums [16 rows, 8 tokens] += 16 columns: two parts of each of the thread's two rows, and of its
+// token.
+__device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                         u32 b1) {
+#if IS_BFLOAT
+#define INSTRUCTION "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#else
+#define INSTRUCTION "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#endif
+    asm(INSTRUCTION "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float add_squares(float sum, const Four& token) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float first = low(token.part[i]), second = high(token.part[i]);
+        sum = fmaf(first, first, fmaf(second, second, sum));
+    }
+    return sum;
+}
