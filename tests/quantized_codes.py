@@ -59,7 +59,7 @@ def make_codes(kind: str, N: int, K: int) -> Codes:
         return Codes(numbers(-128, 128, N, K, dtype=SIGNED), 8, (1, K), Scales(reals(N, 1)))
     assert kind == "fp8"
     values = torch.randn(N, K, generator=torch.Generator().manual_seed(0)) * 100
-    values = values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    values = values.clamp(-240, 240).to(torch.float8_e4m3fn)  # no low bits of theirs make a NaN
     return Codes(values, 8, (128, 128), Scales(reals(-(-N // 128), groups)))
 
 

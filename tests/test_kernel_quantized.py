@@ -152,7 +152,7 @@ def _first_matrix(weight: Weight, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
-@pytest.mark.parametrize("name", ["int4", "fp8"])
+@pytest.mark.parametrize("name", ["int4", "fp8 rows"])
 @pytest.mark.parametrize("config", [LLAMA, WIDE_MOE], ids=["llama", "hybrid_moe"])
 def test_an_engine_keeps_codes_on_a_gpu_and_says_what_their_values_say(
     tmp_path: Path, device: str, dtype: torch.dtype, name: str, config: dict[str, Any]
