@@ -17,11 +17,13 @@ from penstock.ops.triton import (
     delta_net_blocks,
     delta_net_convolve,
     delta_net_prepare,
+    fp8,
     launch,
     masking,
     matmul,
     matmul_gemv,
     matmul_small_gemm,
+    moe_fp8_gemm,
     moe_gemv,
     moe_grouped_gemm,
     moe_permute,
@@ -35,6 +37,7 @@ from penstock.ops.triton import (
 from penstock.weights.packing import pack
 from quantized_codes import make_codes
 
+E4M3_KERNELS = {fp8.__name__: 89, moe_fp8_gemm.__name__: 89}  # modules, and their first card
 EXPERT_MODES = (quantized.GATE_UP, quantized.DOWN_PAIRS, quantized.DOWN_TOKEN)
 # A kernel, the types of its arguments, the values of its constexprs, and its options.
 CompileCase = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
@@ -420,6 +423,35 @@ def moe_grouped_gemm_cases() -> list[CompileCase]:
     return cases
 
 
+def fp8_cases() -> list[CompileCase]:
+    """Of Qwen3.5-35B-A3B: tokens, a dense product, and both of experts."""
+    names = ("codes", "row_codes", "source", "expert_codes", "shared_codes")
+    types = dict.fromkeys(names, "*fp8e4nv")
+    types |= dict.fromkeys(("x", "values", "bias", "residual", "out"), "*bf16")
+    names = ("scales", "row_scales", "source_scales", "expert_scales", "shared_scales")
+    types |= dict.fromkeys((*names, "result_scales", "norm_weight"), "*fp32") | {"eps": "fp32"}
+    types |= {"order": "*i32", "tiles": "*i32", "num_tokens": "i32", "x_stride": "i32"}
+    names = ("scale_stride", "out_stride", "residual_stride", "source_count", "num_pairs")
+    types |= dict.fromkeys(names, "i32")
+    steps = {"STEP": tiles.STEP, "TILE_ROWS": tiles.TILE_ROWS, "BY_BLOCK": True}
+    whole = {"num_warps": 8, "BLOCKS": 32, "NUM_BLOCKS": 32}
+    cases = [
+        case(fp8._quantize_kernel, types, whole, **steps,
+             HAS_NORM=True, IS_SWIGLU=False, KEEPS_VALUES=True),
+        case(fp8._multiply_kernel, types, dict(fp8.TILE), **steps, N=12288, K=2048,
+             HAS_BIAS=False, HAS_RESIDUAL=True, COLUMN_TILES=fp8.COLUMN_TILES),
+    ]  # fmt: skip
+    experts = {"E": 256, "HAS_SHARED": True, "SLOTS": 9, "BLOCK_M": moe_fp8_gemm.BLOCK_M, **steps}
+    for is_down, tile, N, K, result in (
+        (False, moe_fp8_gemm.GATE_UP, 1024, 2048, "*fp8e4nv"),
+        (True, moe_fp8_gemm.DOWN, 2048, 512, "*bf16"),
+    ):
+        own = {"IS_DOWN": is_down, "N": N, "K": K, "TOKEN_STEP": tiles.STEP}
+        given = types | {"result": result}
+        cases.append(case(moe_fp8_gemm._grouped_kernel, given, dict(tile), **experts, **own))
+    return cases
+
+
 def moe_permute_cases() -> list[CompileCase]:
     """8192 tokens of the 35B-A3B: (kernel, signature, constexprs, options)."""
     types = dict.fromkeys(("ids", "counts", "order", "tiles"), "*i32")
@@ -654,4 +686,5 @@ def all_cases() -> list[CompileCase]:
         *moe_grouped_gemm_cases(),
         *norm_cases(),
         *sampling_cases(),
+        *fp8_cases(),
     ]

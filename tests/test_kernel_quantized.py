@@ -45,9 +45,13 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
 
 
-def assert_near(seen: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def assert_near(
+    seen: Tensor, expected: Tensor, dtype: torch.dtype, *, is_rounded: bool = False
+) -> None:
+    """`is_rounded`: tokens were quantised too, by a few percent each."""
     error = (seen.double() - expected).abs().max() / expected.abs().max()
-    assert error <= TOLERANCE[dtype], f"off by {error:.4f} of the largest"
+    most = 4e-2 if is_rounded else TOLERANCE[dtype]
+    assert error <= most, f"off by {error:.4f} of the largest"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,17 +67,22 @@ def test_products_are_those_of_the_expanded_rows(
     exact = torch.cat([rows.dequantize(), plain.float()]).double()
     bias, norm = numbers(N + 40, dtype=dtype, seed=3), numbers(K, dtype=torch.float32, seed=4)
     for num_tokens in (1, 3, 8, 13, 40, 64, 200):
+        is_rounded = kind == "fp8" and num_tokens > 64
         x = numbers(num_tokens, K, dtype=dtype, seed=num_tokens)
         residual = numbers(num_tokens, N + 40, dtype=dtype, seed=2)
         expected = x.double() @ exact.T + bias.double() + residual.double()
-        assert_near(linear(x, weight, bias, residual.clone()), expected, dtype)
+        assert_near(
+            linear(x, weight, bias, residual.clone()), expected, dtype, is_rounded=is_rounded
+        )
         normed = torch.nn.functional.rms_norm(x.double(), (K,), norm.double(), eps=1e-6)
         seen = norm_linear(x, norm, 1e-6, weight, out_dtype=torch.float32)
-        assert_near(seen, normed @ exact.T, dtype)
+        assert_near(seen, normed @ exact.T, dtype, is_rounded=is_rounded)
         gate_up = numbers(num_tokens, 2 * K, dtype=dtype, seed=5)
         gate, up = gate_up.double().chunk(2, dim=-1)
         activated = torch.nn.functional.silu(gate) * up
-        assert_near(swiglu_linear(gate_up, weight), activated @ exact.T, dtype)
+        assert_near(
+            swiglu_linear(gate_up, weight), activated @ exact.T, dtype, is_rounded=is_rounded
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,13 +151,16 @@ def test_experts_are_those_of_the_expanded_rows(
             gate, up = (x.double() @ stored[0].dequantize().double().T).chunk(2, dim=-1)
             inner = (torch.nn.functional.silu(gate) * up).to(dtype).double()
             expected += inner @ stored[1].dequantize().double().T * shared_weight.double()
-        assert_near(seen, expected, dtype)
+        is_rounded = kind == "fp8" and num_tokens * k > 8 * E
+        assert_near(seen, expected, dtype, is_rounded=is_rounded)
 
 
 def _first_matrix(weight: Weight, dtype: torch.dtype) -> Any:
     (rows,) = weight.parts
     assert isinstance(rows, TiledRows)
-    return weight_of(replace(rows, codes=rows.codes[0], records=rows.records[0]), dtype=dtype)
+    scales = None if rows.block_scales is None else rows.block_scales[0]
+    own = replace(rows, codes=rows.codes[0], records=rows.records[0], block_scales=scales)
+    return weight_of(own, dtype=dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)

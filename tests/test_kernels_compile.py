@@ -36,7 +36,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
-from compile_cases import all_cases
+from compile_cases import E4M3_KERNELS, all_cases
 
 first, *others = map(int, sys.argv[1].split(","))
 forms, much = sys.argv[2], int(sys.argv[3])
@@ -58,16 +58,21 @@ def shared_memory(capability, kernel, signature, constexprs, options):
 seen = {capability: {} for capability in (first, *others)}
 large = []
 for case in all_cases():
+    least = E4M3_KERNELS.get(case[0].fn.__module__, 80)
+    if first < least:
+        continue
     form = [case[2].get(key, "") for key in ("STAGE", "IS_DOWN", "STORED")]
     name = f"{case[0].fn.__module__}.{case[0].fn.__name__} {form}"
     if name in seen[first] and forms == "one":
         continue
     size = shared_memory(first, *case)
     seen[first].setdefault(name, []).append(size)
-    large += [(name, case)] if size >= much else []
+    large += [(name, case, least)] if size >= much else []
 CUDABackend.make_cubin = lambda *words: b""
 for capability in others:
-    for name, case in large:
+    for name, case, least in large:
+        if capability < least:
+            continue
         seen[capability].setdefault(name, []).append(shared_memory(capability, *case))
 print(json.dumps(seen))
 """

@@ -3,8 +3,9 @@
 A tile is 16 rows x 128 columns, what a warp multiplies in a step. Its codes lie as the warp's
 threads load them, 16 bytes each (`ops/cuda/quantized.cu`); beside them lies a record for each row,
 the scales of its groups of columns. Codes have 4 or 8 bits: 2 and 3 bits take four, 5 and 6 bits
-and codes that stand for other numbers take eight. All of this is lossless: `dequantize`, the
-specification of the kernels, gives the numbers of the file.
+and codes that stand for other numbers take eight. E4M3 codes stay in the order of rows, because
+tensor cores multiply them as they are where tokens are many (`ops/triton/fp8.py`). All of this is
+lossless: `dequantize`, the specification of the kernels, gives the numbers of the file.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from penstock.ops.quantized import QuantizedRows, Scales
 
 TILE_ROWS, STEP = 16, 128  # of a tile
 NARROW_GROUP = 16
+ROW_MAJOR_GROUP = 64  # of E4M3, at least: a warp's instruction takes some of each 64 columns
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.int8: 4}
 NO_TYPE = 5
 FLOAT8_LEVELS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -51,9 +53,11 @@ class TiledRows:
     zero: int  # the code that stands for zero, where there are no zero points
     group: int
     fields: Fields
-    codes: Tensor  # [..., tiles, steps, bytes] uint8
+    codes: Tensor  # [..., tiles, steps, bytes] uint8; row-major: [..., tiles, 16, columns]
     records: Tensor  # [..., tiles, steps, 16, bytes] uint8
     columns: Tensor | None = None  # [K]  the input column of each of ours; None: in order
+    # [..., N / 128, K / 128] float32, of E4M3 whose blocks of 128 x 128 have a scale each
+    block_scales: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,15 +65,20 @@ class TiledRows:
 
     @property
     def num_bytes(self) -> int:
-        return self.codes.nbytes + self.records.nbytes
+        shared = 0 if self.block_scales is None else self.block_scales.nbytes
+        return self.codes.nbytes + self.records.nbytes + shared
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What a kernel is compiled for, beside its sizes."""
-        return self.bits, self.is_float8, self.zero, self.group, self.fields, self.columns is None
+        is_plain = (self.columns is None, self.block_scales is None)
+        return self.bits, self.is_float8, self.zero, self.group, self.fields, is_plain
 
     def dequantize(self) -> Tensor:  # [..., N, K] float32
-        codes = self._untiled(_ungather(self.codes, self.bits, self.is_float8, self.is_narrow))
+        if self.is_row_major:
+            codes = self.codes.flatten(-3, -2)[..., : self.num_rows, : self.num_columns]
+        else:
+            codes = self._untiled(_ungather(self.codes, self.bits, self.is_float8, self.is_narrow))
         if self.is_float8:
             values = FLOAT8_LEVELS.to(codes.device)[codes.long()]
         else:
@@ -92,6 +101,10 @@ class TiledRows:
         chosen = replace(self, num_rows=TILE_ROWS, codes=codes, records=records).dequantize()
         own_rows = chosen[torch.arange(len(flat), device=flat.device), flat % TILE_ROWS]
         return own_rows.view(*ids.shape, self.num_columns)
+
+    @property
+    def is_row_major(self) -> bool:
+        return self.is_float8 and self.group >= ROW_MAJOR_GROUP
 
     @property
     def is_narrow(self) -> bool:
@@ -140,8 +153,9 @@ def tile(rows: QuantizedRows) -> TiledRows:
     tiled = [_tile(rows.take(first, first + count)) for first in range(0, len(rows.low), count)]
     if len({one.kind for one in tiled}) > 1:  # some have narrower scales than others
         return _tile(rows)
-    codes, records = ([getattr(one, name) for one in tiled] for name in ("codes", "records"))
-    return replace(tiled[0], codes=torch.cat(codes), records=torch.cat(records))
+    names = ["codes", "records", *(["block_scales"] if tiled[0].block_scales is not None else [])]
+    joined = {name: torch.cat([getattr(one, name) for one in tiled]) for name in names}
+    return replace(tiled[0], **joined)  # type: ignore[arg-type]
 
 
 def _tile(rows: QuantizedRows) -> TiledRows:
@@ -159,11 +173,12 @@ def _tile(rows: QuantizedRows) -> TiledRows:
     group = rows.group if rows.group < rows.num_columns else max(STEP, rows.group // STEP * STEP)
     fields, records = _records(scales, rows.offsets, rows.are_zeros, group, steps)
     padding = (0, steps * STEP - rows.num_columns, 0, -rows.num_rows % TILE_ROWS)
-    blocks = torch.nn.functional.pad(codes, padding)
-    blocks = blocks.unflatten(-1, (steps, STEP)).unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2)
+    padded = torch.nn.functional.pad(codes, padding).unflatten(-2, (-1, TILE_ROWS))
+    if not (is_float8 and group >= ROW_MAJOR_GROUP):
+        blocks = padded.unflatten(-1, (steps, STEP)).transpose(-3, -2)
+        padded = _gather(blocks, bits, is_float8, group == NARROW_GROUP)
     records = torch.nn.functional.pad(records, (0, 0, 0, 0, 0, -rows.num_rows % TILE_ROWS))
     records = records.unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2).contiguous()
-    is_narrow = group == NARROW_GROUP
     return TiledRows(
         num_rows=rows.num_rows,
         num_columns=rows.num_columns,
@@ -172,9 +187,22 @@ def _tile(rows: QuantizedRows) -> TiledRows:
         zero=zero,
         group=group,
         fields=fields,
-        codes=_gather(blocks, bits, is_float8, is_narrow),
+        codes=padded.contiguous(),
         records=records,
         columns=rows.columns,
+        block_scales=_block_scales(scales, group) if is_float8 else None,
+    )
+
+
+def _block_scales(scales: Scales, group: int) -> Tensor | None:
+    """One for each STEP rows, if all of these have the same."""
+    own = scales.expand()  # [..., N, groups]
+    if group != STEP or own.shape[-2] % STEP:
+        return None
+    blocks = own.unflatten(-2, (-1, STEP))
+    first = blocks[..., 0, :]
+    return (
+        first.contiguous() if torch.equal(blocks, first.unsqueeze(-2).expand_as(blocks)) else None
     )
 
 

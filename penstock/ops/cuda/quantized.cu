@@ -9,6 +9,7 @@
 //   of it, threads 0 to 3:    columns 0..7, 8..15, 16..23, 24..31
 //
 // With groups of 16 columns a thread takes 4 of each 16, so that no instruction spans two groups.
+// E4M3 codes lie row by row, if no group is smaller than 64 columns: of each 64 a thread takes 16.
 //
 // What is added to a group's codes (a zero point, an offset, what 4 bits are made a number with)
 // multiplies the sum of its tokens' values, which an instruction with a left side of ones gives.
@@ -52,18 +53,27 @@ constexpr int GROUPS = GROUP < STEP ? STEP / GROUP : 1; // with scales of their 
 constexpr int TILE_CODES = STEPS * CHUNKS * 1024, TILE_RECORDS = STEPS * 16 * RECORD_BYTES; // bytes
 constexpr int RECORD_WORDS = (RECORD_BYTES + 3) / 4;
 constexpr bool IS_NARROW = GROUP == 16; // a thread takes 4 columns at a time
+constexpr bool IS_ROW_MAJOR = IS_FLOAT8 && GROUP >= 64;
 constexpr bool IS_WHOLE = COLUMNS % STEP == 0;
 // What 4-bit codes are added to by an exponent.
 constexpr int MAGIC = BITS != 4 ? 0 : IS_BFLOAT ? 128 : 1024;
 constexpr bool NEEDS_SUMS = OFFSET_KIND != 0 || BITS == 4;
-constexpr float RAISED = IS_FLOAT8 && IS_BFLOAT ? 0x1p60f : 1.0f;          // tokens, by this
-constexpr float SCALED = !IS_FLOAT8 ? 1.0f : IS_BFLOAT ? 0x1p60f : 256.0f; // and scales
+constexpr bool ARE_RAISED = IS_FLOAT8 && IS_BFLOAT && TOKEN_TILES == 1; // tokens; else codes are
+constexpr float RAISED = ARE_RAISED ? 0x1p60f : 1.0f;
+constexpr float SCALED = ARE_RAISED ? 0x1p60f : IS_FLOAT8 && !IS_BFLOAT ? 256.0f : 1.0f;
 static_assert(GROUP % 16 == 0 && (STEP % GROUP == 0 || GROUP % STEP == 0),
               "groups are parts of steps");
 
 __device__ __forceinline__ u32 load_word(const void* p) {
     u32 v;
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+// Past the first-level cache: what other multiprocessors wrote.
+__device__ __forceinline__ u32 load_fresh(const void* p) {
+    u32 v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 
@@ -110,11 +120,12 @@ __device__ __forceinline__ u32 four_bit_pair(u32 word) {
 #elif IS_FLOAT8
 // The byte's exponent and mantissa, where bf16 or fp16 have theirs: too small by a power of two,
 // 2^120 or 2^8. Half of the first multiplies tokens, the rest the scales, so that no sum leaves
-// float32's range.
+// float32's range; of many tokens, all of it the codes.
 __device__ __forceinline__ u32 float8_pair(u32 word) { // the upper bytes of both halves
     constexpr int SHIFT = IS_BFLOAT ? 4 : 1;
     constexpr u32 kept = (0x7f00u >> SHIFT) * 0x10001u;
-    return (word >> SHIFT & kept) | (word & 0x80008000u);
+    const u32 pair = (word >> SHIFT & kept) | (word & 0x80008000u);
+    return IS_BFLOAT && !ARE_RAISED ? fma_pair(pair, 0x7b807b80u, 0x80008000u) : pair;
 }
 #else
 __device__ __forceinline__ float byte_value(u32 word, int place) {
@@ -130,8 +141,8 @@ __device__ __forceinline__ void unpack(const Codes& codes, int i, u32& first, u3
 #else
     const u32 word = codes.chunk[i / 4].part[i % 4];
 #if IS_FLOAT8
-    first = float8_pair(word);
-    second = float8_pair(word << 8);
+    first = float8_pair(IS_ROW_MAJOR ? __byte_perm(word, 0, 0x1100) : word);
+    second = float8_pair(IS_ROW_MAJOR ? __byte_perm(word, 0, 0x3322) : word << 8);
 #else
     first = pack(byte_value(word, 0), byte_value(word, 1));
     second = pack(byte_value(word, 2), byte_value(word, 3));
@@ -201,8 +212,14 @@ struct RowTiles {
     __device__ __forceinline__ void point(int tile, const u8* all_codes, const u8* all_records,
                                           long long row_tile) {
         const int lane = threadIdx.x % 32;
-        codes[tile] = all_codes + row_tile * TILE_CODES + lane * 16;
+        codes[tile] = all_codes + row_tile * TILE_CODES +
+                      (IS_ROW_MAJOR ? lane / 4 * (STEPS * STEP) + lane % 4 * 16 : lane * 16);
         records[tile] = all_records + row_tile * TILE_RECORDS + lane / 4 * RECORD_BYTES;
+    }
+
+    static __device__ __forceinline__ int place_of(int index, int chunk, int half) {
+        return IS_ROW_MAJOR ? half * 8 * STEPS * STEP + index * STEP + chunk * 64
+                            : ((index * CHUNKS + chunk) * 2 + half) * 512;
     }
 
     __device__ __forceinline__ void load(Step& step, int index) const {
@@ -213,7 +230,7 @@ struct RowTiles {
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
                     step.codes[tile][half].chunk[chunk] =
-                        load_once(codes[tile] + ((index * CHUNKS + chunk) * 2 + half) * 512);
+                        load_once(codes[tile] + place_of(index, chunk, half));
                 step.records[tile][half] =
                     load_record(records[tile] + (index * 16 + half * 8) * RECORD_BYTES);
             }
@@ -239,8 +256,9 @@ extern "C" __global__ void __launch_bounds__(32)
         if (!ids && row >= num_rows) continue;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int column =
-                IS_NARROW ? 16 * i + 4 * quarter : i / 2 * 32 + 8 * quarter + i % 2 * 4;
+            const int column = IS_NARROW      ? 16 * i + 4 * quarter
+                               : IS_ROW_MAJOR ? i / 4 * 64 + 16 * quarter + i % 4 * 4
+                                              : i / 2 * 32 + 8 * quarter + i % 2 * 4;
             const int own_group = GROUP < STEP ? column / GROUP : 0;
             const Record& record = held.records[0][half];
             const float scale = scale_of(record, own_group);
@@ -265,16 +283,24 @@ static_assert(MODE == LINEAR || ROW_WARPS == 1, "only there are tokens so many")
 constexpr int OWN = (STEPS + SPLIT - 1) / SPLIT; // steps of one warp
 constexpr int HELD_STEPS = HELD < OWN ? HELD : OWN;
 constexpr int AHEAD = TOKEN_TILES == 1 ? 4 : 1; // runs of the tokens that are on their way
+
 #define IS_STAGED (HAS_NORM || IS_SWIGLU)
 #define IS_RMS_FIRST (HAS_NORM && !IS_BFLOAT)
 static_assert(!IS_STAGED || (TOKEN_TILES == 1 && STAGED_TOKENS <= 8),
               "more tokens are prepared by others");
 
-constexpr int OWN_COLUMNS = IS_NARROW ? 4 : 8; // of a thread, one after the other
+constexpr int OWN_COLUMNS = IS_NARROW      ? 4
+                            : IS_ROW_MAJOR ? 16
+                                           : 8; // of a thread, one after the other
+
+// The first column of a run.
+__device__ constexpr int run_start(int run) {
+    return IS_ROW_MAJOR ? run / 2 * 64 + run % 2 * 8 : run * 32;
+}
 
 // The thread's columns of a run: 8, or twice 4 of each 16. `p` is at its first ones.
 __device__ __forceinline__ Four load_columns(const u16* p, int step, int run) {
-    const int column = step * STEP + run * 32, own = OWN_COLUMNS * (threadIdx.x % 4);
+    const int column = step * STEP + run_start(run), own = OWN_COLUMNS * (threadIdx.x % 4);
     Four v = {};
     if constexpr (IS_NARROW) {
         if (IS_WHOLE || column + own < COLUMNS)
@@ -287,7 +313,8 @@ __device__ __forceinline__ Four load_columns(const u16* p, int step, int run) {
     return v;
 }
 
-constexpr int STAGED_STRIDE = STEPS * STEP + 32; // tokens start in different banks
+// Tokens start in different banks.
+constexpr int STAGED_STRIDE = STEPS * STEP + (IS_ROW_MAJOR ? 8 : 32);
 
 // The thread's own token of each tile of 8: in memory, or staged.
 struct Tokens {
@@ -297,7 +324,7 @@ struct Tokens {
 #pragma unroll
         for (int tile = 0; tile < TOKEN_TILES; ++tile) {
 #if IS_STAGED
-            const u16* p = own[tile] + step * STEP + run * 32;
+            const u16* p = own[tile] + step * STEP + run_start(run);
             if constexpr (IS_NARROW) {
                 const u32 *q = (const u32*)p, *r = (const u32*)(p + 16);
                 values[tile] = Four{{q[0], q[1], r[0], r[1]}};
@@ -453,10 +480,11 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, cons
         for (int i = 0; i < TOKEN_TILES; ++i) token[i] = ahead[run % AHEAD][i];
         const int later = run + AHEAD;
         tokens.load(ahead[run % AHEAD], later < RUNS ? step : next_step, later % RUNS);
-#if IS_FLOAT8 && IS_BFLOAT && !IS_STAGED
+#if !IS_STAGED
+        if (ARE_RAISED)
 #pragma unroll
-        for (int i = 0; i < TOKEN_TILES * 4; ++i)
-            token[i / 4].part[i % 4] = raised(token[i / 4].part[i % 4]);
+            for (int i = 0; i < TOKEN_TILES * 4; ++i)
+                token[i / 4].part[i % 4] = raised(token[i / 4].part[i % 4]);
 #endif
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
@@ -681,7 +709,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 }
 
 #elif MODE == DOWN_TOKEN
-// Block (n, t): ROWS outputs of token t. A warp takes one of the token's experts.
+// Block (n, t): ROWS outputs of token t. A warp takes one of the token's experts. Which ones is
+// known before the wait: the kernel before, GATE_UP, lets this one start after its own.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantized(const u16* inner, const float* weights, const int* ids, const u8* codes,
               const u8* records, const u8* shared_codes, const u8* shared_records,
@@ -690,29 +719,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int slot = threadIdx.x / 32, quarter = threadIdx.x % 4;
     const int token = blockIdx.y, width = num_tiles * 16;
     const bool is_shared = HAS_SHARED && slot == SLOTS - 1;
+    constexpr int ROUTED = SLOTS - HAS_SHARED;
+    const int routed = token * ROUTED + (is_shared ? 0 : slot);
+    const long long expert = is_shared ? 0 : (int)load_fresh(ids + routed);
     RowTiles rows;
     Step held[HELD_STEPS];
-    if (is_shared) {
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile)
-            rows.point(tile, shared_codes, shared_records,
-                       min((int)blockIdx.x * ROW_TILES + tile, num_tiles - 1));
-        load_first(held, rows, 0);
-    }
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+        rows.point(tile, is_shared ? shared_codes : codes, is_shared ? shared_records : records,
+                   expert * num_tiles + min((int)blockIdx.x * ROW_TILES + tile, num_tiles - 1));
+    load_first(held, rows, 0);
     wait_for_previous();
-    constexpr int ROUTED = SLOTS - HAS_SHARED;
-    float weight;
-    if (is_shared) {
-        weight = shared_weight[token];
-    } else {
-        const long long expert = ids[token * ROUTED + slot];
-#pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile)
-            rows.point(tile, codes, records,
-                       expert * num_tiles + min((int)blockIdx.x * ROW_TILES + tile, num_tiles - 1));
-        load_first(held, rows, 0);
-        weight = weights[token * ROUTED + slot];
-    }
+    const float weight = is_shared ? shared_weight[token] : weights[routed];
     const int place = blockIdx.x * ROWS + threadIdx.x;
     float added = 0.0f;
     if (threadIdx.x < ROWS && place < width)
@@ -743,23 +761,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 //   GATE_UP: 16 columns of the inner width; row tile 0 is the gate's, 1 the up's
 //   DOWN_PAIRS: ROWS outputs
 // Pairs that are not listed: the shared expert's, one a token, then slot j of token t at t * routed
-// + j.
+// + j. The list is older than GATE_UP, so DOWN_PAIRS, which follows it, reads it before its wait.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantized(const u16* x, const int* ids, const int* order, const int* tiles, const u8* codes,
               const u8* records, const u8* shared_codes, const u8* shared_records, void* out,
               int num_tokens, int num_tiles) {
-    let_next_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4,
               quarter = lane % 4;
     constexpr int ROUTED = SLOTS - HAS_SHARED;
-    wait_for_previous();
+    if (MODE != GATE_UP) let_next_start();
+    const bool knows_rows =
+        MODE != GATE_UP || (HAS_SHARED && !IS_LISTED && (int)blockIdx.y < num_tokens);
+    if (!knows_rows) wait_for_previous();
     int expert, num_pairs = 1, first_row = 0, pair = 0; // a row of what lies between the products
     const int* own_order = order;
     if (IS_LISTED) {
-        const int4 tile = ((const int4*)tiles)[blockIdx.y];
-        expert = tile.x, own_order += tile.y, first_row = tile.z, num_pairs = tile.w;
-        if (num_pairs == 0) return;
-        pair = own_order[min(group, num_pairs - 1)];
+        const int* tile = tiles + 4 * blockIdx.y;
+        expert = load_fresh(tile), own_order += load_fresh(tile + 1);
+        first_row = load_fresh(tile + 2), num_pairs = load_fresh(tile + 3);
+        if (num_pairs == 0) {
+            if (knows_rows) wait_for_previous();
+            return;
+        }
+        if (MODE == GATE_UP) pair = own_order[min(group, num_pairs - 1)];
     } else {
         const int num_shared = HAS_SHARED ? num_tokens : 0;
         const bool is_shared = (int)blockIdx.y < num_shared;
@@ -783,6 +807,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     Step held[HELD_STEPS];
     load_first(held, rows, warp);
+    if (knows_rows) wait_for_previous();
+    if (MODE == GATE_UP) let_next_start(); // what it reads before its own wait is complete now
     Tokens tokens;
     const long long source = MODE == GATE_UP ? pair / SLOTS : first_row + min(group, num_pairs - 1);
     tokens.own[0] = (const u16*)x + source * COLUMNS + OWN_COLUMNS * quarter;

@@ -26,7 +26,6 @@ MAX_TOKENS = 64
 MAX_STAGED = 4  # tokens that blocks norm or activate themselves: of more, each would do too much
 STAGED_BYTES = 36 * 1024  # of them, beside a block's sums
 MAX_WARPS = 16
-HELD_BYTES = 256  # of codes that a thread has on their way
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -159,33 +158,34 @@ def multiply(
 
 
 def linear_rule(rows: TiledRows, token_tiles: int, num_processors: int) -> Tile:
-    """Of a few tokens, where rows are few, many warps share the columns of each; else several small
-    blocks with more rows for each byte of the tokens. Of many tokens a block reads much: its warps
-    take rows of their own, so that it is read for as many as possible.
+    """Of a few tokens, where rows are few, many warps share the columns of each; else blocks are
+    small, so that those of the next kernel find room as they end. Of many tokens a block reads
+    much: its warps take rows of their own, so that it is read for as many as possible.
     """
-    steps = cdiv(rows.num_columns, STEP)
-    is_wide = cdiv(rows.num_rows, TILE_ROWS) >= 4 * num_processors
+    steps, tiles = cdiv(rows.num_columns, STEP), cdiv(rows.num_rows, TILE_ROWS)
+    is_wide = tiles >= 4 * num_processors
     if is_wide and token_tiles >= 4:
         return _tile(2, min(4, 2 * steps), 2, 1, 1)
     if is_wide:
-        return _tile(2, min(4, steps), 1, 2, 3)
+        return _tile(1, min(4, steps), 1, 2, 6) if token_tiles == 1 else _tile(1, 4, 1, 4, 3)
     if token_tiles == 1:
-        return _tile(1, min(16, steps), 1, 2, 1)
+        fits_once = tiles <= num_processors
+        return _tile(1, min(16, steps), 1, 2 if fits_once else 1, 1 if fits_once else 2)
     return _tile(1, min(8, steps), 1, 4, 2 if token_tiles == 2 else 1)
 
 
 def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile:
-    """A warp for each of a token's experts, or four that share an expert's columns. One token asks
-    for everything at once; of more, small blocks take turns.
+    """A warp for each of a token's experts, or several that share an expert's columns. One token
+    asks for all of its experts' last rows at once; of more, small blocks take turns.
     """
     steps = cdiv(rows.num_columns, STEP)
     if mode == DOWN_TOKEN:
-        return _tile(1, slots, 1, 2, 1 if num_tokens == 1 else 2)
+        return _tile(1, slots, 1, 4, 1) if num_tokens == 1 else _tile(1, slots, 1, 2, 2)
     if mode == DOWN_PAIRS:
         return _tile(4, min(4, steps), 1, 1, 4)
-    if num_tokens > 1:
-        return _tile(2, min(4, steps), 1, 1, 6)
-    return _tile(2, min(4, steps), 1, max(1, HELD_BYTES // (16 * rows.bits)), 3)
+    if num_tokens <= MAX_STAGED:
+        return _tile(2, min(8, steps), 1, 1, 3)
+    return _tile(2, min(4, steps), 1, 1, 6)
 
 
 def _tile(row_tiles: int, warps: int, row_warps: int, held: int, blocks: int) -> Tile:

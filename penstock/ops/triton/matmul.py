@@ -9,7 +9,7 @@ anyway. For SMALL_GEMM and CUBLAS it is a kernel of its own: tensor cores would 
 of activations passes through registers.
 
 Quantised weights have kernels of their own (`ops/cuda/quantized.py`) for up to 64 tokens; for more
-they are expanded first.
+they are expanded first, or meet tokens in 8 bits where tensor cores take those (`fp8.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from penstock.ops.cuda.skinny_gemm import (
     skinny_rule,
 )
 from penstock.ops.product import Product
+from penstock.ops.triton import fp8
 from penstock.ops.triton.launch import (
     cdiv,
     launch_options,
@@ -113,6 +114,8 @@ def _multiply(kernel: str, product: Product, weight: Weight, deterministic: bool
             if not quantized.can_stage(weight.parts, product):
                 product = _prepare(product)
             return quantized.multiply_parts(weight.parts, product)
+        if not deterministic and fp8.can_multiply_parts(weight.parts, product):
+            return fp8.multiply_parts(weight.parts, product)
         product = replace(product, weight=quantized.expand_parts(weight.parts, product.x.dtype))
     if deterministic:
         return multiply_small_gemm(_prepare(product), FIXED_TILE)

@@ -1,0 +1,351 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Products of many tokens with E4M3 rows: both sides in 8 bits, on tensor cores that take them.
+
+A token is quantised by blocks of 128 columns, as FP8 checkpoints ask: the largest number of a block
+becomes 448, E4M3's largest. A product of one block is scaled by the block of the token and by that
+of the rows, and added in float32. Rows have a scale for each block of 128 x 128, which the library
+multiplies on Hopper, or one each, which multiplies the sums.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.ops.product import Product
+from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
+from penstock.ops.triton.launch import (
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_previous,
+)
+from penstock.ops.triton.matmul_product import load_activations
+from penstock.ops.triton.tuning import Tile
+from penstock.ops.weight import Part
+
+FIRST_CAPABILITY = (8, 9)
+LIBRARY_CAPABILITY = (9, 0)  # the only one on which cuBLAS takes scales of blocks
+LARGEST = tl.constexpr(448.0)  # of E4M3
+MIN_TOKENS = 65  # fewer meet the codes as they are, unrounded (`ops/cuda/quantized.py`)
+TOKEN_MULTIPLE = 4  # of which there are scales, and so codes: the library reads 16 bytes of them
+TILE: Tile = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
+COLUMN_TILES = 8  # that are computed for neighbouring tokens before the next ones
+
+
+def has_tensor_cores(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+
+
+def can_take(part: Part) -> bool:
+    """Rows with a scale for each block of 128 x 128, or with one each."""
+    if not isinstance(part, TiledRows) or not part.is_float8 or part.columns is not None:
+        return False
+    has_one_each = part.group >= part.num_columns and part.fields.types[0] is None
+    return part.num_columns % STEP == 0 and (part.block_scales is not None or has_one_each)
+
+
+def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
+    """Rows that are not quantised may lie between others."""
+    are_known = all(isinstance(part, Tensor) or can_take(part) for part in parts)
+    is_some = any(isinstance(part, TiledRows) for part in parts)
+    is_many = product.num_tokens >= MIN_TOKENS
+    return is_many and is_some and are_known and has_tensor_cores(product.x.device)
+
+
+def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
+    has_plain = any(isinstance(part, Tensor) for part in parts)
+    codes, scales, x = quantize_tokens(
+        product.x, product.norm_weight, product.eps, product.is_swiglu, keeps_values=has_plain
+    )
+    num_tokens, first = product.num_tokens, 0
+    out = torch.empty(len(codes), product.shape[0], dtype=product.out_dtype, device=codes.device)
+    for part in parts:
+        own = slice(first, first + part.shape[0])
+        first = own.stop
+        bias = None if product.bias is None else product.bias[own]
+        residual = None if product.residual is None else product.residual[:, own]
+        if isinstance(part, Tensor):
+            assert x is not None
+            found = F.linear(x, part, bias)
+            out[:num_tokens, own] = found if residual is None else found + residual
+        else:
+            assert isinstance(part, TiledRows)
+            multiply(codes, scales, part, out[:, own], bias, residual)
+    return out[:num_tokens]
+
+
+def multiply(
+    codes: Tensor,  # [T rounded up, K]
+    scales: Tensor,  # [K / 128, T rounded up]
+    rows: TiledRows,  # [N, K]
+    out: Tensor,  # [T rounded up, N], a part of a larger one or not
+    bias: Tensor | None = None,  # [N]
+    residual: Tensor | None = None,  # [T, N]
+) -> None:
+    """What is computed for tokens that are not there means nothing."""
+    if not _has_library(rows, out):
+        multiply_by_kernel(codes, scales, rows, out, bias, residual)
+        return
+    assert rows.block_scales is not None
+    torch._scaled_mm(
+        codes,
+        codes_of(rows)[: rows.num_rows].t(),
+        scale_a=scales.t(),
+        scale_b=rows.block_scales.t(),
+        out_dtype=out.dtype,
+        out=out,
+    )
+    if bias is not None:
+        out += bias
+    if residual is not None:
+        out[: len(residual)] += residual
+
+
+def _has_library(rows: TiledRows, out: Tensor) -> bool:
+    is_whole = rows.block_scales is not None and rows.num_rows % STEP == 0
+    return (
+        is_whole
+        and out.dtype == torch.bfloat16
+        and out.is_cuda
+        and torch.cuda.get_device_capability(out.device) == LIBRARY_CAPABILITY
+    )
+
+
+def codes_of(rows: TiledRows) -> Tensor:  # [..., N rounded up, K] float8_e4m3fn
+    return rows.codes.flatten(-3, -2).view(torch.float8_e4m3fn)
+
+
+def scales_of(rows: TiledRows) -> Tensor:
+    """Of blocks [..., N / 128, K / 128], or of rows [..., tiles, steps, 16], the same in each."""
+    if rows.block_scales is not None:
+        return rows.block_scales
+    return rows.records.view(rows.fields.scale).squeeze(-1)
+
+
+def quantize_tokens(
+    x: Tensor,  # [T, K], or [T, 2K] (gate, then up) with is_swiglu
+    norm_weight: Tensor | None = None,  # [K] float32
+    eps: float = 0.0,
+    is_swiglu: bool = False,
+    *,
+    keeps_values: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """codes [T rounded up, K], scales [K / 128, T rounded up] float32, and what was quantised, if
+    that is kept.
+    """
+    num_tokens, width = x.shape[0], x.shape[1] // (2 if is_swiglu else 1)
+    num_rows = cdiv(num_tokens, TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+    codes = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(width // STEP, num_rows, device=x.device)
+    values = x.new_empty(num_tokens, width) if keeps_values else None
+    blocks = next_power_of_2(width // STEP)
+    _quantize_kernel[(num_tokens,)](
+        x,
+        x if norm_weight is None else norm_weight,
+        codes,
+        scales,
+        x if values is None else values,
+        num_rows,
+        x.stride(0),
+        eps,
+        NUM_BLOCKS=width // STEP,
+        HAS_NORM=norm_weight is not None,
+        IS_SWIGLU=is_swiglu,
+        KEEPS_VALUES=keeps_values,
+        BLOCKS=blocks,
+        STEP=STEP,
+        num_warps=max(1, min(blocks // 4, 16)),
+        **launch_options(x.device),
+    )
+    return codes, scales, values
+
+
+@triton.jit
+def to_codes(values):
+    """[M, K] float32 -> E4M3 codes, and the scale of each row [M]"""
+    scale = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-12) / LARGEST
+    return (values / scale[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _quantize_kernel(
+    x,
+    norm_weight,
+    codes,
+    scales,
+    values,
+    scale_stride,
+    x_stride,
+    eps,
+    NUM_BLOCKS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_SWIGLU: tl.constexpr,
+    KEEPS_VALUES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program t: token t."""
+    let_next_start(PDL)
+    WIDTH: tl.constexpr = NUM_BLOCKS * STEP
+    token = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, BLOCKS)
+    columns = blocks[:, None] * STEP + tl.arange(0, STEP)[None, :]
+    is_column = columns < WIDTH
+    if HAS_NORM:
+        b_weight = tl.load(norm_weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    p_x = x + token * x_stride + columns
+    b_x = load_activations(p_x, is_column, WIDTH, IS_SWIGLU, BLOCKS == NUM_BLOCKS)
+    if HAS_NORM:
+        mean_square = tl.sum(tl.sum(b_x * b_x, axis=1), axis=0) / WIDTH
+        b_x = b_x * tl.rsqrt(mean_square + eps) * b_weight
+    if KEEPS_VALUES:
+        tl.store(values + token * WIDTH + columns, b_x.to(values.dtype.element_ty), mask=is_column)
+    b_codes, b_scales = to_codes(b_x)
+    tl.store(codes + token * WIDTH + columns, b_codes, mask=is_column)
+    tl.store(scales + blocks * scale_stride + token, b_scales, mask=blocks < NUM_BLOCKS)
+
+
+def multiply_by_kernel(
+    codes: Tensor,  # [T, K]
+    scales: Tensor,  # [K / 128, T]
+    rows: TiledRows,  # [N, K]
+    out: Tensor,  # [T, N]
+    bias: Tensor | None = None,  # [N]
+    residual: Tensor | None = None,  # [T, N]
+    tile: Tile = TILE,
+) -> None:
+    width, num_tokens = codes.shape[1], len(codes) if residual is None else len(residual)
+    grid = (cdiv(num_tokens, tile["BLOCK_M"]) * cdiv(rows.num_rows, tile["BLOCK_N"]),)
+    _multiply_kernel[grid](
+        codes,
+        scales,
+        codes_of(rows),
+        scales_of(rows),
+        out if bias is None else bias,
+        out if residual is None else residual,
+        out,
+        num_tokens,
+        len(codes),
+        out.stride(0),
+        out.stride(0) if residual is None else residual.stride(0),
+        N=rows.num_rows,
+        K=width,
+        STEP=STEP,
+        TILE_ROWS=TILE_ROWS,
+        BY_BLOCK=rows.block_scales is not None,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        COLUMN_TILES=COLUMN_TILES,
+        **tile,
+        **launch_options(codes.device),
+    )
+
+
+@triton.jit
+def multiply_steps(
+    p_codes,  # [M, 1]  of tokens
+    p_scales,  # [M]  of tokens, in the first block of columns
+    scale_stride,
+    is_token,  # [M]
+    p_row_codes,  # [1, N]
+    p_block,  # one: the scale of the rows in the first block of columns
+    K: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+    TOKEN_STEP: tl.constexpr,  # columns with a scale of their own, of tokens
+    STEP: tl.constexpr,  # and of rows
+):
+    """[M, N] float32: the sum over blocks of columns of what tokens and rows give there, without
+    the scales of rows that have one each.
+
+    One number of the rows is loaded in the loop: with one for each of them it takes twice as long.
+    """
+    columns = tl.arange(0, TOKEN_STEP)
+    total = tl.zeros([p_codes.shape[0], p_row_codes.shape[1]], tl.float32)
+    for i in range(K // TOKEN_STEP):
+        b_rows = tl.load(p_row_codes + i * TOKEN_STEP + columns[:, None])
+        p_tokens = p_codes + i * TOKEN_STEP + columns[None, :]
+        b_tokens = tl.load(p_tokens, mask=is_token[:, None], other=0.0)
+        b_scales = tl.load(p_scales + i * scale_stride, mask=is_token, other=0.0)
+        if BY_BLOCK:
+            b_scales *= tl.load(p_block + i * TOKEN_STEP // STEP)
+        total += tl.dot(b_tokens, b_rows) * b_scales[:, None]
+    return total
+
+
+@triton.jit
+def load_row_scales(p_rows, rows, K: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """[N] float32, of rows that have one scale each, from the records of their tiles."""
+    STEPS: tl.constexpr = K // STEP
+    places = rows // TILE_ROWS * (STEPS * TILE_ROWS) + rows % TILE_ROWS
+    return tl.load(p_rows + places).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
+def _multiply_kernel(
+    codes,
+    scales,
+    row_codes,
+    row_scales,
+    bias,
+    residual,
+    out,
+    num_tokens,
+    scale_stride,
+    out_stride,
+    residual_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STEP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Neighbouring programs share rows or tokens: COLUMN_TILES tiles of rows for every tile of
+    tokens, then the next ones."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    tl.static_assert(not BY_BLOCK or STEP % BLOCK_N == 0, "a tile of rows is in one block")
+    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    num_high = tl.cdiv(num_tokens, BLOCK_M)
+    i_group = tl.program_id(0) // (COLUMN_TILES * num_high)
+    width = tl.minimum(TILES - i_group * COLUMN_TILES, COLUMN_TILES)
+    inside = tl.program_id(0) % (COLUMN_TILES * num_high)
+    tokens = (inside // width * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    first_row = (i_group * COLUMN_TILES + inside % width) * BLOCK_N
+    rows = first_row + tl.arange(0, BLOCK_N)
+    is_token, is_row = tokens < num_tokens, rows < N
+    own = tl.minimum(rows, N - 1)
+    total = multiply_steps(
+        codes + tokens[:, None] * K,
+        scales + tokens,
+        scale_stride,
+        is_token,
+        row_codes + own.to(tl.int64)[None, :] * K,
+        row_scales + first_row // STEP * (K // STEP),
+        K,
+        BY_BLOCK,
+        STEP,
+        STEP,
+    )
+    if not BY_BLOCK:
+        total *= load_row_scales(row_scales, own, K, STEP, TILE_ROWS)[None, :]
+    is_inside = is_token[:, None] & is_row[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        p_residual = residual + tokens[:, None] * residual_stride + rows[None, :]
+        total += tl.load(p_residual, mask=is_inside, other=0.0).to(tl.float32)
+    p_out = out + tokens[:, None] * out_stride + rows[None, :]
+    tl.store(p_out, total.to(out.dtype.element_ty), mask=is_inside)

@@ -1,0 +1,138 @@
+"""Products in E4M3 are those of the quantised tokens with the rows' numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_checks import ON_GPU
+from penstock.ops.quantized import QuantizedRows
+from penstock.ops.tiles import tile
+from penstock.ops.triton import fp8, moe_fp8_gemm
+from penstock.weights.codes import Codes, Scales
+from penstock.weights.packing import pack
+
+INNER_STEP = moe_fp8_gemm.GATE_UP["BLOCK_N"]
+DEVICES = [
+    pytest.param("cpu", torch.float16, id="interpreted-fp16"),
+    pytest.param("cuda", torch.bfloat16, marks=ON_GPU, id="compiled-bf16"),
+]
+
+
+def packed(N: int, K: int, device: str, seed: int = 0, channels: bool = False) -> QuantizedRows:
+    generator = torch.Generator().manual_seed(seed)
+    values = (torch.randn(N, K, generator=generator) * 50).clamp(-448, 448)
+    block = (1, K) if channels else (128, 128)
+    scales = torch.rand(-(-N // block[0]), -(-K // block[1]), generator=generator) * 1e-3 + 1e-4
+    rows = pack(Codes(values.to(torch.float8_e4m3fn), 8, block, Scales(scales)))
+    return rows._mapped(lambda tensor: tensor.to(device))
+
+
+def tokens(T: int, K: int, device: str, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, K, generator=generator) * torch.rand(T, 1, generator=generator) * 3
+    return x.to(device, dtype)
+
+
+def rounded(x: Tensor, step: int = 128) -> Tensor:
+    """What the codes of tokens stand for."""
+    blocks = x.double().unflatten(-1, (-1, step))
+    scale = (blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448).float().double()
+    codes = (blocks / scale).float().to(torch.float8_e4m3fn)
+    return (codes.double() * scale).flatten(-2)
+
+
+def assert_near(seen: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = (seen.double() - expected).abs().max() / expected.abs().max()
+    assert error <= tolerance, f"off by {error:.4f} of the largest"
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_tokens_become_codes_with_a_scale_for_each_128_columns(
+    device: str, dtype: torch.dtype
+) -> None:
+    x = tokens(5, 384, device, dtype)
+    x[2] = 0
+    codes, scales, _ = fp8.quantize_tokens(x)
+    assert len(codes) == 8  # the next multiple of what the library reads
+    codes, scales = codes[:5], scales[:, :5]
+    seen = codes.float().unflatten(-1, (-1, 128)) * scales.T[..., None]
+    assert_near(seen.flatten(-2), x.double(), 2**-4)
+    assert codes[2].float().abs().max() == 0
+    assert (codes.float().unflatten(-1, (-1, 128)).abs().amax(-1)[:2] == 448).all()
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_what_comes_before_a_product_is_part_of_it(device: str, dtype: torch.dtype) -> None:
+    x, norm = tokens(6, 768, device, dtype), tokens(1, 768, device, torch.float32, 2)[0].abs()
+    codes, scales, kept = fp8.quantize_tokens(x, norm, 1e-6, keeps_values=True)
+    normed = torch.nn.functional.rms_norm(x.double(), (768,), norm.double(), 1e-6)
+    assert kept is not None
+    assert_near(kept, normed, 1e-2)
+    values = codes[:6].double().unflatten(-1, (-1, 128)) * scales.T[:6, :, None].double()
+    assert_near(values.flatten(-2), rounded(normed), 2e-2)
+    codes, scales, _ = fp8.quantize_tokens(x, is_swiglu=True)
+    gate, up = x.double().chunk(2, dim=-1)
+    values = codes[:6].double().unflatten(-1, (-1, 128)) * scales.T[:6, :, None].double()
+    assert_near(values.flatten(-2), rounded(torch.nn.functional.silu(gate) * up), 2e-2)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("channels", [False, True], ids=["blocks", "channels"])
+def test_a_product_is_that_of_the_rounded_tokens(
+    device: str, dtype: torch.dtype, channels: bool
+) -> None:
+    N, K = (200 if channels else 256), 256
+    rows = tile(packed(N, K, device, channels=channels))
+    x = tokens(130, K, device, dtype)
+    bias, residual = tokens(1, N, device, dtype, 3)[0], tokens(130, N, device, dtype, 4)
+    out = torch.full((132, N + 8), torch.nan, device=device, dtype=dtype)
+    fp8.multiply(*fp8.quantize_tokens(x)[:2], rows, out[:, :N], bias, residual)
+    expected = rounded(x) @ rows.dequantize().double().T + bias.double() + residual.double()
+    assert_near(out[:130, :N], expected, 1e-2)
+    assert out[:, N:].isnan().all()
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize(
+    ("has_shared", "num_tokens", "channels"),
+    [(False, 9, False), (True, 70, False), (True, 9, True)],
+    ids=["routed", "shared", "channels"],
+)
+def test_experts_are_those_of_the_rounded_tokens(
+    device: str, dtype: torch.dtype, has_shared: bool, num_tokens: int, channels: bool
+) -> None:
+    E, k, I, H = 4, 2, 256, 256
+    stacks = [
+        tile(QuantizedRows.stack([packed(N, K, device, seed, channels) for seed in range(E)]))
+        for N, K in ((2 * I, H), (H, I))
+    ]
+    sizes = ((2 * I, H), (H, I)) if has_shared else ()
+    shared = [tile(packed(N, K, device, 9, channels)) for N, K in sizes]
+    x = tokens(num_tokens, H, device, dtype)
+    seeded = torch.Generator().manual_seed(2)
+    ids = torch.stack([torch.randperm(E, generator=seeded)[:k] for _ in range(num_tokens)])
+    ids = ids.int().to(device)
+    weights = torch.rand(num_tokens, k, generator=seeded).to(device)
+    shared_weight = torch.rand(num_tokens, 1, generator=seeded).to(device) if has_shared else None
+    residual = tokens(num_tokens, H, device, dtype, 5)
+    out = torch.full_like(residual, torch.nan)
+    parts = [*stacks, *shared]
+    assert all(map(fp8.can_take, parts))
+    moe_fp8_gemm.run(out, x, weights, ids, parts, residual, shared_weight, None)
+
+    def expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = (rounded(x) @ gate_up.double().T).chunk(2, dim=-1)
+        inner = torch.nn.functional.silu(gate) * up
+        return rounded(inner, INNER_STEP) @ down.double().T
+
+    expected = residual.double()
+    matrices = [part.dequantize() for part in parts]
+    for i in range(E):
+        of_all = expert(x, matrices[0][i], matrices[1][i])
+        chosen = (weights * (ids == i)).sum(-1, keepdim=True)
+        expected = expected + of_all * chosen.double()
+    if shared_weight is not None:
+        expected = expected + expert(x, matrices[2], matrices[3]) * shared_weight.double()
+    assert_near(out, expected, 2e-2)
