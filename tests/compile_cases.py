@@ -443,6 +443,7 @@ def fp8_cases() -> list[CompileCase]:
     ]  # fmt: skip
     experts = {"E": 256, "HAS_SHARED": True, "SLOTS": 9, "BLOCK_M": moe_fp8_gemm.BLOCK_M, **steps}
     for is_down, tile, N, K, result in (
+        (False, moe_fp8_gemm.SMALL_GATE_UP, 1024, 2048, "*fp8e4nv"),  # first: it fits all cards
         (False, moe_fp8_gemm.GATE_UP, 1024, 2048, "*fp8e4nv"),
         (True, moe_fp8_gemm.DOWN, 2048, 512, "*bf16"),
     ):

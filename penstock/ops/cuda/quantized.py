@@ -22,7 +22,8 @@ from penstock.ops.weight import Part
 SOURCE = Path(__file__).with_name("quantized.cu")
 LINEAR, GATE_UP, DOWN_PAIRS, DOWN_TOKEN, EXPAND = range(5)  # MODE
 TOKENS = 8  # of an instruction
-MAX_TOKENS = 64
+MAX_TOKENS = 64  # at a time
+MAX_LOGITS = 256  # tokens: codes of a head are read again for each 64, which expansion would exceed
 MAX_STAGED = 4  # tokens that blocks norm or activate themselves: of more, each would do too much
 STAGED_BYTES = 36 * 1024  # of them, beside a block's sums
 MAX_WARPS = 16
@@ -40,7 +41,8 @@ def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
     """A few tokens, read 16 bytes at a time."""
     x = product.x
     is_aligned = x.data_ptr() % 16 == 0 and (len(x) == 1 or x.stride(0) % 8 == 0)
-    is_few = len(x) <= MAX_TOKENS and product.shape[1] % 8 == 0
+    most = MAX_LOGITS if product.out_dtype == torch.float32 else MAX_TOKENS
+    is_few = len(x) <= most and product.shape[1] % 8 == 0
     return is_few and is_aligned and x.dtype in DTYPES and is_available(x.device)
 
 
@@ -84,17 +86,20 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
             out[:, own] = found if residual is None else found + residual
             continue
         assert isinstance(part, TiledRows), "rows on a GPU are tiled"
-        multiply(
-            product.x if part.columns is None else product.x[:, part.columns.long()],
-            part,
-            out[:, own],
-            plain=plain,
-            bias=bias,
-            residual=residual,
-            norm_weight=product.norm_weight,
-            eps=product.eps,
-            swiglu=product.is_swiglu,
-        )
+        x = product.x if part.columns is None else product.x[:, part.columns.long()]
+        for start in range(0, len(x), MAX_TOKENS):
+            some = slice(start, start + MAX_TOKENS)
+            multiply(
+                x[some],
+                part,
+                out[some, own],
+                plain=plain,
+                bias=bias,
+                residual=None if residual is None else residual[some],
+                norm_weight=product.norm_weight,
+                eps=product.eps,
+                swiglu=product.is_swiglu,
+            )
     return out
 
 

@@ -31,7 +31,10 @@ from penstock.ops.weight import Part
 FIRST_CAPABILITY = (8, 9)
 LIBRARY_CAPABILITY = (9, 0)  # the only one on which cuBLAS takes scales of blocks
 LARGEST = tl.constexpr(448.0)  # of E4M3
-MIN_TOKENS = 65  # fewer meet the codes as they are, unrounded (`ops/cuda/quantized.py`)
+# Up to so many tokens meet the codes unrounded (`ops/cuda/quantized.py`); fewer if rows are many,
+# which the library reads twice as fast from there on.
+FEW_TOKENS, WIDE_FEW_TOKENS = 64, 32
+WIDE_ROWS = 8192
 TOKEN_MULTIPLE = 4  # of which there are scales, and so codes: the library reads 16 bytes of them
 TILE: Tile = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
 COLUMN_TILES = 8  # that are computed for neighbouring tokens before the next ones
@@ -50,11 +53,19 @@ def can_take(part: Part) -> bool:
 
 
 def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
-    """Rows that are not quantised may lie between others."""
+    """Rows that are not quantised may lie between others. Tokens are not rounded for logits, which
+    are float32.
+    """
     are_known = all(isinstance(part, Tensor) or can_take(part) for part in parts)
-    is_some = any(isinstance(part, TiledRows) for part in parts)
-    is_many = product.num_tokens >= MIN_TOKENS
-    return is_many and is_some and are_known and has_tensor_cores(product.x.device)
+    quantized = [part for part in parts if isinstance(part, TiledRows)]
+    is_wide = all(
+        part.num_rows >= WIDE_ROWS and can_use_library(part, product.out_dtype, product.x.device)
+        for part in quantized
+    )
+    is_many = product.num_tokens > (WIDE_FEW_TOKENS if is_wide else FEW_TOKENS)
+    is_rounded = product.out_dtype == product.x.dtype
+    is_able = has_tensor_cores(product.x.device)
+    return is_many and is_rounded and bool(quantized) and are_known and is_able
 
 
 def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
@@ -88,7 +99,7 @@ def multiply(
     residual: Tensor | None = None,  # [T, N]
 ) -> None:
     """What is computed for tokens that are not there means nothing."""
-    if not _has_library(rows, out):
+    if not can_use_library(rows, out.dtype, out.device) or out.stride(0) % 8:
         multiply_by_kernel(codes, scales, rows, out, bias, residual)
         return
     assert rows.block_scales is not None
@@ -106,13 +117,15 @@ def multiply(
         out[: len(residual)] += residual
 
 
-def _has_library(rows: TiledRows, out: Tensor) -> bool:
-    is_whole = rows.block_scales is not None and rows.num_rows % STEP == 0
+def can_use_library(rows: TiledRows, dtype: torch.dtype, device: torch.device) -> bool:
+    """cuBLAS reads scales of blocks 16 bytes at a time, too."""
+    is_whole = rows.num_rows % STEP == 0 and rows.num_columns % (4 * STEP) == 0
     return (
-        is_whole
-        and out.dtype == torch.bfloat16
-        and out.is_cuda
-        and torch.cuda.get_device_capability(out.device) == LIBRARY_CAPABILITY
+        rows.block_scales is not None
+        and is_whole
+        and dtype == torch.bfloat16
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) == LIBRARY_CAPABILITY
     )
 
 
@@ -256,26 +269,36 @@ def multiply_steps(
     is_token,  # [M]
     p_row_codes,  # [1, N]
     p_block,  # one: the scale of the rows in the first block of columns
+    p_odd_block,  # that of the odd ones
     K: tl.constexpr,
     BY_BLOCK: tl.constexpr,
+    ARE_PAIRED: tl.constexpr,  # the odd rows are in a block of their own
     TOKEN_STEP: tl.constexpr,  # columns with a scale of their own, of tokens
     STEP: tl.constexpr,  # and of rows
 ):
     """[M, N] float32: the sum over blocks of columns of what tokens and rows give there, without
     the scales of rows that have one each.
 
-    One number of the rows is loaded in the loop: with one for each of them it takes twice as long.
+    One or two numbers of the rows are loaded in the loop: with one for each row it takes twice as
+    long.
     """
     columns = tl.arange(0, TOKEN_STEP)
+    is_odd = tl.arange(0, p_row_codes.shape[1]) % 2 == 1
     total = tl.zeros([p_codes.shape[0], p_row_codes.shape[1]], tl.float32)
     for i in range(K // TOKEN_STEP):
         b_rows = tl.load(p_row_codes + i * TOKEN_STEP + columns[:, None])
         p_tokens = p_codes + i * TOKEN_STEP + columns[None, :]
         b_tokens = tl.load(p_tokens, mask=is_token[:, None], other=0.0)
         b_scales = tl.load(p_scales + i * scale_stride, mask=is_token, other=0.0)
-        if BY_BLOCK:
-            b_scales *= tl.load(p_block + i * TOKEN_STEP // STEP)
-        total += tl.dot(b_tokens, b_rows) * b_scales[:, None]
+        block = i * TOKEN_STEP // STEP
+        product = tl.dot(b_tokens, b_rows)
+        if BY_BLOCK and ARE_PAIRED:
+            both = tl.where(is_odd, tl.load(p_odd_block + block), tl.load(p_block + block))
+            total += product * (b_scales[:, None] * both[None, :])
+        elif BY_BLOCK:
+            total += product * (b_scales * tl.load(p_block + block))[:, None]
+        else:
+            total += product * b_scales[:, None]
     return total
 
 
@@ -327,15 +350,18 @@ def _multiply_kernel(
     rows = first_row + tl.arange(0, BLOCK_N)
     is_token, is_row = tokens < num_tokens, rows < N
     own = tl.minimum(rows, N - 1)
+    p_block = row_scales + first_row // STEP * (K // STEP)
     total = multiply_steps(
         codes + tokens[:, None] * K,
         scales + tokens,
         scale_stride,
         is_token,
         row_codes + own.to(tl.int64)[None, :] * K,
-        row_scales + first_row // STEP * (K // STEP),
+        p_block,
+        p_block,
         K,
         BY_BLOCK,
+        False,
         STEP,
         STEP,
     )

@@ -110,12 +110,10 @@ def _multiply(kernel: str, product: Product, weight: Weight, deterministic: bool
     if num_tokens == 0:
         return product.new_out()
     if weight.parts:
-        if not deterministic and quantized.can_multiply_parts(weight.parts, product):
-            if not quantized.can_stage(weight.parts, product):
-                product = _prepare(product)
-            return quantized.multiply_parts(weight.parts, product)
         if not deterministic and fp8.can_multiply_parts(weight.parts, product):
             return fp8.multiply_parts(weight.parts, product)
+        if not deterministic and quantized.can_multiply_parts(weight.parts, product):
+            return _multiply_codes(product, weight)
         product = replace(product, weight=quantized.expand_parts(weight.parts, product.x.dtype))
     if deterministic:
         return multiply_small_gemm(_prepare(product), FIXED_TILE)
@@ -130,6 +128,12 @@ def _multiply(kernel: str, product: Product, weight: Weight, deterministic: bool
     if tile["form"] == CUBLAS:
         return _multiply_by_cublas(_prepare(product))
     return multiply_small_gemm(_prepare(product), tile)
+
+
+def _multiply_codes(product: Product, weight: Weight) -> Tensor:
+    if not quantized.can_stage(weight.parts, product):
+        product = _prepare(product)
+    return quantized.multiply_parts(weight.parts, product)
 
 
 @functools.cache

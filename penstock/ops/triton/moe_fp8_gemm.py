@@ -2,8 +2,7 @@
 """The chosen experts of many tokens, their rows and the tokens in E4M3 (`fp8.py`).
 
 As `moe_grouped_gemm.py`, whose list of pairs and last sum these are too. Gate and up leave what is
-between the products in E4M3 as well, with a scale for the columns that a program computes. These
-have blocks of rows of their own, so a program has two sums instead of one of twice the width.
+between the products in E4M3 as well, with a scale for the columns that a program computes.
 """
 
 from __future__ import annotations
@@ -27,14 +26,22 @@ from penstock.ops.triton.fp8 import (
     scales_of,
     to_codes,
 )
-from penstock.ops.triton.launch import cdiv, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import (
+    LARGE_MEMORY,
+    cdiv,
+    launch_options,
+    let_next_start,
+    shared_memory,
+    wait_for_previous,
+)
 from penstock.ops.triton.moe_grouped_gemm import add_pairs
 from penstock.ops.triton.moe_permute import list_pairs, load_tile
 from penstock.ops.triton.tuning import Tile
 from penstock.ops.weight import Part
 
 BLOCK_M = 64  # pairs of a tile: taller ones leave no registers for the sums of a block of columns
-GATE_UP: Tile = {"BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
+GATE_UP: Tile = {"BLOCK_N": 256, "num_warps": 8, "num_stages": 3}
+SMALL_GATE_UP: Tile = {"BLOCK_N": 128, "num_warps": 4, "num_stages": 3}  # with less shared memory
 DOWN: Tile = {"BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
 
 
@@ -59,15 +66,15 @@ def run(
     residual: Tensor,  # [T, H]
     shared_weight: Tensor | None,  # [T, 1] float32
     counters: Tensor | None,
-    tiles_of: tuple[int, Tile, Tile] = (BLOCK_M, GATE_UP, DOWN),
 ) -> None:
-    height, gate_up_tile, down_tile = tiles_of
+    is_small = shared_memory(x.device) < LARGE_MEMORY
+    gate_up_tile = SMALL_GATE_UP if is_small else GATE_UP
     gate_up, down, *shared = parts
     (num_tokens, k), (num_experts, width, inner_width) = ids.shape, down.shape
     slots = k + bool(shared)
     num_pairs = num_tokens * slots
-    inner_step = gate_up_tile["BLOCK_N"]
-    order, tiles = list_pairs(ids, num_experts, slots, height, counters)
+    inner_step = gate_up_tile["BLOCK_N"] // 2
+    order, tiles = list_pairs(ids, num_experts, slots, BLOCK_M, counters)
     codes, scales, _ = quantize_tokens(x)
     inner = codes.new_empty(num_pairs, inner_width)
     inner_scales = scales.new_empty(inner_width // inner_step, num_pairs)
@@ -75,10 +82,9 @@ def run(
     shared_gate_up, shared_down = shared or (gate_up, down)
     for is_down, rows, own, source, result, tile in (
         (False, gate_up, shared_gate_up, (codes, scales), (inner, inner_scales), gate_up_tile),
-        (True, down, shared_down, (inner, inner_scales), (outputs, inner_scales), down_tile),
+        (True, down, shared_down, (inner, inner_scales), (outputs, inner_scales), DOWN),
     ):
-        num_columns = width if is_down else inner_width
-        grid = (cdiv(num_columns, tile["BLOCK_N"]), len(tiles))
+        grid = (cdiv(rows.num_rows, tile["BLOCK_N"]), len(tiles))
         _grouped_kernel[grid](
             *source,
             order,
@@ -100,7 +106,7 @@ def run(
             TOKEN_STEP=inner_step if is_down else STEP,
             STEP=STEP,
             TILE_ROWS=TILE_ROWS,
-            BLOCK_M=height,
+            BLOCK_M=BLOCK_M,
             **tile,
             **launch_options(x.device),
         )
@@ -135,7 +141,9 @@ def _grouped_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (n, i): for tile i, BLOCK_N rows of its expert's `down`, or of its gates and ups."""
+    """Program (n, i): for tile i, BLOCK_N rows of its expert's `down`, or of its `gate_up`: gates,
+    and the ups of the same columns, which are neighbours as in `moe_grouped_gemm.py`.
+    """
     let_next_start(PDL)
     wait_for_previous(PDL)
     expert, place, first_pair, count = load_tile(tiles)
@@ -148,66 +156,41 @@ def _grouped_kernel(
     if HAS_SHARED:
         row_codes = tl.where(expert == E, shared_codes, row_codes)
         row_scales = tl.where(expert == E, shared_scales, row_scales)
-    places = tl.arange(0, BLOCK_M)
+    places, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     is_pair = places < count
     pairs = tl.load(order + place + places, mask=is_pair, other=0)
     own = (first_pair + places).to(tl.int64)  # rows of what is between the products
-    first = tl.program_id(0) * BLOCK_N
-    columns = first + tl.arange(0, BLOCK_N)
-    p_rows = row_codes + columns[None, :] * K
-    p_block = row_scales + first // STEP * STEPS
     if IS_DOWN:
-        total = multiply_steps(
-            source + own[:, None] * K, source_scales + own, source_count, is_pair, p_rows, p_block,
-            K, BY_BLOCK, TOKEN_STEP, STEP,
-        )  # fmt: skip
-        if not BY_BLOCK:
-            total *= load_row_scales(row_scales, columns, K, STEP, TILE_ROWS)[None, :]
-        p_result = result + pairs.to(tl.int64)[:, None] * N + columns[None, :]
+        first_row = tl.program_id(0) * BLOCK_N
+        rows, tokens = first_row + lanes, own
+    else:
+        first_row = tl.program_id(0) * (BLOCK_N // 2)
+        rows, tokens = first_row + lanes // 2 + lanes % 2 * HALF, (pairs // SLOTS).to(tl.int64)
+    p_block = row_scales + first_row // STEP * STEPS
+    total = multiply_steps(
+        source + tokens[:, None] * K,
+        source_scales + tokens,
+        source_count,
+        is_pair,
+        row_codes + rows[None, :] * K,
+        p_block,
+        p_block + HALF // STEP * STEPS,
+        K,
+        BY_BLOCK,
+        not IS_DOWN,
+        TOKEN_STEP,
+        STEP,
+    )
+    if not BY_BLOCK:
+        total *= load_row_scales(row_scales, rows, K, STEP, TILE_ROWS)[None, :]
+    if IS_DOWN:
+        p_result = result + pairs.to(tl.int64)[:, None] * N + rows[None, :]
         tl.store(p_result, total.to(result.dtype.element_ty), mask=is_pair[:, None])
     else:
-        tokens = (pairs // SLOTS).to(tl.int64)
-        gate, up = _multiply_both(
-            source + tokens[:, None] * K, source_scales + tokens, source_count, is_pair, p_rows,
-            p_rows + HALF * K, p_block, p_block + HALF // STEP * STEPS, K, BY_BLOCK, STEP,
-        )  # fmt: skip
-        if not BY_BLOCK:
-            gate *= load_row_scales(row_scales, columns, K, STEP, TILE_ROWS)[None, :]
-            up *= load_row_scales(row_scales, HALF + columns, K, STEP, TILE_ROWS)[None, :]
+        gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
         b_codes, b_scales = to_codes(silu(gate) * up)
-        tl.store(result + own[:, None] * HALF + columns[None, :], b_codes, mask=is_pair[:, None])
+        columns = first_row + tl.arange(0, BLOCK_N // 2)
+        p_result = result + own[:, None] * HALF + columns[None, :]
+        tl.store(p_result, b_codes, mask=is_pair[:, None])
         p_scales = result_scales + tl.program_id(0) * num_pairs + own
         tl.store(p_scales, b_scales, mask=is_pair)
-
-
-@triton.jit
-def _multiply_both(
-    p_codes,
-    p_scales,
-    scale_stride,
-    is_token,
-    p_gate,
-    p_up,
-    p_gate_block,
-    p_up_block,
-    K: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """As `multiply_steps`, with two kinds of rows."""
-    columns = tl.arange(0, STEP)
-    gate = tl.zeros([p_codes.shape[0], p_gate.shape[1]], tl.float32)
-    up = tl.zeros([p_codes.shape[0], p_gate.shape[1]], tl.float32)
-    for i in range(K // STEP):
-        b_gate = tl.load(p_gate + i * STEP + columns[:, None])
-        b_up = tl.load(p_up + i * STEP + columns[:, None])
-        p_tokens = p_codes + i * STEP + columns[None, :]
-        b_tokens = tl.load(p_tokens, mask=is_token[:, None], other=0.0)
-        b_scales = tl.load(p_scales + i * scale_stride, mask=is_token, other=0.0)
-        if BY_BLOCK:
-            gate += tl.dot(b_tokens, b_gate) * (b_scales * tl.load(p_gate_block + i))[:, None]
-            up += tl.dot(b_tokens, b_up) * (b_scales * tl.load(p_up_block + i))[:, None]
-        else:
-            gate += tl.dot(b_tokens, b_gate) * b_scales[:, None]
-            up += tl.dot(b_tokens, b_up) * b_scales[:, None]
-    return gate, up
