@@ -447,7 +447,7 @@ def fp8_cases() -> list[CompileCase]:
         (False, moe_fp8_gemm.GATE_UP, 1024, 2048, "*fp8e4nv"),
         (True, moe_fp8_gemm.DOWN, 2048, 512, "*bf16"),
     ):
-        own = {"IS_DOWN": is_down, "N": N, "K": K, "TOKEN_STEP": tiles.STEP}
+        own = {"IS_DOWN": is_down, "N": N, "K": K}
         given = types | {"result": result}
         cases.append(case(moe_fp8_gemm._grouped_kernel, given, dict(tile), **experts, **own))
     return cases

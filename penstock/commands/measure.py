@@ -114,6 +114,7 @@ COLUMNS = ["batch", "context", "ms", "spread", "tok/s", "GB/s", "floor ms", "of 
 # the logits; unrelated ones differ by 1.4. In half precision, random weights and routers that flip
 # near ties need this room over all layers: the strict comparison is the one op by op.
 TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.4}
+ROUNDED_TOLERANCE = 0.2  # more, where prompts are rounded to FP8 and decodes are not
 PROFILED_STEPS = 20
 CHECK_TOKENS = 100  # more than one page and no multiple of anything
 CHECK_ROWS = 8
@@ -332,6 +333,8 @@ def check_decode(engine: LogitsEngine) -> float:
     the same tokens: the median row's, because a router may flip in some."""
     import torch
 
+    from penstock.ops.float8 import rounds_prompts
+
     info = engine.engine.info
     pages_a_row = -(-(CHECK_TOKENS + 1) // info.page_size)
     num_rows = min(CHECK_ROWS, info.max_rows)
@@ -346,10 +349,12 @@ def check_decode(engine: LogitsEngine) -> float:
     engine.remove(ids)
     differences = (decoded - expected).norm(dim=1) / expected.norm(dim=1)
     difference, dtype = float(differences.nan_to_num(nan=torch.inf).median()), info.dtype
-    if not difference <= TOLERANCES[dtype]:
+    is_rounded = rounds_prompts(engine.engine.runner.model)
+    tolerance = TOLERANCES[dtype] + (ROUNDED_TOLERANCE if is_rounded else 0.0)
+    if not difference <= tolerance:
         raise PenstockError(
             "Decoding gives other logits than prefilling the same tokens",
-            f"They differ by {difference:.2%} of their size; the limit is {TOLERANCES[dtype]:.1%} "
+            f"They differ by {difference:.2%} of their size; the limit is {tolerance:.1%} "
             f"({dtype}).",
             "This is a bug. Times of wrong results are worthless, so nothing was timed.",
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.ops.cpu import decode, skinny_gemm
 from penstock.ops.cpu import quantized as cpu_quantized
+from penstock.ops.float8 import round_tokens, rounds_tokens
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.reference import packed
 from penstock.ops.reference.activation import silu
@@ -35,19 +36,26 @@ def linear(
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
     if weight.parts:
-        out = multiply_parts(x, weight.parts, bias, deterministic=deterministic)
+        rounds = not deterministic and rounds_tokens(weight.parts, x, len(x))
+        out = multiply_parts(x, weight.parts, bias, deterministic=deterministic, rounds=rounds)
         return (out if residual is None else out.add_(residual)).to(x.dtype)
     return multiply(x, weight.values, bias, residual, deterministic=deterministic)
 
 
 def multiply_parts(
-    x: Tensor, parts: tuple[Part, ...], bias: Tensor | None = None, *, deterministic: bool = False
+    x: Tensor,
+    parts: tuple[Part, ...],
+    bias: Tensor | None = None,
+    *,
+    deterministic: bool = False,
+    rounds: bool = False,  # tokens, for rows that are quantised (`float8.py`)
 ) -> Tensor:  # [T, K] -> [T, N] float32
     """Products with rows that are stored in different ways. For few tokens, quantised rows are
     multiplied as they are; for many, a few rows at a time are expanded and stay in the cache.
     """
     sizes = [part.shape[0] for part in parts]
-    out, wide, first = torch.empty(len(x), sum(sizes), device=x.device), x.float(), 0
+    wide, first = round_tokens(x) if rounds else x.float(), 0
+    out = torch.empty(len(x), sum(sizes), device=x.device)
     for part, size in zip(parts, sizes):
         own = out if len(parts) == 1 else out[:, first : first + size]
         first += size

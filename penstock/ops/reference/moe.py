@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock.ops.cpu import decode
-from penstock.ops.reference.activation import sigmoid
+from penstock.ops.float8 import round_tokens, rounded_experts
+from penstock.ops.reference.activation import sigmoid, silu
 from penstock.ops.reference.matmul import linear, multiply, multiply_parts, swiglu, swiglu_linear
 from penstock.ops.reference.norm import norm_tokens
+from penstock.ops.tiles import TiledRows
 from penstock.ops.weight import Weight
 
 GATHERED_BYTES = 256 * 2**20  # of expert weights copied at a time
@@ -98,7 +100,13 @@ def sparse_mlp(
             None if shared_gate_up is None else shared_gate_up.values,
             None if shared_down is None else shared_down.values,
         )
-    if x.is_cuda:
+    rounded: tuple[TiledRows, ...] = ()
+    if not deterministic:
+        shared_stored = (shared_gate_up, shared_down)
+        rounded = rounded_experts(x, ids.numel(), (gate_up, down), shared_stored)
+    if rounded:
+        outputs = _run_experts_rounded(x, ids, *rounded[:2])
+    elif x.is_cuda:
         outputs = run_experts_gathered(
             x,
             ids,
@@ -109,13 +117,32 @@ def sparse_mlp(
     else:
         outputs = run_experts_grouped(x, ids, gate_up, down, deterministic=deterministic)
     total = (outputs.float() * weights[..., None]).sum(1)
-    if shared_weight is not None:
+    if shared_weight is not None and len(rounded) == 4:
+        shared_ids = torch.zeros_like(ids[:, :1])
+        shared = _run_experts_rounded(x, shared_ids, *rounded[2:])[:, 0]
+        total = total + shared.float() * shared_weight
+    elif shared_weight is not None:
         assert shared_gate_up is not None
         assert shared_down is not None
         inner = linear(x, shared_gate_up, deterministic=deterministic)
         shared = swiglu_linear(inner, shared_down, deterministic=deterministic)
         total = total + shared.float() * shared_weight
     return (residual.float() + total).to(residual.dtype)
+
+
+def _run_experts_rounded(
+    x: Tensor, ids: Tensor, gate_up: TiledRows, down: TiledRows
+) -> Tensor:  # [T, k, H]
+    """With tokens, and what is between the products, in E4M3 (`float8.py`)."""
+    gates_ups, downs = (rows.dequantize().view(-1, *rows.shape[-2:]) for rows in (gate_up, down))
+    rounded = round_tokens(x)
+    outputs = x.new_empty(*ids.shape, down.num_rows)
+    for expert in ids.unique().tolist():
+        tokens, slots = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (rounded[tokens] @ gates_ups[expert].T).chunk(2, dim=-1)
+        inner = round_tokens(silu(gate, deterministic=False) * up)
+        outputs[tokens, slots] = (inner @ downs[expert].T).to(x.dtype)
+    return outputs
 
 
 def run_experts_grouped(

@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Products of many tokens with E4M3 rows: both sides in 8 bits, on tensor cores that take them.
 
-A token is quantised by blocks of 128 columns, as FP8 checkpoints ask: the largest number of a block
-becomes 448, E4M3's largest. A product of one block is scaled by the block of the token and by that
-of the rows, and added in float32. Rows have a scale for each block of 128 x 128, which the library
-multiplies on Hopper, or one each, which multiplies the sums.
+`ops/float8.py` says how tokens are rounded, and when. A product of one block of columns is scaled
+by the block of the token and by that of the rows, and added in float32. Rows have a scale for each
+block of 128 x 128, which the library multiplies on Hopper, or one each, which multiplies the sums.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops import float8
 from penstock.ops.product import Product
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 from penstock.ops.triton.launch import (
@@ -28,44 +28,10 @@ from penstock.ops.triton.matmul_product import load_activations
 from penstock.ops.triton.tuning import Tile
 from penstock.ops.weight import Part
 
-FIRST_CAPABILITY = (8, 9)
-LIBRARY_CAPABILITY = (9, 0)  # the only one on which cuBLAS takes scales of blocks
-LARGEST = tl.constexpr(448.0)  # of E4M3
-# Up to so many tokens meet the codes unrounded (`ops/cuda/quantized.py`); fewer if rows are many,
-# which the library reads twice as fast from there on.
-FEW_TOKENS, WIDE_FEW_TOKENS = 64, 32
-WIDE_ROWS = 8192
+LARGEST, LEAST = tl.constexpr(float8.LARGEST), tl.constexpr(float8.LEAST)
 TOKEN_MULTIPLE = 4  # of which there are scales, and so codes: the library reads 16 bytes of them
 TILE: Tile = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
 COLUMN_TILES = 8  # that are computed for neighbouring tokens before the next ones
-
-
-def has_tensor_cores(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
-
-
-def can_take(part: Part) -> bool:
-    """Rows with a scale for each block of 128 x 128, or with one each."""
-    if not isinstance(part, TiledRows) or not part.is_float8 or part.columns is not None:
-        return False
-    has_one_each = part.group >= part.num_columns and part.fields.types[0] is None
-    return part.num_columns % STEP == 0 and (part.block_scales is not None or has_one_each)
-
-
-def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
-    """Rows that are not quantised may lie between others. Tokens are not rounded for logits, which
-    are float32.
-    """
-    are_known = all(isinstance(part, Tensor) or can_take(part) for part in parts)
-    quantized = [part for part in parts if isinstance(part, TiledRows)]
-    is_wide = all(
-        part.num_rows >= WIDE_ROWS and can_use_library(part, product.out_dtype, product.x.device)
-        for part in quantized
-    )
-    is_many = product.num_tokens > (WIDE_FEW_TOKENS if is_wide else FEW_TOKENS)
-    is_rounded = product.out_dtype == product.x.dtype
-    is_able = has_tensor_cores(product.x.device)
-    return is_many and is_rounded and bool(quantized) and are_known and is_able
 
 
 def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
@@ -99,7 +65,7 @@ def multiply(
     residual: Tensor | None = None,  # [T, N]
 ) -> None:
     """What is computed for tokens that are not there means nothing."""
-    if not can_use_library(rows, out.dtype, out.device) or out.stride(0) % 8:
+    if not float8.can_use_library(rows, out.dtype, out.device) or out.stride(0) % 8:
         multiply_by_kernel(codes, scales, rows, out, bias, residual)
         return
     assert rows.block_scales is not None
@@ -115,18 +81,6 @@ def multiply(
         out += bias
     if residual is not None:
         out[: len(residual)] += residual
-
-
-def can_use_library(rows: TiledRows, dtype: torch.dtype, device: torch.device) -> bool:
-    """cuBLAS reads scales of blocks 16 bytes at a time, too."""
-    is_whole = rows.num_rows % STEP == 0 and rows.num_columns % (4 * STEP) == 0
-    return (
-        rows.block_scales is not None
-        and is_whole
-        and dtype == torch.bfloat16
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) == LIBRARY_CAPABILITY
-    )
 
 
 def codes_of(rows: TiledRows) -> Tensor:  # [..., N rounded up, K] float8_e4m3fn
@@ -181,7 +135,7 @@ def quantize_tokens(
 @triton.jit
 def to_codes(values):
     """[M, K] float32 -> E4M3 codes, and the scale of each row [M]"""
-    scale = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-12) / LARGEST
+    scale = tl.maximum(tl.max(tl.abs(values), axis=1), LEAST) / LARGEST
     return (values / scale[:, None]).to(tl.float8e4nv), scale
 
 
@@ -218,9 +172,10 @@ def _quantize_kernel(
     if HAS_NORM:
         mean_square = tl.sum(tl.sum(b_x * b_x, axis=1), axis=0) / WIDTH
         b_x = b_x * tl.rsqrt(mean_square + eps) * b_weight
+    b_rounded = b_x.to(x.dtype.element_ty)  # as a kernel of its own would leave it
     if KEEPS_VALUES:
-        tl.store(values + token * WIDTH + columns, b_x.to(values.dtype.element_ty), mask=is_column)
-    b_codes, b_scales = to_codes(b_x)
+        tl.store(values + token * WIDTH + columns, b_rounded, mask=is_column)
+    b_codes, b_scales = to_codes(b_rounded.to(tl.float32))
     tl.store(codes + token * WIDTH + columns, b_codes, mask=is_column)
     tl.store(scales + blocks * scale_stride + token, b_scales, mask=blocks < NUM_BLOCKS)
 
@@ -273,8 +228,7 @@ def multiply_steps(
     K: tl.constexpr,
     BY_BLOCK: tl.constexpr,
     ARE_PAIRED: tl.constexpr,  # the odd rows are in a block of their own
-    TOKEN_STEP: tl.constexpr,  # columns with a scale of their own, of tokens
-    STEP: tl.constexpr,  # and of rows
+    STEP: tl.constexpr,  # columns with a scale of their own
 ):
     """[M, N] float32: the sum over blocks of columns of what tokens and rows give there, without
     the scales of rows that have one each.
@@ -282,21 +236,20 @@ def multiply_steps(
     One or two numbers of the rows are loaded in the loop: with one for each row it takes twice as
     long.
     """
-    columns = tl.arange(0, TOKEN_STEP)
+    columns = tl.arange(0, STEP)
     is_odd = tl.arange(0, p_row_codes.shape[1]) % 2 == 1
     total = tl.zeros([p_codes.shape[0], p_row_codes.shape[1]], tl.float32)
-    for i in range(K // TOKEN_STEP):
-        b_rows = tl.load(p_row_codes + i * TOKEN_STEP + columns[:, None])
-        p_tokens = p_codes + i * TOKEN_STEP + columns[None, :]
+    for i in range(K // STEP):
+        b_rows = tl.load(p_row_codes + i * STEP + columns[:, None])
+        p_tokens = p_codes + i * STEP + columns[None, :]
         b_tokens = tl.load(p_tokens, mask=is_token[:, None], other=0.0)
         b_scales = tl.load(p_scales + i * scale_stride, mask=is_token, other=0.0)
-        block = i * TOKEN_STEP // STEP
         product = tl.dot(b_tokens, b_rows)
         if BY_BLOCK and ARE_PAIRED:
-            both = tl.where(is_odd, tl.load(p_odd_block + block), tl.load(p_block + block))
+            both = tl.where(is_odd, tl.load(p_odd_block + i), tl.load(p_block + i))
             total += product * (b_scales[:, None] * both[None, :])
         elif BY_BLOCK:
-            total += product * (b_scales * tl.load(p_block + block))[:, None]
+            total += product * (b_scales * tl.load(p_block + i))[:, None]
         else:
             total += product * b_scales[:, None]
     return total
@@ -362,7 +315,6 @@ def _multiply_kernel(
         K,
         BY_BLOCK,
         False,
-        STEP,
         STEP,
     )
     if not BY_BLOCK:

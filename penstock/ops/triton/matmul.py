@@ -31,6 +31,7 @@ from penstock.ops.cuda.skinny_gemm import (
     skinny_candidates,
     skinny_rule,
 )
+from penstock.ops.float8 import rounds_tokens
 from penstock.ops.product import Product
 from penstock.ops.triton import fp8
 from penstock.ops.triton.launch import (
@@ -110,7 +111,8 @@ def _multiply(kernel: str, product: Product, weight: Weight, deterministic: bool
     if num_tokens == 0:
         return product.new_out()
     if weight.parts:
-        if not deterministic and fp8.can_multiply_parts(weight.parts, product):
+        is_rounded = not deterministic and product.out_dtype == product.x.dtype
+        if is_rounded and rounds_tokens(weight.parts, product.x, num_tokens):
             return fp8.multiply_parts(weight.parts, product)
         if not deterministic and quantized.can_multiply_parts(weight.parts, product):
             return _multiply_codes(product, weight)

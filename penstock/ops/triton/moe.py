@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from penstock.ops.cuda import quantized
 from penstock.ops.cuda.program import is_available
+from penstock.ops.float8 import FEW_PAIRS, rounded_experts
 from penstock.ops.triton import moe_fp8_gemm, moe_gemv, moe_grouped_gemm, moe_route, moe_small_gemm
 from penstock.ops.triton.matmul import linear, swiglu_linear
 from penstock.ops.triton.moe_permute import list_pairs
@@ -23,7 +23,6 @@ GEMV, SMALL_GEMM, GROUPED_GEMM = 0, 1, 2  # the "form" of a tile
 
 GEMV_TOKENS = 4  # of more, so many choose the same experts that reading those once is better
 SMALL_GEMM_PAIRS = 16  # of an expert, on average: more fill tiles whose height is theirs
-QUANTIZED_PAIRS = 8  # of an expert, on average: for more, experts are expanded
 MAX_TOKENS = 32768  # at a time: what the pairs leave in between stays below two GB
 
 
@@ -66,15 +65,18 @@ def sparse_mlp(
     out = torch.empty_like(residual)
     stored = (gate_up, down, shared_gate_up, shared_down)
     if any(weight is not None and weight.parts for weight in stored) and not deterministic:
-        parts = _quantized_parts(x, ids, *stored)
-        if parts is not None:
-            if shared_weight is not None and len(parts) == 2:  # stored in another way
+        shared_parts = (shared_gate_up, shared_down)
+        rounded = rounded_experts(x, ids.numel(), (gate_up, down), shared_parts)
+        experts = None if rounded else _quantized_experts(x, ids, *stored)
+        if rounded or experts is not None:
+            has_shared = len(rounded) == 4 or (experts is not None and experts.has_shared)
+            if shared_weight is not None and not has_shared:  # stored in another way
                 residual = _add_shared(x, residual, shared_weight, shared_gate_up, shared_down)
                 shared_weight = None
-            if _are_few(ids, down):
-                _run_quantized(out, parts, x, weights, ids, residual, shared_weight, counters)
+            if experts is None:
+                moe_fp8_gemm.run(out, x, weights, ids, rounded, residual, shared_weight, counters)
             else:
-                moe_fp8_gemm.run(out, x, weights, ids, parts, residual, shared_weight, counters)
+                _run_quantized(out, experts, x, weights, ids, residual, shared_weight, counters)
             return out
     values = [_plain_values(weight, x.dtype) for weight in stored]
     shared = (shared_weight, values[2], values[3])
@@ -104,39 +106,30 @@ def _plain_values(weight: Weight | None, dtype: torch.dtype) -> Any:
     return quantized.expand_parts(weight.parts, dtype)
 
 
-def _are_few(ids: Tensor, down: Weight) -> bool:
-    """Tokens, so that codes are met as they are."""
-    return ids.numel() <= QUANTIZED_PAIRS * down.shape[0]
-
-
-def _quantized_parts(
+def _quantized_experts(
     x: Tensor,
     ids: Tensor,
     gate_up: Weight,
     down: Weight,
     shared_gate_up: Weight | None,
     shared_down: Weight | None,
-) -> Sequence[Any] | None:
-    """What a kernel takes: of experts, and of the shared one if it is stored as they are. None:
-    they are expanded, because tokens are many or an expert's rows are stored in several ways."""
+) -> quantized.Experts | None:
+    """With the shared one, if it is stored as they are. None: they are expanded, because tokens are
+    many or an expert's rows are stored in several ways."""
+    (num_tokens, k), num_experts = ids.shape, down.shape[0]
+    if num_tokens * k > FEW_PAIRS * num_experts or x.dtype not in quantized.DTYPES:
+        return None
     routed = [one.parts[0] for one in (gate_up, down) if len(one.parts) == 1]
-    if len(routed) < 2 or x.dtype not in quantized.DTYPES or not is_available(x.device):
+    if len(routed) < 2 or not is_available(x.device):
         return None
     shared = [one.parts for one in (shared_gate_up, shared_down) if one is not None]
     together = [*routed, *(parts[0] for parts in shared if len(parts) == 1)]
-    for parts in (together, routed):
-        if _are_few(ids, down):
-            is_taken = quantized.Experts.of(parts, ids.shape[1]) is not None
-        else:
-            is_taken = moe_fp8_gemm.can_multiply(parts, x.device)
-        if is_taken:
-            return parts
-    return None
+    return quantized.Experts.of(together, k) or quantized.Experts.of(routed, k)
 
 
 def _run_quantized(
     out: Tensor,
-    parts: Sequence[Any],
+    experts: quantized.Experts,
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
@@ -144,8 +137,6 @@ def _run_quantized(
     shared_weight: Tensor | None,
     counters: Tensor | None,
 ) -> None:
-    experts = quantized.Experts.of(parts, ids.shape[1])
-    assert experts is not None
     if len(x) <= GEMV_TOKENS:
         experts.run_pairs(out, x, weights, ids, residual, shared_weight)
         return

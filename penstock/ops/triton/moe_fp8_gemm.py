@@ -2,14 +2,13 @@
 """The chosen experts of many tokens, their rows and the tokens in E4M3 (`fp8.py`).
 
 As `moe_grouped_gemm.py`, whose list of pairs and last sum these are too. Gate and up leave what is
-between the products in E4M3 as well, with a scale for the columns that a program computes.
+between the products in E4M3 as well, with a scale for the 128 columns that a program computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,9 +16,7 @@ from torch import Tensor
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 from penstock.ops.triton.activation import silu
 from penstock.ops.triton.fp8 import (
-    can_take,
     codes_of,
-    has_tensor_cores,
     load_row_scales,
     multiply_steps,
     quantize_tokens,
@@ -37,24 +34,11 @@ from penstock.ops.triton.launch import (
 from penstock.ops.triton.moe_grouped_gemm import add_pairs
 from penstock.ops.triton.moe_permute import list_pairs, load_tile
 from penstock.ops.triton.tuning import Tile
-from penstock.ops.weight import Part
 
 BLOCK_M = 64  # pairs of a tile: taller ones leave no registers for the sums of a block of columns
 GATE_UP: Tile = {"BLOCK_N": 256, "num_warps": 8, "num_stages": 3}
-SMALL_GATE_UP: Tile = {"BLOCK_N": 128, "num_warps": 4, "num_stages": 3}  # with less shared memory
+SMALL_GATE_UP: Tile = {"BLOCK_N": 256, "num_warps": 8, "num_stages": 2}  # with less shared memory
 DOWN: Tile = {"BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
-
-
-def can_multiply(parts: Sequence[Part], device: torch.device) -> bool:
-    """Gate and up, down, and of a shared expert the same, if its weights are stored as theirs."""
-    rows = [part for part in parts if isinstance(part, TiledRows) and can_take(part)]
-    if len(rows) < len(parts) or not has_tensor_cores(device):
-        return False
-    gate_up, down, *shared = rows
-    are_alike = all(
-        one.kind == own.kind and one.shape == own.shape[1:] for one, own in zip(shared, rows)
-    )
-    return are_alike and gate_up.num_rows % (2 * STEP) == 0 and down.num_rows % STEP == 0
 
 
 def run(
@@ -73,11 +57,10 @@ def run(
     (num_tokens, k), (num_experts, width, inner_width) = ids.shape, down.shape
     slots = k + bool(shared)
     num_pairs = num_tokens * slots
-    inner_step = gate_up_tile["BLOCK_N"] // 2
     order, tiles = list_pairs(ids, num_experts, slots, BLOCK_M, counters)
     codes, scales, _ = quantize_tokens(x)
     inner = codes.new_empty(num_pairs, inner_width)
-    inner_scales = scales.new_empty(inner_width // inner_step, num_pairs)
+    inner_scales = scales.new_empty(inner_width // STEP, num_pairs)
     outputs = x.new_empty(num_pairs, width)
     shared_gate_up, shared_down = shared or (gate_up, down)
     for is_down, rows, own, source, result, tile in (
@@ -103,7 +86,6 @@ def run(
             N=rows.num_rows,
             K=rows.num_columns,
             BY_BLOCK=rows.block_scales is not None,
-            TOKEN_STEP=inner_step if is_down else STEP,
             STEP=STEP,
             TILE_ROWS=TILE_ROWS,
             BLOCK_M=BLOCK_M,
@@ -116,7 +98,7 @@ def run(
 @triton.jit(do_not_specialize=["source_count", "num_pairs"])
 def _grouped_kernel(
     source,  # [T, K] or [pairs, K] codes
-    source_scales,  # [K / TOKEN_STEP, source_count]
+    source_scales,  # [K / STEP, source_count]
     order,
     tiles,
     expert_codes,  # [E, N, K]
@@ -124,7 +106,7 @@ def _grouped_kernel(
     shared_codes,
     shared_scales,
     result,  # [pairs, N], or codes [pairs, N / 2]
-    result_scales,  # [N / BLOCK_N, pairs]
+    result_scales,  # [N / 2 / STEP, pairs]
     source_count,
     num_pairs,
     IS_DOWN: tl.constexpr,
@@ -134,7 +116,6 @@ def _grouped_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     BY_BLOCK: tl.constexpr,
-    TOKEN_STEP: tl.constexpr,
     STEP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -178,7 +159,6 @@ def _grouped_kernel(
         K,
         BY_BLOCK,
         not IS_DOWN,
-        TOKEN_STEP,
         STEP,
     )
     if not BY_BLOCK:

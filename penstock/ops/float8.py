@@ -1,0 +1,105 @@
+"""Tokens in E4M3: which products round them, and how.
+
+FP8 checkpoints ask for it, and tensor cores that take both sides in 8 bits are twice as fast. A
+token is quantised by blocks of 128 columns: the largest number of a block becomes 448, E4M3's
+largest. Only products of many tokens round them; of a few, reading the weight takes longer. Logits
+never do. References and kernels ask the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from penstock.ops.tiles import STEP, TiledRows
+from penstock.ops.weight import Part, Weight
+
+DTYPES = (torch.bfloat16, torch.float16)
+FIRST_CAPABILITY = (8, 9)
+LIBRARY_CAPABILITY = (9, 0)  # the only one on which cuBLAS takes scales of blocks
+LARGEST = 448.0
+LEAST = 1e-12  # of the largest number of a block
+# Up to so many tokens meet the codes unrounded (`ops/cuda/quantized.py`); fewer if rows are many,
+# which the library reads twice as fast from there on.
+FEW_TOKENS, WIDE_FEW_TOKENS = 64, 32
+WIDE_ROWS = 8192
+FEW_PAIRS = 8  # of a token and an expert, for each expert
+
+
+def round_tokens(x: Tensor) -> Tensor:  # [..., K] -> float32
+    """The numbers that the codes of tokens stand for."""
+    blocks = x.float().unflatten(-1, (-1, STEP))
+    scales = blocks.abs().amax(-1, keepdim=True).clamp(min=LEAST) / LARGEST
+    return ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
+
+
+def can_take(part: Part) -> bool:
+    """Rows with a scale for each block of 128 x 128, or with one each."""
+    if not isinstance(part, TiledRows) or not part.is_float8 or part.columns is not None:
+        return False
+    has_one_each = part.group >= part.num_columns and part.fields.coarse is None
+    return part.num_columns % STEP == 0 and (part.block_scales is not None or has_one_each)
+
+
+def can_use_library(rows: TiledRows, dtype: torch.dtype, device: torch.device) -> bool:
+    """cuBLAS reads scales of blocks 16 bytes at a time, too."""
+    is_whole = rows.num_rows % STEP == 0 and rows.num_columns % (4 * STEP) == 0
+    return (
+        rows.block_scales is not None
+        and is_whole
+        and dtype == torch.bfloat16
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) == LIBRARY_CAPABILITY
+    )
+
+
+def rounds_prompts(model: nn.Module) -> bool:
+    """Whether a model has rows with which many tokens are rounded."""
+    weights = (module for module in model.modules() if isinstance(module, Weight))
+    return any(can_take(part) for weight in weights for part in weight.parts)
+
+
+def rounds_tokens(parts: tuple[Part, ...], x: Tensor, num_tokens: int) -> bool:
+    """Whether a product of these rows, whose result is like x, does. Rows that are not quantised
+    may lie between others; they meet the tokens as they are.
+    """
+    rows = [part for part in parts if isinstance(part, TiledRows)]
+    are_known = all(isinstance(part, Tensor) or can_take(part) for part in parts)
+    if not rows or not are_known or not _is_able(x):
+        return False
+    is_wide = all(
+        one.num_rows >= WIDE_ROWS and can_use_library(one, x.dtype, x.device) for one in rows
+    )
+    return num_tokens > (WIDE_FEW_TOKENS if is_wide else FEW_TOKENS)
+
+
+def rounded_experts(
+    x: Tensor, num_pairs: int, routed: tuple[Weight, Weight], shared: Sequence[Weight | None]
+) -> tuple[TiledRows, ...]:
+    """The rows of gate and up and of down, if products with so many pairs round tokens, and those
+    of the shared expert, if they are stored alike. Empty: they do not.
+    """
+    if num_pairs <= FEW_PAIRS * routed[1].shape[0] or not _is_able(x):
+        return ()
+    rows = [part for weight in routed for part in weight.parts]
+    if len(rows) != 2 or not all(can_take(part) for part in rows):
+        return ()
+    gate_up, down = rows
+    assert isinstance(gate_up, TiledRows)
+    assert isinstance(down, TiledRows)
+    if gate_up.num_rows % (2 * STEP) or down.num_rows % STEP:
+        return ()
+    more = [part for weight in shared if weight is not None for part in weight.parts]
+    tiled = [part for part in more if isinstance(part, TiledRows)]
+    are_alike = len(more) == len(tiled) == 2 and all(
+        one.kind == own.kind and one.shape == own.shape[1:]
+        for one, own in zip(tiled, (gate_up, down))
+    )
+    return gate_up, down, *(tiled if are_alike else ())
+
+
+def _is_able(x: Tensor) -> bool:
+    is_new = x.is_cuda and torch.cuda.get_device_capability(x.device) >= FIRST_CAPABILITY
+    return is_new and x.dtype in DTYPES
