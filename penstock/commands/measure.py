@@ -349,7 +349,7 @@ def check_decode(engine: LogitsEngine) -> float:
     engine.remove(ids)
     differences = (decoded - expected).norm(dim=1) / expected.norm(dim=1)
     difference, dtype = float(differences.nan_to_num(nan=torch.inf).median()), info.dtype
-    is_rounded = rounds_prompts(engine.engine.runner.model)
+    is_rounded = rounds_prompts(engine.engine.runner.model)  # type: ignore[arg-type]
     tolerance = TOLERANCES[dtype] + (ROUNDED_TOLERANCE if is_rounded else 0.0)
     if not difference <= tolerance:
         raise PenstockError(
