@@ -26,6 +26,7 @@ from serving import FREE, MESSAGES, Server, start_server
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "page"
 NUM_LOADS, NUM_REPLIES, NUM_TOKENS = 7, 12, 10_000
+WATCHERS, NUM_LOOKS, LOOK_S = (0, 1, 8), 5, 5.0  # of the live view
 THOUGHT = "The person wants a formula, an example and a table. Short is best."
 REPLY = """The sum of the first $n$ whole numbers is
 
@@ -175,17 +176,38 @@ def measure_long_answer(browser: Any, url: str) -> dict[str, Any]:
     }
 
 
-def measure_live(url: str) -> dict[str, Any]:
-    """How long the server takes for one look at its numbers, which is all that watching costs it a
-    second.
+def measure_live(server: Server) -> dict[str, Any]:
+    """What watching takes from the processes of an idle server: milliseconds of CPU in a second.
+    All that it takes from an engine's steps is what the engine needs for one answer a second.
     """
-    client = HttpClient(url, timeout_s=30.0)
-    waits = []
-    for _ in range(NUM_REPLIES):
-        started = time.perf_counter()
-        client.read("GET", "/metrics")  # asks the engines for the same
-        waits.append((time.perf_counter() - started) * 1000)
-    return {"metrics_ms": spread(waits)}
+    pids = {"server": server.process.pid, "engine": server.engine_pid}
+    found: dict[int, dict[str, list[float]]] = {n: {name: [] for name in pids} for n in WATCHERS}
+    for _ in range(NUM_LOOKS):
+        for num_watchers in WATCHERS:
+            client = HttpClient(server.url, timeout_s=30.0)
+            streams = [client.watch("/live") for _ in range(num_watchers)]
+            for stream in streams:
+                next(stream)
+            before, started = {name: cpu_ms(pid) for name, pid in pids.items()}, time.monotonic()
+            time.sleep(LOOK_S)
+            for name, pid in pids.items():
+                spent = cpu_ms(pid) - before[name]
+                found[num_watchers][name].append(spent / (time.monotonic() - started))
+            for stream in streams:
+                stream.close()
+    return {
+        f"{num_watchers} watch": {
+            f"{name}_cpu_ms_a_second": round(statistics.median(values), 2)
+            for name, values in of_processes.items()
+        }
+        for num_watchers, of_processes in found.items()
+    }
+
+
+def cpu_ms(pid: int) -> float:
+    """That all threads of a process have had so far."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e6
 
 
 def take_pictures(browser: Any, server: Server) -> None:
@@ -241,7 +263,7 @@ def main() -> None:
             "load": measure_loads(browser, server.url),
             "first_token_shown_after_ms": measure_first_token(browser, server.url),
             "long_answer": measure_long_answer(browser, server.url),
-            "look_at_numbers": measure_live(server.url),
+            "live": measure_live(server),
         }
         (ROOT / "results" / "cpu" / "page.json").write_text(json.dumps(results, indent=1) + "\n")
         take_pictures(browser, server)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from browser.conftest import USAGE, chunk, say, script_replies, wait_answer
+from browser.conftest import USAGE, chunk, say, script_replies, wait_answer, with_fields
 from serving import Server
 
 pytestmark = pytest.mark.browser
@@ -54,6 +53,20 @@ def test_the_draft_is_counted_in_tokens_of_the_whole_prompt(page: Any) -> None:
     page.wait_for_function(
         "() => document.querySelector('#draft-note').textContent.includes('too long')"
     )
+
+
+def test_the_draft_says_how_much_of_the_prompt_is_cached(page: Any) -> None:
+    say(page, "Here is a story about a slow river and its weir. " * 8)
+    wait_answer(page)
+    page.fill("#draft", "And then?")
+    page.wait_for_function(
+        "() => /tokens, \\d+ cached$/.test(document.querySelector('#draft-note').textContent)"
+    )
+    promised = page.locator("#draft-note").inner_text().split()[-2]
+    page.keyboard.press("Enter")
+    wait_answer(page, 2)
+    said = page.locator(".message.assistant footer small").last.inner_text()
+    assert f", {promised} from the cache" in said
 
 
 def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
@@ -154,16 +167,6 @@ def test_a_tool_that_must_be_called_is_called_and_answered_by_hand(page: Any) ->
     call.get_by_role("button", name="Answer by hand").click()
     wait_answer(page, 2)
     assert page.locator(".message.tool .result").inner_text() == "43"
-
-
-def with_fields(**fields: Any) -> Callable[[Any], None]:
-    """Goes on to the server, with these in the body."""
-
-    def pass_on(route: Any) -> None:
-        body = json.loads(route.request.post_data)
-        route.continue_(post_data=json.dumps({**body, **fields}))
-
-    return pass_on
 
 
 # With scripted replies
@@ -292,6 +295,35 @@ def test_conversations_are_found_exported_and_imported(page: Any, tmp_path: Path
     assert "needle" in page.locator(".message.assistant .prose").text_content()
 
 
+def test_an_exported_conversation_comes_back_with_tools_numbers_and_what_was_left_out(
+    page: Any, tmp_path: Path
+) -> None:
+    script_replies(page, [CALL, USAGE], [chunk(content="It is 5."), USAGE])
+    open_settings(page, "Tools")
+    page.get_by_role("button", name="Add a tool").click()
+    say(page, "Add 2 and 3.")
+    wait_answer(page, 2)
+    say(page, "Again?")
+    wait_answer(page, 3)
+    page.evaluate(
+        "async () => { const store = await import('/page/store.js');"
+        " const [talk] = await store.loadAll();"
+        " talk.firstSent = Object.values(talk.messages).find((one) => one.content === 'Again?').id;"
+        " await store.save(talk); }"
+    )
+    page.reload()
+    before = page.locator("#messages").inner_text()
+    assert page.locator(".message.left-out").count() == 4
+    with page.expect_download() as waiting:
+        page.click("#export")
+    waiting.value.save_as(tmp_path / "talks.json")
+    page.set_input_files("#import-input", tmp_path / "talks.json")
+    page.wait_for_function("() => document.querySelectorAll('#talks .open').length === 2")
+    assert page.locator("#messages").inner_text() == before
+    assert "Result of add" in before
+    assert page.locator(".message.left-out").count() == 4
+
+
 def test_what_one_tab_keeps_another_shows_and_does_not_overwrite(page: Any, server: Server) -> None:
     say(page, QUESTION)
     wait_answer(page)
@@ -326,6 +358,24 @@ def test_a_text_file_is_sent_along_and_another_is_refused_by_name(
         asked[0]["messages"][-1]["content"]
         == "notes.txt:\n\nremember the milk\n\nWhat should I buy?"
     )
+
+
+@pytest.mark.parametrize("place", ["#draft", "#talks", "#view-playground"])
+def test_a_file_that_is_dropped_anywhere_goes_along(page: Any, place: str) -> None:
+    if place == "#view-playground":
+        page.evaluate("location.hash = 'playground'")
+    page.wait_for_selector(place, state="attached")
+    dropped = page.evaluate_handle(
+        "() => { const given = new DataTransfer();"
+        " given.items.add(new File(['remember the milk'], 'notes.txt')); return given; }"
+    )
+    page.dispatch_event(place, "dragover", {"dataTransfer": dropped})
+    assert page.locator("body.dropping").count() == 1
+    page.dispatch_event(place, "drop", {"dataTransfer": dropped})
+    page.wait_for_selector("#files li")
+    assert page.locator("#files li").all_inner_texts() == ["notes.txt ×"]
+    assert page.locator("body.dropping").count() == 0
+    assert page.locator("#draft").is_visible()
 
 
 def test_what_was_asked_can_be_copied_as_code(page: Any, server: Server) -> None:

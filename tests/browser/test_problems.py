@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from browser.conftest import USAGE, chunk, say, script_replies, wait_answer
-from serving import Server, start_server
+from browser.conftest import USAGE, chunk, say, script_replies, wait_answer, with_fields
+from serving import FREE, MESSAGES, Server, start_server
 
 pytestmark = pytest.mark.browser
 KEY = "sk-browser-test"
@@ -105,6 +107,63 @@ def test_a_server_that_starts_says_its_phase_and_one_that_is_gone_that_it_is(
     page.unroute("**/health")
     page.wait_for_selector("#state[data-kind=ok]")
     assert page.locator("#notice").is_hidden()
+
+
+def test_an_engine_that_dies_amid_an_answer_is_said_and_the_answer_goes_on(
+    open_page: Callable[..., Any],
+) -> None:
+    with start_server() as server:
+        page = open_page(server.url, expect_errors=True)
+        page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=120))
+        say(page, "Tell me about rivers.")
+        page.wait_for_function(
+            "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
+        )
+        os.kill(server.engine_pid, signal.SIGKILL)
+        page.wait_for_selector("#notice:not([hidden])")
+        assert "The engine has stopped and starts again" in page.locator("#notice").inner_text()
+        assert "The answer goes on by itself." in page.locator("#notice").inner_text()
+        footer = wait_answer(page).locator("footer small").inner_text()
+        assert footer.startswith("120 tokens")
+        assert page.locator(".problem").count() == 0
+        page.wait_for_selector("#notice", state="hidden")
+
+
+def test_a_server_that_is_full_says_how_long_to_wait_and_answers_then(
+    open_page: Callable[..., Any],
+) -> None:
+    with start_server({"max_rows": 1}, {"max_queue": 1}) as server:
+        page = open_page(server.url, expect_errors=True)
+        with server.stream({"messages": MESSAGES, "max_tokens": 4000, "stream": True, **FREE}):
+            say(page, "Hello")
+            assert "s of patience" in problem_of(page).inner_text()
+        page.wait_for_function(
+            "() => document.querySelectorAll('.problem').length === 0"
+            " && document.querySelector('.message.assistant[aria-busy=false] .prose')?.innerText"
+        )
+
+
+def test_a_conversation_outgrows_a_real_context_and_goes_on_without_its_beginning(
+    open_page: Callable[..., Any],
+) -> None:
+    with start_server({"max_model_len": 512}) as server:
+        page = open_page(server.url, expect_errors=True)
+        for number, word in enumerate(("river", "bank"), 1):
+            say(page, f"{word} " * 100)
+            wait_answer(page, number)
+        say(page, "weir " * 100)
+        problem_of(page).get_by_role("button", name="Leave the oldest messages out").click()
+        page.wait_for_function("() => document.querySelectorAll('.problem').length === 0")
+        assert wait_answer(page, 3).locator(".prose").inner_text()
+        assert page.locator(".message.left-out").count() == 2
+        say(page, "pond " * 500)
+        for _ in range(3):  # the other two, and then there is none
+            problem_of(page).get_by_role("button", name="Leave the oldest messages out").click()
+        problem = page.locator(".problem", has_text="this message alone is too long")
+        problem.get_by_role("button", name="Edit the message").click()
+        page.locator("textarea.edit").fill("And now?")
+        page.keyboard.press("Enter")
+        page.wait_for_function("() => document.querySelectorAll('.problem').length === 0")
 
 
 def test_a_key_is_asked_for_once_refused_in_words_and_kept_for_the_tab(

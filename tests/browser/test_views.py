@@ -4,6 +4,7 @@ views.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +107,13 @@ def test_a_completion_shows_each_token_with_its_alternatives(page: Any) -> None:
     page.locator(".output .token").first.hover()
     assert page.locator(".token-card tr").count() >= 5
     assert "%" in page.locator(".token-card").inner_text()
+    page.locator(".output").first.focus()
+    for _ in range(2):
+        page.keyboard.press("ArrowRight")
+    second = page.locator(".output .token").nth(1)
+    assert page.evaluate("document.activeElement.textContent") == second.text_content()
+    assert page.locator(".token-card tr").count() >= 5
+    assert "Others: " in page.locator("#announcer").inner_text()
     page.get_by_role("button", name="Copy as").nth(1).click()
     assert '"temperature": 1' in page.locator("#copy-dialog pre").inner_text()
 
@@ -118,6 +126,11 @@ def test_tokens_and_template_show_what_the_model_sees(page: Any) -> None:
     assert (
         "".join(page.locator(".token.striped").all_inner_texts()).replace("Ġ", " ") == "two rivers"
     )
+    page.locator("#view-playground").get_by_role("button", name="Copy as").filter(
+        visible=True
+    ).click()
+    assert '"prompt": "two rivers"' in page.locator("#copy-dialog pre").inner_text()
+    page.keyboard.press("Escape")
     page.get_by_role("button", name="Template").click()
     page.get_by_role("button", name="Show what the model sees").click()
     page.wait_for_function(
@@ -138,6 +151,29 @@ def test_the_live_view_moves_under_load(page: Any, server: Server) -> None:
     )
     assert "penstock-tiny on cpu" in page.locator("#view-live").inner_text()
     assert page.locator("#view-live td", has_text="ready").count() == 1
+    assert (
+        page.locator("#view-live td", has_text=re.compile(r"^[\d.]+ GB of [\d.]+ GB$")).count() == 1
+    )
+    assert page.locator("#view-live td", has_text="checkpoints of states").count() == 1
     for load in loads:
         load.join()
     page.wait_for_function("() => document.querySelectorAll('.tiles b')[2].textContent === '0'")
+
+
+def test_the_template_of_a_conversation_has_its_tools_and_its_thinking(page: Any) -> None:
+    script_replies(page, [chunk(content="Hi."), USAGE])
+    page.keyboard.press("Alt+s")
+    page.locator("#settings summary", has_text="Tools").click()
+    page.get_by_role("button", name="Add a tool").click()
+    page.get_by_label("System prompt").fill("You are terse.")
+    say(page, "Hello there")
+    wait_answer(page)
+    page.evaluate("location.hash = 'playground'")
+    page.get_by_role("button", name="Template").click()
+    page.get_by_role("button", name="Take the conversation").click()
+    page.wait_for_function(
+        "() => document.querySelector('pre.output').textContent.includes('Hello there')"
+    )
+    seen = page.locator("pre.output").inner_text()
+    assert "You are terse." in seen
+    assert '"name": "add"' in seen

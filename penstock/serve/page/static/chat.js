@@ -42,6 +42,7 @@ export class Chat {
       "answerCall",
       "runCall",
       "shorten",
+      "editQuestion",
       "enterKey",
       "copyAs",
     ];
@@ -200,11 +201,20 @@ export class Chat {
   }
 
   shorten(message) {
-    if (!shorten(this.talk))
-      return announce("There is nothing left to leave out: this message alone is too long.");
+    if (!shorten(this.talk)) {
+      const sentence = "There is nothing left to leave out: this message alone is too long.";
+      message.problem = { ...message.problem, sentence, way: "edit" };
+      announce(sentence);
+      this.redraw();
+      return this.keep();
+    }
     removeMessage(this.talk, message);
     this.redraw();
     return this.reply(this.talk.leaf);
+  }
+
+  editQuestion(message) {
+    this.edit(this.talk.messages[message.parent]);
   }
 
   enterKey(message) {

@@ -143,6 +143,8 @@ export function readConversation(found) {
       created: Number(one.created) || Date.now(),
       reasoning: text(one.reasoning) || undefined,
       callId: text(one.callId) || undefined,
+      name: text(one.name) || undefined,
+      stats: one.stats ? numbersOf(one.stats) : undefined,
       calls: list(one.calls).map((c) => ({
         id: text(c?.id),
         name: text(c?.name),
@@ -152,6 +154,7 @@ export function readConversation(found) {
     };
   }
   talk.leaf = ids.get(found.leaf) ?? [...ids.values()].at(-1) ?? null;
+  talk.firstSent = ids.get(found.firstSent) ?? null;
   for (const message of Object.values(talk.messages)) {
     const seen = new Set();
     for (let one = message; one; one = talk.messages[one.parent]) {
@@ -163,3 +166,6 @@ export function readConversation(found) {
   talk.updated = Number(found.updated) || Date.now();
   return talk;
 }
+
+const numbersOf = (found) =>
+  Object.fromEntries(Object.entries(found).filter(([, value]) => Number.isFinite(value)));

@@ -6,6 +6,7 @@ import { events } from "./server.js";
 
 const RETRY_MS = 2000;
 const share = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)} %` : "none yet");
+const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(bytes < 1e9 ? 2 : 1)} GB`;
 const MISSED = "missed_tokens_";
 const REASONS = {
   no_prefix: "nothing like them was seen before",
@@ -157,11 +158,14 @@ export class LiveView {
     const parts = [
       table(
         "Engines",
-        ["engine", "state", "requests", "restarts", "last problem"],
+        ["engine", "state", "requests", "memory in use", "restarts", "last problem"],
         now.replicas.map((one) => [
           one.replica,
           one.state,
           one.requests,
+          one.memory_total
+            ? `${gigabytes(one.memory_used)} of ${gigabytes(one.memory_total)}`
+            : "unknown",
           one.restarts,
           one.problem ?? "none",
         ]),
@@ -194,6 +198,7 @@ export class LiveView {
               "state slots in use",
               `${count(stats.num_slots - 1 - stats.num_free_slots)} of ${count(stats.num_slots - 1)}`,
             ],
+            ["checkpoints of states", count(stats.num_checkpoints)],
             ["evicted checkpoints", count(stats.prefix.evicted_checkpoints ?? 0)],
             ["evicted pages", count(stats.prefix.evicted_pages ?? 0)],
             ["sessions", count(stats.num_sessions)],
@@ -211,7 +216,6 @@ export class LiveView {
 
 function describe({ engine, model, phase }) {
   if (!engine) return `The model is still loading: ${phase?.name ?? "starting"}.`;
-  const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(bytes < 1e9 ? 2 : 1)} GB`;
   return (
     `${model} on ${engine.device}, ${engine.dtype}: ${gigabytes(engine.weight_bytes)} of weights, ` +
     `${gigabytes(engine.cache_bytes)} of cache, up to ${count(engine.max_rows)} requests at once.`

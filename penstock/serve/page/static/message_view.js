@@ -172,6 +172,7 @@ export class MessageView {
     const ways = {
       key: [act("Enter the key", "enterKey")],
       shorten: [act("Leave the oldest messages out", "shorten")],
+      edit: [act("Edit the message", "editQuestion")],
       continue: [act("Continue the answer", "continue"), act("Start it again", "again")],
       retry: [act("Try again", "again")],
       wait: [act("Try again now", "again")],
