@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,6 @@ from serving import Server
 
 pytestmark = pytest.mark.browser
 QUESTION = "What is 17 + 26? Reply with just the number."
-SUM_TOOL = {
-    "name": "add",
-    "description": "Add two numbers.",
-    "parameters": json.dumps({"type": "object", "properties": {"a": {"type": "number"}}}),
-    "code": "({ a, b }) => a + b",
-}
 CALL = chunk(
     tool_calls=[
         {"index": 0, "id": "call_1", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
@@ -109,6 +106,23 @@ def test_an_answer_goes_on_while_another_conversation_is_looked_at(page: Any) ->
     assert "150 tokens" in page.locator(".message.assistant footer small").text_content()
 
 
+def test_a_conversation_that_is_deleted_amid_an_answer_is_gone(page: Any) -> None:
+    page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=400))
+    page.on("dialog", lambda dialog: dialog.accept())
+    say(page, "Tell me about rivers.")
+    page.wait_for_function(
+        "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
+    )
+    page.locator("#talks li").hover()
+    page.locator("#talks").get_by_label("Delete").click()
+    page.wait_for_function("() => document.querySelectorAll('.message').length === 0")
+    page.wait_for_timeout(1200)
+    assert page.locator("#talks .open").count() == 0
+    page.reload()
+    page.wait_for_selector("#talks .hint")
+    assert page.locator("#talks .open").count() == 0
+
+
 def test_an_edited_question_is_a_branch_and_the_first_one_stays(page: Any) -> None:
     say(page, QUESTION)
     wait_answer(page)
@@ -138,7 +152,13 @@ def test_an_answer_is_held_to_the_schema_of_the_conversation(page: Any) -> None:
     }
     page.get_by_label("JSON schema", exact=True).fill(json.dumps(schema))
     say(page, "What is 17 + 26?")
-    assert set(json.loads(wait_answer(page).locator(".prose").inner_text())) == {"sum"}
+    assert set(json.loads(wait_answer(page).locator(".prose pre").inner_text())) == {"sum"}
+    written = '{"sum": "*not* _emphasis_ <b> $x$"}'
+    script_replies(page, [*(chunk(content=letter) for letter in written), USAGE])
+    say(page, "Again")
+    assert wait_answer(page, 2).locator(".prose pre").inner_text() == written
+    page.reload()
+    assert wait_answer(page, 2).locator(".prose pre").inner_text() == written
 
 
 def test_a_schema_that_is_no_json_is_said_before_anything_is_asked(page: Any) -> None:
@@ -378,12 +398,22 @@ def test_a_file_that_is_dropped_anywhere_goes_along(page: Any, place: str) -> No
     assert page.locator("#draft").is_visible()
 
 
-def test_what_was_asked_can_be_copied_as_code(page: Any, server: Server) -> None:
+def test_what_was_asked_can_be_copied_as_code_that_runs(page: Any, server: Server) -> None:
     script_replies(page, [chunk(content="Hi."), USAGE])
-    say(page, "It's me")
+    open_settings(page)
+    page.get_by_label("Longest answer").fill("3")
+    say(page, 'It\'s me: \\ "quoted", $HOME `x`')
     wait_answer(page).get_by_role("button", name="Copy as").click()
     shown = page.locator("#copy-dialog pre")
     assert f"curl -N {server.url}/v1/chat/completions" in shown.inner_text()
-    assert "It'\\''s me" in shown.inner_text()
-    page.get_by_role("button", name="Python").click()
-    compile(shown.inner_text(), "copied", "exec")
+    for name, command in (
+        ("curl", ["bash", "-c"]),
+        ("Python", [sys.executable, "-c"]),
+        ("JavaScript", ["node", "--input-type=module", "-e"]),
+    ):
+        page.get_by_role("button", name=name, exact=True).click()
+        if shutil.which(command[0]) and (name != "curl" or shutil.which("curl")):
+            ran = subprocess.run([*command, shown.inner_text()], capture_output=True, text=True)
+            assert ran.returncode == 0, ran.stderr
+            assert "chat.completion.chunk" in ran.stdout
+            assert "[DONE]" in ran.stdout

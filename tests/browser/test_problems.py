@@ -100,6 +100,8 @@ def test_a_server_that_starts_says_its_phase_and_one_that_is_gone_that_it_is(
     page.reload()
     page.wait_for_selector("#notice:not([hidden])")
     assert "still loading: weights (2 GB), 40 %" in page.locator("#notice").inner_text()
+    phase |= {"name": "graphs", "fraction": None, "detail": ""}
+    page.wait_for_selector("text=still loading: graphs, after weights.")
     page.unroute("**/health")
     page.route("**/health", lambda route: route.abort())
     page.wait_for_selector("#state[data-kind=gone]")
@@ -107,6 +109,21 @@ def test_a_server_that_starts_says_its_phase_and_one_that_is_gone_that_it_is(
     page.unroute("**/health")
     page.wait_for_selector("#state[data-kind=ok]")
     assert page.locator("#notice").is_hidden()
+
+
+def test_what_is_said_while_the_model_loads_is_answered_when_it_is_there(
+    open_page: Callable[..., Any],
+) -> None:
+    with start_server(wait_for="listening") as server:
+        page = open_page(server.url, expect_errors=True, is_ready=False)
+        page.wait_for_selector("#notice:not([hidden])")
+        assert "The model is still loading: " in page.locator("#notice").inner_text()
+        say(page, "What is 17 + 26? Reply with just the number.")
+        assert "The engine is not ready yet." in problem_of(page).inner_text()
+        page.wait_for_function(
+            "() => document.querySelector('.message.assistant .prose')?.innerText === '43'"
+        )
+        assert page.locator("#notice").is_hidden()
 
 
 def test_an_engine_that_dies_amid_an_answer_is_said_and_the_answer_goes_on(
@@ -127,6 +144,25 @@ def test_an_engine_that_dies_amid_an_answer_is_said_and_the_answer_goes_on(
         assert footer.startswith("120 tokens")
         assert page.locator(".problem").count() == 0
         page.wait_for_selector("#notice", state="hidden")
+
+
+def test_a_page_that_is_closed_amid_an_answer_shows_what_came_and_goes_on(page: Any) -> None:
+    page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=400))
+    say(page, "Tell me about rivers.")
+    page.wait_for_function(
+        "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
+    )
+    page.wait_for_timeout(1200)
+    page.reload()
+    assert "closed before this answer was complete" in problem_of(page).inner_text()
+    before = page.locator(".message.assistant .prose").inner_text()
+    assert before
+    page.unroute("**/v1/chat/completions")
+    asked = script_replies(page, [chunk(content=" The end."), USAGE])
+    page.get_by_role("button", name="Continue the answer").click()
+    page.wait_for_function("() => document.querySelectorAll('.problem').length === 0")
+    assert wait_answer(page).locator(".prose").inner_text().endswith("The end.")
+    assert asked[0]["continue_final_message"] is True
 
 
 def test_a_server_that_is_full_says_how_long_to_wait_and_answers_then(
@@ -259,11 +295,17 @@ def test_hostile_calls_results_names_and_files_are_shown_and_never_run(page: Any
         "function": {"name": HOSTILE[:60], "arguments": json.dumps({"x": HOSTILE})},
     }
     script_replies(page, [chunk(tool_calls=[call]), USAGE], [chunk(content="ok"), USAGE])
+    name = '"><img src=x onerror="window.pwned=19">.txt'
+    file = {"name": name, "mimeType": "text/html", "buffer": HOSTILE.encode()}
+    page.set_input_files("#file-input", files=[file])
+    page.wait_for_selector("#files li")
     say(page, "Call.")
     form = wait_answer(page).locator(".call form")
     form.get_by_role("textbox").fill(HOSTILE)
     form.get_by_role("button", name="Answer by hand").click()
     wait_answer(page, 2)
+    page.locator(".file summary").click()
+    assert name in page.locator(".file summary").inner_text()
     assert_harmless(page, fetched)
 
 

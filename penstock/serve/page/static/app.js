@@ -66,6 +66,7 @@ async function watchServer() {
     if (!found) showState("gone", "not reachable");
     else if (found.status === "ok") {
       if (byId("state").dataset.kind !== "ok") await learnModel(found).catch(() => null);
+      passed = [];
       showState("ok", "ready");
     } else if (found.status === "starting") showState("starting", phaseText(found.phase));
     else showState("dead", found.reason ?? "");
@@ -75,13 +76,17 @@ async function watchServer() {
   }
 }
 
+let passed = []; // phases of this start that are over
+
 function phaseText(phase) {
   if (!phase) return "starting";
+  if (passed.at(-1) !== phase.name) passed.push(phase.name);
   const share =
     phase.fraction === null || phase.fraction === undefined
       ? ""
       : `, ${Math.round(phase.fraction * 100)} %`;
-  return `${phase.name}${phase.detail ? ` (${phase.detail})` : ""}${share}`;
+  const before = passed.length > 1 ? `, after ${passed.slice(0, -1).join(", ")}` : "";
+  return `${phase.name}${phase.detail ? ` (${phase.detail})` : ""}${share}${before}`;
 }
 
 async function learnModel(found) {

@@ -19,6 +19,11 @@ export class Composer {
     });
     this.draft.addEventListener("keydown", (event) => this.onKey(event));
     this.draft.addEventListener("input", () => this.changed());
+    this.draft.addEventListener("paste", (event) => {
+      if (!event.clipboardData.files.length) return;
+      event.preventDefault();
+      this.addFiles([...event.clipboardData.files]);
+    });
     byId("attach").addEventListener("click", () => byId("file-input").click());
     byId("file-input").addEventListener("change", (event) => {
       this.addFiles([...event.target.files]);

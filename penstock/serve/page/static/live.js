@@ -38,7 +38,7 @@ export class LiveView {
         ],
         { top: 4 },
       ),
-      memory: new LineChart(
+      cache: new LineChart(
         "Cache in use",
         [
           ["pages", "ours"],
@@ -48,6 +48,9 @@ export class LiveView {
       ),
       first: new HistogramChart("Time to the first token", seconds),
       between: new HistogramChart("Time between tokens", seconds),
+      memory: new LineChart("Memory in use", [["of the engines' devices", "ours"]], {
+        format: gigabytes,
+      }),
     };
     this.tables = make("div", { class: "charts" });
     const charts = Object.values(this.charts).map((chart) => chart.element);
@@ -117,7 +120,9 @@ export class LiveView {
     if (!stats) return;
     const used = usage(stats);
     this.charts.requests.push(time, [stats.num_running, stats.num_waiting]);
-    this.charts.memory.push(time, [100 * used.pages, 100 * used.slots]);
+    this.charts.cache.push(time, [100 * used.pages, 100 * used.slots]);
+    this.charts.memory.top = stats.memory_total;
+    this.charts.memory.push(time, [stats.memory_used]);
     const tile = (value, about) => make("li", {}, make("b", {}, value), make("span", {}, about));
     this.tiles.replaceChildren(
       tile(count(generated), "tokens generated a second"),
@@ -206,6 +211,7 @@ export class LiveView {
         ),
       );
     }
+    parts[0].classList.add("wide");
     this.tables.replaceChildren(...parts);
   }
 

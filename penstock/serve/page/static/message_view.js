@@ -121,7 +121,7 @@ export class MessageView {
       const shown = this.thought.lastChild.firstChild;
       shown.appendData(message.reasoning.slice(shown.length));
     }
-    this.markdown.show(message.content, !isGrowing);
+    this.markdown.show(message.isJson ? `~~~json\n${message.content}` : message.content, !isGrowing);
     if (message.calls?.length)
       this.calls.replaceChildren(...message.calls.map((call) => this.call(call)));
   }
