@@ -147,7 +147,7 @@ def test_top_prints_the_numbers_of_a_server_once(
     assert rows["pages in use"].split()[0].isdigit()
     assert "partial page" in rows["computed because"]
     assert rows["checkpoints of states"].strip().isdigit()
-    assert re.fullmatch(r"[\d.]+ .B of [\d.]+ .B", rows["memory in use"].strip())
+    assert re.fullmatch(r"[\d.]+ .B of [\d.]+ .B", rows["memory of the fullest"].strip())
 
 
 def look(server: Server) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _screen(history: Sequence[Event]) -> Group:
         engines.add_column(column)
     for one in history[-1]["replicas"]:
         state = (str(one[name]) for name in ("replica", "state", "requests"))
-        engines.add_row(*state, _memory([one]), str(one["restarts"]), one["problem"])
+        engines.add_row(*state, _memory(one), str(one["restarts"]), one["problem"])
     speeds = [
         rate(before, now, "generated_tokens")
         for before, now in zip(history, islice(history, 1, None))
@@ -111,7 +111,7 @@ def rows_of(history: Sequence[Event]) -> list[tuple[str, str]]:
         ("pages in use", _used(stats["num_free_pages"], stats["num_pages"])),
         ("state slots in use", _used(stats["num_free_slots"], stats["num_slots"])),
         ("checkpoints of states", f"{stats['num_checkpoints']:,}"),
-        ("memory in use", _memory(now["replicas"])),
+        ("memory of the fullest", _memory(max(now["replicas"], key=_fullness))),
         (
             "prompt from the cache",
             f"{reused / num_tokens:.1%} of {num_tokens:,} tokens" if num_tokens else "none",
@@ -158,10 +158,14 @@ def _used(num_free: int, num_all: int) -> str:
     return f"{usable - num_free:,} of {usable:,}"
 
 
-def _memory(replicas: Sequence[Event]) -> str:
-    """Of the devices of these engines; on a CPU, by their processes."""
-    used, total = (sum(one[name] for one in replicas) for name in ("memory_used", "memory_total"))
+def _memory(engine: Event) -> str:
+    """In use on its device; on a CPU, by its process."""
+    used, total = engine["memory_used"], engine["memory_total"]
     return f"{human_bytes(used)} of {human_bytes(total)}" if total else "unknown"
+
+
+def _fullness(engine: Event) -> float:
+    return engine["memory_used"] / (engine["memory_total"] or 1)
 
 
 def _about(event: Event) -> str:

@@ -162,14 +162,16 @@ def _hung(why: str) -> EngineDeadError:
 
 
 def sum_stats(reports: Sequence[ReplicaReport]) -> EngineStats | None:
-    """Of all engines together; None: none of them answered."""
+    """Of all engines together; None: none of them answered. Memory stays each engine's own: several
+    may share a device."""
     parts = [report.stats for report in reports if report.stats is not None]
     if not parts:
         return None
     prefix: Counter[str] = Counter()
     for part in parts:
         prefix.update(part.prefix)
-    counts = [field.name for field in fields(EngineStats) if field.name != "prefix"]
+    apart = ("prefix", "memory_used", "memory_total")
+    counts = [field.name for field in fields(EngineStats) if field.name not in apart]
     return EngineStats(
         prefix=prefix, **{name: sum(getattr(part, name) for part in parts) for name in counts}
     )

@@ -182,11 +182,11 @@ def test_a_tool_that_must_be_called_is_called_and_answered_by_hand(page: Any) ->
     call = wait_answer(page).locator(".call")
     assert "add" in call.locator("figcaption").inner_text()
     assert set(json.loads(call.locator("pre").inner_text())) == {"a", "b"}
-    page.get_by_label("The model", exact=True).select_option("none")
     call.get_by_role("textbox").fill("43")
     call.get_by_role("button", name="Answer by hand").click()
-    wait_answer(page, 2)
+    answer = wait_answer(page, 2)
     assert page.locator(".message.tool .result").inner_text() == "43"
+    assert answer.locator(".call").count() == 0
 
 
 # With scripted replies
@@ -250,6 +250,17 @@ def test_a_function_in_the_sandbox_answers_a_call_and_the_model_goes_on(page: An
     assert page.locator(".message.tool .result").inner_text() == "5"
     assert asked[1]["messages"][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "5"}
     assert asked[1]["messages"][-2]["tool_calls"][0]["function"]["name"] == "add"
+
+
+def test_a_function_answers_the_call_of_the_embedded_model(page: Any) -> None:
+    open_settings(page, "Tools")
+    page.get_by_role("button", name="Add a tool").click()
+    page.get_by_label("The model", exact=True).select_option("required")
+    say(page, "Add 17 and 26.")
+    wait_answer(page, 2)
+    call = json.loads(page.locator(".call pre").inner_text())
+    assert page.locator(".message.tool .result").inner_text() == str(call["a"] + call["b"])
+    assert page.locator(".message.assistant").last.locator(".prose").inner_text()
 
 
 def test_a_function_that_ends_late_answers_in_no_other_conversation(page: Any) -> None:

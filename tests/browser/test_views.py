@@ -79,19 +79,32 @@ def test_an_automated_check_finds_nothing_that_keeps_people_out(
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = open_page(server.url, **(PHONE if kind == "phone" else {"color_scheme": kind}))
+
+    def check(state: str) -> None:
+        found = axe.run(page).response["violations"]
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found] == [], state
+
+    call = {"index": 0, "id": "c", "function": {"name": "add", "arguments": "{}"}}
+    lost = {"error": {"message": "Two engines failed.", "code": "engines_lost"}}
     script_replies(
-        page, [chunk(reasoning_content="Hm."), chunk(content="# Hi\n\n```py\nx = 1\n```"), USAGE]
+        page,
+        [chunk(reasoning_content="Hm."), chunk(content="# Hi\n\n```py\nx = 1\n```"), USAGE],
+        [chunk(tool_calls=[call]), lost],
     )
     say(page, "Hello")
-    wait_answer(page)
+    wait_answer(page).get_by_role("button", name="Copy as").click()
+    check("dialog")
+    page.keyboard.press("Escape")
+    say(page, "Call it")
+    wait_answer(page, 2)
+    check("call and problem")
     page.click("#toggle-settings")
     page.locator("#settings summary", has_text="Tools").click()
     page.get_by_role("button", name="Add a tool").click()
     for view in ("chat", "playground", "live"):
         page.evaluate(f"location.hash = '{view}'")
         page.wait_for_timeout(1500 if view == "live" else 300)
-        found = axe.run(page).response["violations"]
-        assert [(one["id"], one["nodes"][0]["html"]) for one in found] == [], view
+        check(view)
 
 
 def test_a_completion_shows_each_token_with_its_alternatives(page: Any) -> None:
@@ -121,7 +134,11 @@ def test_a_completion_shows_each_token_with_its_alternatives(page: Any) -> None:
 def test_tokens_and_template_show_what_the_model_sees(page: Any) -> None:
     page.goto(page.url.split("#")[0] + "#playground")
     page.get_by_role("button", name="Tokens").click()
+    page.get_by_label("Text", exact=True).fill("a\n\nb")
+    page.wait_for_selector(".token.striped.breaks")
+    assert page.locator(".token.breaks").first.bounding_box()["width"] > 3
     page.get_by_label("Text", exact=True).fill("two rivers")
+    page.wait_for_function("() => !document.querySelector('.token.breaks')")
     page.wait_for_selector(".token.striped")
     assert (
         "".join(page.locator(".token.striped").all_inner_texts()).replace("Ġ", " ") == "two rivers"

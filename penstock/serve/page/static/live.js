@@ -48,8 +48,9 @@ export class LiveView {
       ),
       first: new HistogramChart("Time to the first token", seconds),
       between: new HistogramChart("Time between tokens", seconds),
-      memory: new LineChart("Memory in use", [["of the engines' devices", "ours"]], {
-        format: gigabytes,
+      memory: new LineChart("Memory in use", [["of the fullest device", "ours"]], {
+        top: 100,
+        format: (value) => `${Math.round(value)} %`,
       }),
     };
     this.tables = make("div", { class: "charts" });
@@ -121,8 +122,8 @@ export class LiveView {
     const used = usage(stats);
     this.charts.requests.push(time, [stats.num_running, stats.num_waiting]);
     this.charts.cache.push(time, [100 * used.pages, 100 * used.slots]);
-    this.charts.memory.top = stats.memory_total;
-    this.charts.memory.push(time, [stats.memory_used]);
+    const full = now.replicas.map((one) => one.memory_used / (one.memory_total || 1));
+    this.charts.memory.push(time, [100 * Math.max(...full)]);
     const tile = (value, about) => make("li", {}, make("b", {}, value), make("span", {}, about));
     this.tiles.replaceChildren(
       tile(count(generated), "tokens generated a second"),

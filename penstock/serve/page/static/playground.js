@@ -170,7 +170,7 @@ export class Playground {
   }
 
   token(text, logprob, alternatives) {
-    const element = make("span", { class: "token", tabIndex: -1 }, text);
+    const element = tokenOf(text, { tabIndex: -1 });
     const doubt = 1 - Math.exp(logprob);
     element.style.background = `color-mix(in srgb, var(--rival) ${Math.round(doubt * 60)}%, transparent)`;
     const rows = Object.entries(alternatives)
@@ -231,7 +231,7 @@ export class Playground {
         } = await json("tokenize", { body: request() });
         output.replaceChildren(
           ...tokens.map((id, place) =>
-            make("span", { class: "token striped", title: `token ${id}` }, pieces[place]),
+            tokenOf(pieces[place], { title: `token ${id}` }, "striped"),
           ),
         );
         note.textContent = `${count(total)} tokens, ${count(source.value.length)} characters`;
@@ -316,6 +316,10 @@ export class Playground {
     );
   }
 }
+
+/** A line break gets a mark, without which there would be nothing to see or to point at. */
+const tokenOf = (text, fields, kind = "") =>
+  make("span", { class: `token ${kind} ${text.includes("\n") ? "breaks" : ""}`, ...fields }, text);
 
 /** The arrow keys go from token to token, whose alternatives show while it has the focus. */
 function stepThrough(output, event) {
