@@ -549,3 +549,6 @@ class EngineStats:
     num_sessions: int = 0
     session_bytes: int = 0
     num_kv_tokens: int = 0  # capacity of all pages together
+    num_checkpoints: int = 0  # states that prompts may continue from, each in a slot
+    memory_used: int = 0  # bytes in use on its device, by others too; on a CPU, by its process
+    memory_total: int = 0  # bytes of its device

@@ -19,6 +19,7 @@ from typing import Any, cast
 import msgspec
 
 from penstock import errors
+from penstock.digests import PageDigests
 from penstock.errors import PenstockError, RequestError
 from penstock.progress import Phase
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, TokenDelta
@@ -94,6 +95,14 @@ class DropSession(msgspec.Struct, tag=True, frozen=True):
     session_id: str
 
 
+class CachedQuery(msgspec.Struct, tag=True, frozen=True):
+    """How much of a prompt of so many tokens is in the prefix cache; it is not run."""
+
+    query_id: int
+    digests: PageDigests
+    num_tokens: int
+
+
 class Ping(msgspec.Struct, tag=True, frozen=True):
     pass
 
@@ -133,6 +142,11 @@ class SessionsAnswer(msgspec.Struct, tag=True, frozen=True):
     sessions: list[SessionInfo]
 
 
+class CachedAnswer(msgspec.Struct, tag=True, frozen=True):
+    query_id: int
+    num_tokens: int
+
+
 class Pong(msgspec.Struct, tag=True, frozen=True):
     """The engine's process runs; `step_s` is how long it has been in its current step, 0 between
     steps."""
@@ -146,8 +160,9 @@ class Dying(msgspec.Struct, tag=True, frozen=True):
     error: ErrorFields
 
 
-ToEngine = Submit | Abort | StatsQuery | ListSessions | DropSession | Ping | Shutdown
-FromEngine = Progress | Ready | Deltas | Rejected | StatsAnswer | SessionsAnswer | Pong | Dying
+ToEngine = Submit | Abort | StatsQuery | ListSessions | DropSession | CachedQuery | Ping | Shutdown
+Answer = StatsAnswer | SessionsAnswer | CachedAnswer
+FromEngine = Progress | Ready | Deltas | Rejected | Answer | Pong | Dying
 
 
 def encode_frame(message: ToEngine | FromEngine) -> bytes:

@@ -106,6 +106,11 @@ class FakeEngine:
     async def stats(self) -> EngineStats:
         return EngineStats(0, len(self.rows), 3, 4, 5, 6, 7, {"hit": 1})
 
+    async def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int:
+        if self.is_hung:
+            await asyncio.sleep(60.0)
+        return sum(one.token_ids[:16] == tuple(range(16)) for one in self.asked) * 16
+
     def step(self, num_cached_tokens: int = 0) -> None:
         """One token for everybody."""
         for id, (request, receiver, tokens) in list(self.rows.items()):
@@ -653,6 +658,21 @@ def test_an_engine_that_cannot_start_ends_the_fleet_at_first_and_is_tried_again_
             total = sum_stats([first, second])
             assert total is not None
             assert (total.num_pages, total.prefix) == (8, {"hit": 2})
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+def test_a_draft_is_compared_with_the_engine_that_has_the_most_of_it() -> None:
+    digests = PageDigests.of(range(40), 16)
+
+    async def scenario() -> None:
+        async with world_of(2) as world:
+            assert await world.fleet.num_cached_tokens(digests, 40) == 0
+            world.submit(replace(ask("r"), token_ids=tuple(range(40))))
+            (engine,) = [one for one in world.current if one.asked]
+            assert await world.fleet.num_cached_tokens(digests, 40) == 16
+            engine.is_hung = True  # the others are not waited for any longer
+            assert await world.fleet.num_cached_tokens(digests, 40) == 0
 
     asyncio.run(asyncio.wait_for(scenario(), 10.0))
 

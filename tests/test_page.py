@@ -96,6 +96,13 @@ def test_files_are_compressed_for_those_who_can_read_that_and_small_together(app
     assert sent < MAX_SENT_BYTES
 
 
+def test_the_sandbox_has_no_origin_and_gets_its_script_and_nothing_else(app: Any) -> None:
+    inside = {"host": "127.0.0.1:8000", "origin": "null"}
+    assert call(app, f"{PREFIX}sandbox.js", inside).status == 200
+    for path in ("/", "/v1/models", "/live", f"{PREFIX}nothing.js"):
+        assert call(app, path, inside).status == 403
+
+
 @pytest.mark.parametrize("name", ["nothing.js", "../files.py", "..%2f..%2fconfig.py", "vendor", ""])
 def test_nothing_but_the_files_is_sent(app: Any, name: str) -> None:
     assert call(app, PREFIX + name).status == 404

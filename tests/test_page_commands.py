@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,13 +146,28 @@ def test_top_prints_the_numbers_of_a_server_once(
     assert rows["running, waiting"].strip() == "0, 0"
     assert rows["pages in use"].split()[0].isdigit()
     assert "partial page" in rows["computed because"]
+    assert rows["checkpoints of states"].strip().isdigit()
+    assert re.fullmatch(r"[\d.]+ .B of [\d.]+ .B", rows["memory of the fullest"].strip())
+
+
+def look(server: Server) -> dict[str, Any]:
+    with server.http.stream("GET", f"{server.url}/live") as answer:
+        event: dict[str, Any] = json.loads(next(answer.iter_lines()).removeprefix("data: "))
+    return event
+
+
+def test_the_memory_of_an_engine_is_what_the_system_says_of_its_process(server: Server) -> None:
+    (engine,) = look(server)["replicas"]
+    status = Path(f"/proc/{server.engine_pid}/status").read_text()
+    (kilobytes,) = re.findall(r"VmRSS:\s+(\d+) kB", status)
+    assert engine["memory_used"] == pytest.approx(1024 * int(kilobytes), rel=0.1)
+    assert engine["memory_total"] > engine["memory_used"] > 0
 
 
 def test_the_screen_of_top_shows_engines_and_speed(server: Server) -> None:
     from rich.console import Console
 
-    with server.http.stream("GET", f"{server.url}/live") as answer:
-        event = json.loads(next(answer.iter_lines()).removeprefix("data: "))
+    event = look(server)
     later = {
         **event,
         "time": event["time"] + 2.0,

@@ -294,3 +294,33 @@ def test_a_system_prompt_that_cannot_be_used_is_refused_with_its_name(
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"system prompt .* .*system\.txt"):
         read_system_prompt(str(file))
+
+
+# Before a prompt is sent
+
+
+def expected(server: Server, body: dict[str, Any]) -> int | None:
+    answer = server.post({**body, "count_cached": True}, "/tokenize").json()
+    assert answer["count"] == len(answer["tokens"])
+    cached: int | None = answer["cached_tokens"]
+    return cached
+
+
+def test_a_draft_is_told_how_much_of_it_the_cache_has_and_nothing_is_run_or_counted(
+    server: Server,
+) -> None:
+    first = [user("Tell me of the weir that was built across the slow brown river. " * 4)]
+    assert "cached_tokens" not in server.post({"messages": first}, "/tokenize").json()
+    assert expected(server, {"messages": first}) == num_cached(chat(server, first))
+    longer = [*first, {"role": "assistant", "content": "It leaks."}, user("Who mends it now?")]
+    before = metric(server, 'penstock_prefix_lookups_total{replica="0",outcome="hit"}')
+    promised = expected(server, {"messages": longer})
+    assert metric(server, 'penstock_prefix_lookups_total{replica="0",outcome="hit"}') == before
+    assert promised == num_cached(chat(server, longer)) > 4 * PAGE
+    assert expected(server, {"prompt": "Nobody has asked this before. " * 9}) == 0
+
+
+def test_a_server_without_a_prefix_cache_promises_nothing(cold: Server) -> None:
+    messages = [user("Tell me of the weir that was built across the river. " * 4)]
+    chat(cold, messages)
+    assert expected(cold, {"messages": messages}) == 0

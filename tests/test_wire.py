@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import errors
+from penstock.digests import PageDigests
 from penstock.errors import ContextLengthError, EngineDeadError, PenstockError, RequestError
 from penstock.progress import Phase
 from penstock.types import (
@@ -30,6 +31,8 @@ from penstock.types import (
 from penstock.wire import (
     MAX_FRAME_BYTES,
     Abort,
+    CachedAnswer,
+    CachedQuery,
     Deltas,
     Dying,
     EngineChannel,
@@ -72,6 +75,7 @@ TO_ENGINE = [
     ),
     Abort("r"),
     StatsQuery(2**40),
+    CachedQuery(1, PageDigests.of(range(40), 16), 40),
     Ping(),
     Shutdown(),
 ]
@@ -82,6 +86,7 @@ FROM_ENGINE = [
     Deltas([TokenDelta(f"r{i}", (i,)) for i in range(64)]),
     Rejected("r", ErrorFields("RequestError", "what", "why", "todo", "prompt")),
     StatsAnswer(2**40, STATS),
+    CachedAnswer(1, 32),
     Pong(0.25),
     Dying(ErrorFields("CapacityError", "no room")),
 ]

@@ -21,7 +21,7 @@ from penstock.cache.pages import PagePool
 from penstock.cache.prefix import Node, PrefixIndex
 from penstock.cache.sessions import NO_SESSIONS, Clock, SessionLimits, Sessions
 from penstock.cache.slots import SlotPool
-from penstock.digests import ROOT, extend_digests
+from penstock.digests import ROOT, PageDigests, extend_digests
 from penstock.errors import CapacityError
 from penstock.types import PrefixHit, Sequence
 
@@ -101,6 +101,10 @@ class Cache:
         return self._slots.num_free + len(self._checkpoints) - self._checkpoints.num_pinned
 
     @property
+    def num_checkpoints(self) -> int:
+        return len(self._checkpoints)
+
+    @property
     def max_sequence_tokens(self) -> int | None:
         """The longest sequence that fits alone; its last token is never computed. None: any
         fits.
@@ -143,12 +147,7 @@ class Cache:
             return PrefixHit()
         self._extend_digests(sequence)
         digests, max_pages = sequence.digests, self.max_hit(sequence) // self.page_size
-        if self.has_pages:
-            num_known = num_pages = self._index.num_known_pages(digests, max_pages)
-        else:
-            num_known, num_pages = self._index.num_past_pages(digests, max_pages), max_pages
-        if self.has_slots:
-            num_pages = self._checkpoints.nearest(digests, num_pages)
+        num_pages, num_known = self._cached_pages(digests, max_pages)
         nodes = (self._index.node(digest) for digest in digests[:num_pages])
         return PrefixHit(
             num_tokens=num_pages * self.page_size,
@@ -158,6 +157,23 @@ class Cache:
             else None,
             num_known_tokens=max(num_known, num_pages) * self.page_size,
         )
+
+    def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int:
+        """How many tokens of a prompt of this length would be reused if it came now."""
+        if not self.is_enabled or digests.page_size != self.page_size:
+            return 0
+        max_pages = (num_tokens - 1) // self.page_size  # its last token runs to give logits
+        return self._cached_pages(digests.split(), max_pages)[0] * self.page_size
+
+    def _cached_pages(self, digests: list[bytes], max_pages: int) -> tuple[int, int]:
+        """How many of a prompt's pages can be reused, and how many have been seen."""
+        if self.has_pages:
+            num_known = num_pages = self._index.num_known_pages(digests, max_pages)
+        else:
+            num_known, num_pages = self._index.num_past_pages(digests, max_pages), max_pages
+        if self.has_slots:
+            num_pages = self._checkpoints.nearest(digests, num_pages)
+        return num_pages, num_known
 
     def learn(self, sequence: Sequence, num_tokens: int) -> None:
         """Another prompt diverged from this one here: its prefill leaves a checkpoint there."""

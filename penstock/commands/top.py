@@ -73,13 +73,11 @@ def _screen(history: Sequence[Event]) -> Group:
     for name, value in rows_of(history):
         numbers.add_row(Text(name, style="dim"), Text(value))
     engines = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("engine", "state", "requests", "restarts", "last problem"):
+    for column in ("engine", "state", "requests", "memory in use", "restarts", "last problem"):
         engines.add_column(column)
     for one in history[-1]["replicas"]:
-        engines.add_row(
-            *(str(one[name]) for name in ("replica", "state", "requests", "restarts")),
-            one["problem"],
-        )
+        state = (str(one[name]) for name in ("replica", "state", "requests"))
+        engines.add_row(*state, _memory(one), str(one["restarts"]), one["problem"])
     speeds = [
         rate(before, now, "generated_tokens")
         for before, now in zip(history, islice(history, 1, None))
@@ -112,6 +110,8 @@ def rows_of(history: Sequence[Event]) -> list[tuple[str, str]]:
         ("running, waiting", f"{stats['num_running']}, {stats['num_waiting']}"),
         ("pages in use", _used(stats["num_free_pages"], stats["num_pages"])),
         ("state slots in use", _used(stats["num_free_slots"], stats["num_slots"])),
+        ("checkpoints of states", f"{stats['num_checkpoints']:,}"),
+        ("memory of the fullest", _memory(max(now["replicas"], key=_fullness))),
         (
             "prompt from the cache",
             f"{reused / num_tokens:.1%} of {num_tokens:,} tokens" if num_tokens else "none",
@@ -156,6 +156,16 @@ def _used(num_free: int, num_all: int) -> str:
     """One page is reserved for padding rows."""
     usable = max(0, num_all - 1)
     return f"{usable - num_free:,} of {usable:,}"
+
+
+def _memory(engine: Event) -> str:
+    """In use on its device; on a CPU, by its process."""
+    used, total = engine["memory_used"], engine["memory_total"]
+    return f"{human_bytes(used)} of {human_bytes(total)}" if total else "unknown"
+
+
+def _fullness(engine: Event) -> float:
+    return engine["memory_used"] / (engine["memory_total"] or 1)
 
 
 def _about(event: Event) -> str:

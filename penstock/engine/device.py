@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 
 from penstock.errors import ConfigError
+
+PROCESS_MEMORY = Path("/proc/self/statm")  # in pages; the second number is what is in memory
 
 
 def pick_device(name: str) -> str:
@@ -51,6 +54,20 @@ def select_device(name: str) -> None:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes the device current inside a `with`."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def used_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """Of a GPU's memory, whoever uses it; otherwise of the machine's, by this process. Zeros: the
+    system does not say."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free, total
+    try:
+        used_pages = int(PROCESS_MEMORY.read_text().split()[1])
+        page_bytes, num_pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError, AttributeError):
+        return 0, 0
+    return used_pages * page_bytes, num_pages * page_bytes
 
 
 def leave_a_core() -> None:

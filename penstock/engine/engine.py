@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 
 from penstock import ops
 from penstock.config import EngineConfig
-from penstock.engine.device import on_device, pick_device
+from penstock.digests import PageDigests
+from penstock.engine.device import on_device, pick_device, used_and_total_bytes
 from penstock.engine.grammar_masks import Constraint, StepMasks
 from penstock.engine.memory import MemoryPlan, build_runner
 from penstock.engine.policy import Policy
@@ -151,7 +153,12 @@ class Engine:
             log.info("no grammars: %s", error)
 
     def stats(self) -> EngineStats:
-        return self.policy.stats()
+        used, total = used_and_total_bytes(self.runner.rows.device)
+        return replace(self.policy.stats(), memory_used=used, memory_total=total)
+
+    def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int:
+        """How many tokens of a prompt of this length the prefix cache would give if it came now."""
+        return self.policy.cache.num_cached_tokens(digests, num_tokens)
 
     def sessions(self) -> list[SessionInfo]:
         return self.policy.cache.sessions.describe()

@@ -158,6 +158,7 @@ class Policy:
             num_sessions=len(self.cache.sessions),
             session_bytes=self.cache.sessions.num_bytes,
             num_kv_tokens=max(self.info.num_pages - 1, 0) * self.info.page_size,
+            num_checkpoints=self.cache.num_checkpoints,
         )
 
 

@@ -32,6 +32,8 @@ from penstock.progress import Phase, timed
 from penstock.types import Pooling, Request, SamplingParams, TokenDelta
 from penstock.wire import (
     Abort,
+    CachedAnswer,
+    CachedQuery,
     Deltas,
     DropSession,
     Dying,
@@ -277,6 +279,9 @@ def handle(message: ToEngine, engine: Engine, channel: EngineChannel) -> None:
             engine.abort(request_id)
         case StatsQuery(query_id):
             channel.send(StatsAnswer(query_id, engine.stats()))
+        case CachedQuery(query_id, digests, num_tokens):
+            num_cached = engine.num_cached_tokens(digests, num_tokens)
+            channel.send(CachedAnswer(query_id, num_cached))
         case ListSessions(query_id):
             channel.send(SessionsAnswer(query_id, engine.sessions()))
         case DropSession(query_id, session_id):

@@ -33,7 +33,9 @@ def access_middleware(config: ServeConfig) -> list[Middleware]:
     """Origins first: a browser asks for permission without a key, and must be able to read a
     refusal."""
     keys = config.load_api_keys()
-    middleware = [] if keys else [Middleware(KnownSites, config=config)]
+    middleware = []
+    if not keys:
+        middleware.append(Middleware(KnownSites, config=config, public_paths=PAGE_PATHS))
     if config.cors_origin:
         middleware.append(
             Middleware(

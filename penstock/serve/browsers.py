@@ -6,7 +6,7 @@ network. But the browser sets three headers itself: `Origin` names the page's si
 name in the URL, and a `Content-Type` other than a form's is sent only after this server has agreed.
 A server with API keys does not check the first two: a page has no key.
 
-Knows headers only; access.py has the keys.
+Knows headers and paths only; access.py has the keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -101,21 +101,26 @@ def _wrong_type(content_type: str, path: str) -> MediaTypeError:
 class KnownSites:
     """Answers 403 to pages of other sites, and to requests for a name that could be another
     site's.
+
+    `public_paths` are for pages of any origin: files that are the same for everybody. The sandbox
+    of our page is a frame of origin `null`, and loads its script from here.
     """
 
-    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServeConfig, public_paths: Set[str]) -> None:
         self._app = app
+        self._public_paths = public_paths
         self._origins = config.cors_origin
         self._hosts = HostNames(config.host, config.allowed_host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._objection(Headers(scope=scope)) if scope["type"] == "http" else None
+        error = self._objection(scope) if scope["type"] == "http" else None
         if error is not None:
             await answer_error(scope, error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _objection(self, headers: Headers) -> ForbiddenError | None:
+    def _objection(self, scope: Scope) -> ForbiddenError | None:
+        headers = Headers(scope=scope)
         hosts = [host for host in headers.getlist("host") if host]  # a browser always sends one
         for host in hosts:
             if not self._hosts.include(host):
@@ -125,6 +130,8 @@ class KnownSites:
                     "Use the address that the server prints when it starts, start it with "
                     "--allowed-host NAME, or with --api-key.",
                 )
+        if scope["path"] in self._public_paths:
+            return None
         for origin in headers.getlist("origin"):
             if not (
                 ANY in self._origins or origin in self._origins or is_same_origin(origin, hosts)

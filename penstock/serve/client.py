@@ -21,11 +21,14 @@ import msgspec
 
 from penstock.child_python import module_command
 from penstock.config import EngineConfig
+from penstock.digests import PageDigests
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.progress import OnPhase, Phase
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, TokenDelta
 from penstock.wire import (
     Abort,
+    CachedAnswer,
+    CachedQuery,
     Deltas,
     DropSession,
     Dying,
@@ -172,6 +175,13 @@ class EngineClient:
         )
         return dropped
 
+    async def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int:
+        """Of a prompt of this length, if it came now."""
+        num_cached: int = await self._ask(
+            lambda query_id: CachedQuery(query_id, digests, num_tokens)
+        )
+        return num_cached
+
     async def _ask(self, make_query: Callable[[int], ToEngine]) -> Any:
         self.require_ready()
         query_id = next(self._query_ids)
@@ -248,7 +258,11 @@ class EngineClient:
                 receiver = self._receivers.pop(request_id, None)
                 if receiver is not None:
                     receiver.fail(error.to_error())
-            case StatsAnswer(query_id, found) | SessionsAnswer(query_id, found):
+            case (
+                StatsAnswer(query_id, found)
+                | SessionsAnswer(query_id, found)
+                | CachedAnswer(query_id, found)
+            ):
                 answer = self._queries.get(query_id)
                 if answer is not None and not answer.done():
                     answer.set_result(found)

@@ -18,6 +18,7 @@ from dataclasses import replace
 import msgspec
 
 from penstock.config import ServeConfig
+from penstock.digests import PageDigests
 from penstock.errors import EngineDeadError, EngineLossError, OverloadedError, PenstockError
 from penstock.progress import OnPhase, Phase
 from penstock.serve.client import EXIT_GRACE_S, EngineClient, Receiver
@@ -267,6 +268,13 @@ class Fleet:
         return await asyncio.gather(
             *(r.report(loads[r.index].num_requests) for r in self._replicas)
         )
+
+    async def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int | None:
+        """Of a prompt of this length, on the engine that has the most; None: none can say now."""
+        found = await asyncio.gather(
+            *(replica.num_cached_tokens(digests, num_tokens) for replica in self._replicas)
+        )
+        return max((n for n in found if n is not None), default=None)
 
     async def sessions(self) -> list[SessionInfo]:
         """The sessions of all engines; one that has moved is listed once, with its latest use."""

@@ -14,9 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, TypeVar
 
 from penstock.config import ServeConfig
+from penstock.digests import PageDigests
 from penstock.errors import EngineDeadError
 from penstock.progress import OnPhase
 from penstock.serve.client import EngineClient
@@ -31,6 +32,7 @@ FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 30.0
 SHORT_LIFE_S = 10.0  # an engine that served for less than this delays the next one longer
 
+T = TypeVar("T")
 Launch = Callable[[OnPhase], Awaitable[EngineClient]]
 ReplicaState = Literal["starting", "ready", "leaving", "dead"]
 
@@ -123,7 +125,7 @@ class Replica:
             self.num_restarts,
             num_requests,
             self.problem,
-            await self._stats(),
+            await self._soon(lambda client: client.stats()),
         )
 
     async def sessions(self) -> list[SessionInfo]:
@@ -141,11 +143,16 @@ class Replica:
             return await self.client.drop_session(session_id)
         return []
 
-    async def _stats(self) -> EngineStats | None:
+    async def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int | None:
+        """None: it is not ready, or in a long step."""
+        return await self._soon(lambda client: client.num_cached_tokens(digests, num_tokens))
+
+    async def _soon(self, ask: Callable[[EngineClient], Awaitable[T]]) -> T | None:
+        """What the engine answers; None: it is not ready, or in a long step."""
         if self.client is None or not self.client.is_ready:
             return None
         try:
-            return await asyncio.wait_for(self.client.stats(), STATS_TIMEOUT_S)
+            return await asyncio.wait_for(ask(self.client), STATS_TIMEOUT_S)
         except (TimeoutError, EngineDeadError):
             return None
 
@@ -155,14 +162,16 @@ def _hung(why: str) -> EngineDeadError:
 
 
 def sum_stats(reports: Sequence[ReplicaReport]) -> EngineStats | None:
-    """Of all engines together; None: none of them answered."""
+    """Of all engines together; None: none of them answered. Memory stays each engine's own: several
+    may share a device."""
     parts = [report.stats for report in reports if report.stats is not None]
     if not parts:
         return None
     prefix: Counter[str] = Counter()
     for part in parts:
         prefix.update(part.prefix)
-    counts = [field.name for field in fields(EngineStats) if field.name != "prefix"]
+    apart = ("prefix", "memory_used", "memory_total")
+    counts = [field.name for field in fields(EngineStats) if field.name not in apart]
     return EngineStats(
         prefix=prefix, **{name: sum(getattr(part, name) for part in parts) for name in counts}
     )

@@ -102,3 +102,4 @@ class TokenizeRequest:
     shows_texts: bool
     knows_control_tokens: bool = True  # False: the text contains none
     shows_pieces: bool = False  # llama-server's format: each token with its text
+    counts_cached: bool = False

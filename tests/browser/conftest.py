@@ -122,3 +122,13 @@ def wait_answer(page: Any, number: int = 1) -> Any:
         arg=number,
     )
     return page.locator(".message.assistant").last
+
+
+def with_fields(**fields: Any) -> Callable[[Any], None]:
+    """Goes on to the server, with these in the body."""
+
+    def pass_on(route: Any) -> None:
+        body = json.loads(route.request.post_data)
+        route.continue_(post_data=json.dumps({**body, **fields}))
+
+    return pass_on

@@ -12,8 +12,10 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from serving import FREE, MESSAGES, Server, start_server
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "page"
 NUM_LOADS, NUM_REPLIES, NUM_TOKENS = 7, 12, 10_000
+FRAME_EVENTS = ["devtools.timeline", "disabled-by-default-devtools.timeline.frame"]
+WATCHERS, NUM_LOOKS, LOOK_S = (0, 1, 8), 5, 5.0  # of the live view
 THOUGHT = "The person wants a formula, an example and a table. Short is best."
 REPLY = """The sum of the first $n$ whole numbers is
 
@@ -73,16 +77,10 @@ new MutationObserver(() => {
 SCROLL = """async () => {
   const list = document.querySelector("#messages");
   list.scrollTop = 0;
-  const frames = [];
-  let last = performance.now();
   for (let n = 0; n < 240; n += 1) {
     await new Promise(requestAnimationFrame);
-    const now = performance.now();
-    frames.push(now - last);
-    last = now;
     list.scrollTop += 60;
   }
-  return frames.slice(5);
 }"""
 
 
@@ -145,8 +143,8 @@ def measure_first_token(browser: Any, url: str) -> dict[str, float]:
 
 
 def measure_long_answer(browser: Any, url: str) -> dict[str, Any]:
-    """About 10,000 tokens of Markdown: how long the page is held up while it streams, and
-    scrolling.
+    """About 10,000 tokens of Markdown: how long the page is held up while it streams, and by the
+    browser's tracing, the frames of scrolling through it.
     """
     page = new_page(browser, url)
     text = (REPLY + "\n\n") * (4 * NUM_TOKENS // len(REPLY))
@@ -163,29 +161,77 @@ def measure_long_answer(browser: Any, url: str) -> dict[str, Any]:
     drawn_s = time.monotonic() - started
     held = page.evaluate("held") or [0.0]
     page.wait_for_timeout(1000)
-    frames = page.evaluate(SCROLL)
+    browser.start_tracing(page=page, categories=FRAME_EVENTS)
+    page.evaluate(SCROLL)
+    traced = json.loads(browser.stop_tracing())["traceEvents"]
     page.context.close()
+    drawn = sorted(event["ts"] / 1000 for event in traced if event["name"] == "DrawFrame")
+    num_dropped = sum(event["name"] == "DroppedFrame" for event in traced)
     return {
         "chunks": len(pieces),
         "characters": len(text),
         "drawn_s": round(drawn_s, 2),
         "longest_task_ms": round(max(held), 1),
-        "frame_ms_while_scrolling": spread(frames),
-        "frames_within_20_ms": round(sum(frame <= 20 for frame in frames) / len(frames), 3),
+        "frames_while_scrolling": {
+            "drawn": len(drawn),
+            "dropped": num_dropped,
+            "ms_between": spread([later - now for now, later in pairwise(drawn)]),
+        },
     }
 
 
-def measure_live(url: str) -> dict[str, Any]:
-    """How long the server takes for one look at its numbers, which is all that watching costs it a
-    second.
+def measure_live(server: Server) -> dict[str, Any]:
+    """What watching takes from the processes of an idle server: milliseconds of CPU in a second.
+    All that it takes from an engine's steps is what the engine needs for one answer a second.
     """
-    client = HttpClient(url, timeout_s=30.0)
-    waits = []
-    for _ in range(NUM_REPLIES):
-        started = time.perf_counter()
-        client.read("GET", "/metrics")  # asks the engines for the same
-        waits.append((time.perf_counter() - started) * 1000)
-    return {"metrics_ms": spread(waits)}
+    pids = {"server": server.process.pid, "engine": server.engine_pid}
+    found: dict[int, dict[str, list[float]]] = {n: {name: [] for name in pids} for n in WATCHERS}
+    for _ in range(NUM_LOOKS):
+        for num_watchers in WATCHERS:
+            client = HttpClient(server.url, timeout_s=30.0)
+            streams = [client.watch("/live") for _ in range(num_watchers)]
+            for stream in streams:
+                next(stream)
+            before, started = {name: cpu_ms(pid) for name, pid in pids.items()}, time.monotonic()
+            time.sleep(LOOK_S)
+            for name, pid in pids.items():
+                spent = cpu_ms(pid) - before[name]
+                found[num_watchers][name].append(spent / (time.monotonic() - started))
+            for stream in streams:
+                stream.close()
+    return {
+        f"{num_watchers} watch": {
+            f"{name}_cpu_ms_a_second": round(statistics.median(values), 2)
+            for name, values in of_processes.items()
+        }
+        for num_watchers, of_processes in found.items()
+    }
+
+
+def cpu_ms(pid: int) -> float:
+    """That all threads of a process have had so far."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e6
+
+
+def measure_lighthouse(url: str, chromium: str | None) -> dict[str, Any] | None:
+    """By Lighthouse, if it is installed (`npm install -g lighthouse`): points of 100."""
+    program = shutil.which("lighthouse")
+    if program is None:
+        return None
+    found: dict[str, Any] = {}
+    for screen, options in {"desktop": ["--preset=desktop"], "mobile": []}.items():
+        command = [program, url, "--quiet", "--output=json", "--throttling-method=provided"]
+        command += ["--chrome-flags=--headless=new --no-sandbox", *options]
+        environment = {**os.environ, **({"CHROME_PATH": chromium} if chromium else {})}
+        said = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+        report = json.loads(said)
+        found["version"] = report["lighthouseVersion"]
+        found["throttling"] = "none (provided)"
+        found["bytes_to_open"] = round(report["audits"]["total-byte-weight"]["numericValue"])
+        scores = report["categories"].items()
+        found[screen] = {name: round(100 * one["score"]) for name, one in scores}
+    return found
 
 
 def take_pictures(browser: Any, server: Server) -> None:
@@ -200,16 +246,18 @@ def take_pictures(browser: Any, server: Server) -> None:
         page.wait_for_timeout(600)
         save(page, name)
         page.context.close()
-    page = new_page(browser, f"{server.url}/#live")
+    tall = {"viewport": {"width": 1280, "height": 1060}}
+    page = new_page(browser, f"{server.url}/#live", **tall)
     body = {"messages": MESSAGES, "max_tokens": 350, **FREE}
-    loads = [threading.Thread(target=server.post, args=(body,)) for _ in range(5)]
+    loads = [threading.Thread(target=server.post, args=(body,)) for _ in range(24)]
     for number, load in enumerate(loads):
         load.start()
-        page.wait_for_timeout(2500 if number % 2 else 500)
-    page.wait_for_timeout(12_000)
+        page.wait_for_timeout(4000 if number % 4 == 3 else 300)
     save(page, "live")
     for load in loads:
         load.join()
+    page.context.close()
+    page = new_page(browser, server.url)
     page.goto(f"{server.url}/#playground")
     page.get_by_label("Prompt", exact=True).first.fill(
         "<|im_start|>user\nWhat is a river?<|im_end|>\n<|im_start|>assistant\n"
@@ -241,7 +289,8 @@ def main() -> None:
             "load": measure_loads(browser, server.url),
             "first_token_shown_after_ms": measure_first_token(browser, server.url),
             "long_answer": measure_long_answer(browser, server.url),
-            "look_at_numbers": measure_live(server.url),
+            "live": measure_live(server),
+            "lighthouse": measure_lighthouse(f"{server.url}/", found),
         }
         (ROOT / "results" / "cpu" / "page.json").write_text(json.dumps(results, indent=1) + "\n")
         take_pictures(browser, server)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from browser.conftest import USAGE, chunk, say, script_replies, wait_answer
+from browser.conftest import USAGE, chunk, say, script_replies, wait_answer, with_fields
 from serving import Server
 
 pytestmark = pytest.mark.browser
 QUESTION = "What is 17 + 26? Reply with just the number."
-SUM_TOOL = {
-    "name": "add",
-    "description": "Add two numbers.",
-    "parameters": json.dumps({"type": "object", "properties": {"a": {"type": "number"}}}),
-    "code": "({ a, b }) => a + b",
-}
 CALL = chunk(
     tool_calls=[
         {"index": 0, "id": "call_1", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
@@ -54,6 +50,20 @@ def test_the_draft_is_counted_in_tokens_of_the_whole_prompt(page: Any) -> None:
     page.wait_for_function(
         "() => document.querySelector('#draft-note').textContent.includes('too long')"
     )
+
+
+def test_the_draft_says_how_much_of_the_prompt_is_cached(page: Any) -> None:
+    say(page, "Here is a story about a slow river and its weir. " * 8)
+    wait_answer(page)
+    page.fill("#draft", "And then?")
+    page.wait_for_function(
+        "() => /tokens, \\d+ cached$/.test(document.querySelector('#draft-note').textContent)"
+    )
+    promised = page.locator("#draft-note").inner_text().split()[-2]
+    page.keyboard.press("Enter")
+    wait_answer(page, 2)
+    said = page.locator(".message.assistant footer small").last.inner_text()
+    assert f", {promised} from the cache" in said
 
 
 def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
@@ -96,6 +106,23 @@ def test_an_answer_goes_on_while_another_conversation_is_looked_at(page: Any) ->
     assert "150 tokens" in page.locator(".message.assistant footer small").text_content()
 
 
+def test_a_conversation_that_is_deleted_amid_an_answer_is_gone(page: Any) -> None:
+    page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=400))
+    page.on("dialog", lambda dialog: dialog.accept())
+    say(page, "Tell me about rivers.")
+    page.wait_for_function(
+        "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
+    )
+    page.locator("#talks li").hover()
+    page.locator("#talks").get_by_label("Delete").click()
+    page.wait_for_function("() => document.querySelectorAll('.message').length === 0")
+    page.wait_for_timeout(1200)
+    assert page.locator("#talks .open").count() == 0
+    page.reload()
+    page.wait_for_selector("#talks .hint")
+    assert page.locator("#talks .open").count() == 0
+
+
 def test_an_edited_question_is_a_branch_and_the_first_one_stays(page: Any) -> None:
     say(page, QUESTION)
     wait_answer(page)
@@ -125,7 +152,13 @@ def test_an_answer_is_held_to_the_schema_of_the_conversation(page: Any) -> None:
     }
     page.get_by_label("JSON schema", exact=True).fill(json.dumps(schema))
     say(page, "What is 17 + 26?")
-    assert set(json.loads(wait_answer(page).locator(".prose").inner_text())) == {"sum"}
+    assert set(json.loads(wait_answer(page).locator(".prose pre").inner_text())) == {"sum"}
+    written = '{"sum": "*not* _emphasis_ <b> $x$"}'
+    script_replies(page, [*(chunk(content=letter) for letter in written), USAGE])
+    say(page, "Again")
+    assert wait_answer(page, 2).locator(".prose pre").inner_text() == written
+    page.reload()
+    assert wait_answer(page, 2).locator(".prose pre").inner_text() == written
 
 
 def test_a_schema_that_is_no_json_is_said_before_anything_is_asked(page: Any) -> None:
@@ -149,21 +182,11 @@ def test_a_tool_that_must_be_called_is_called_and_answered_by_hand(page: Any) ->
     call = wait_answer(page).locator(".call")
     assert "add" in call.locator("figcaption").inner_text()
     assert set(json.loads(call.locator("pre").inner_text())) == {"a", "b"}
-    page.get_by_label("The model", exact=True).select_option("none")
     call.get_by_role("textbox").fill("43")
     call.get_by_role("button", name="Answer by hand").click()
-    wait_answer(page, 2)
+    answer = wait_answer(page, 2)
     assert page.locator(".message.tool .result").inner_text() == "43"
-
-
-def with_fields(**fields: Any) -> Callable[[Any], None]:
-    """Goes on to the server, with these in the body."""
-
-    def pass_on(route: Any) -> None:
-        body = json.loads(route.request.post_data)
-        route.continue_(post_data=json.dumps({**body, **fields}))
-
-    return pass_on
+    assert answer.locator(".call").count() == 0
 
 
 # With scripted replies
@@ -229,6 +252,17 @@ def test_a_function_in_the_sandbox_answers_a_call_and_the_model_goes_on(page: An
     assert asked[1]["messages"][-2]["tool_calls"][0]["function"]["name"] == "add"
 
 
+def test_a_function_answers_the_call_of_the_embedded_model(page: Any) -> None:
+    open_settings(page, "Tools")
+    page.get_by_role("button", name="Add a tool").click()
+    page.get_by_label("The model", exact=True).select_option("required")
+    say(page, "Add 17 and 26.")
+    wait_answer(page, 2)
+    call = json.loads(page.locator(".call pre").inner_text())
+    assert page.locator(".message.tool .result").inner_text() == str(call["a"] + call["b"])
+    assert page.locator(".message.assistant").last.locator(".prose").inner_text()
+
+
 def test_a_function_that_ends_late_answers_in_no_other_conversation(page: Any) -> None:
     asked = script_replies(page, [CALL, USAGE], [chunk(content="It is 5."), USAGE])
     open_settings(page, "Tools")
@@ -292,6 +326,35 @@ def test_conversations_are_found_exported_and_imported(page: Any, tmp_path: Path
     assert "needle" in page.locator(".message.assistant .prose").text_content()
 
 
+def test_an_exported_conversation_comes_back_with_tools_numbers_and_what_was_left_out(
+    page: Any, tmp_path: Path
+) -> None:
+    script_replies(page, [CALL, USAGE], [chunk(content="It is 5."), USAGE])
+    open_settings(page, "Tools")
+    page.get_by_role("button", name="Add a tool").click()
+    say(page, "Add 2 and 3.")
+    wait_answer(page, 2)
+    say(page, "Again?")
+    wait_answer(page, 3)
+    page.evaluate(
+        "async () => { const store = await import('/page/store.js');"
+        " const [talk] = await store.loadAll();"
+        " talk.firstSent = Object.values(talk.messages).find((one) => one.content === 'Again?').id;"
+        " await store.save(talk); }"
+    )
+    page.reload()
+    before = page.locator("#messages").inner_text()
+    assert page.locator(".message.left-out").count() == 4
+    with page.expect_download() as waiting:
+        page.click("#export")
+    waiting.value.save_as(tmp_path / "talks.json")
+    page.set_input_files("#import-input", tmp_path / "talks.json")
+    page.wait_for_function("() => document.querySelectorAll('#talks .open').length === 2")
+    assert page.locator("#messages").inner_text() == before
+    assert "Result of add" in before
+    assert page.locator(".message.left-out").count() == 4
+
+
 def test_what_one_tab_keeps_another_shows_and_does_not_overwrite(page: Any, server: Server) -> None:
     say(page, QUESTION)
     wait_answer(page)
@@ -328,12 +391,40 @@ def test_a_text_file_is_sent_along_and_another_is_refused_by_name(
     )
 
 
-def test_what_was_asked_can_be_copied_as_code(page: Any, server: Server) -> None:
+@pytest.mark.parametrize("place", ["#draft", "#talks", "#view-playground"])
+def test_a_file_that_is_dropped_anywhere_goes_along(page: Any, place: str) -> None:
+    if place == "#view-playground":
+        page.evaluate("location.hash = 'playground'")
+    page.wait_for_selector(place, state="attached")
+    dropped = page.evaluate_handle(
+        "() => { const given = new DataTransfer();"
+        " given.items.add(new File(['remember the milk'], 'notes.txt')); return given; }"
+    )
+    page.dispatch_event(place, "dragover", {"dataTransfer": dropped})
+    assert page.locator("body.dropping").count() == 1
+    page.dispatch_event(place, "drop", {"dataTransfer": dropped})
+    page.wait_for_selector("#files li")
+    assert page.locator("#files li").all_inner_texts() == ["notes.txt ×"]
+    assert page.locator("body.dropping").count() == 0
+    assert page.locator("#draft").is_visible()
+
+
+def test_what_was_asked_can_be_copied_as_code_that_runs(page: Any, server: Server) -> None:
     script_replies(page, [chunk(content="Hi."), USAGE])
-    say(page, "It's me")
+    open_settings(page)
+    page.get_by_label("Longest answer").fill("3")
+    say(page, 'It\'s me: \\ "quoted", $HOME `x`')
     wait_answer(page).get_by_role("button", name="Copy as").click()
     shown = page.locator("#copy-dialog pre")
     assert f"curl -N {server.url}/v1/chat/completions" in shown.inner_text()
-    assert "It'\\''s me" in shown.inner_text()
-    page.get_by_role("button", name="Python").click()
-    compile(shown.inner_text(), "copied", "exec")
+    for name, command in (
+        ("curl", ["bash", "-c"]),
+        ("Python", [sys.executable, "-c"]),
+        ("JavaScript", ["node", "--input-type=module", "-e"]),
+    ):
+        page.get_by_role("button", name=name, exact=True).click()
+        if shutil.which(command[0]) and (name != "curl" or shutil.which("curl")):
+            ran = subprocess.run([*command, shown.inner_text()], capture_output=True, text=True)
+            assert ran.returncode == 0, ran.stderr
+            assert "chat.completion.chunk" in ran.stdout
+            assert "[DONE]" in ran.stdout

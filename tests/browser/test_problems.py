@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from browser.conftest import USAGE, chunk, say, script_replies, wait_answer
-from serving import Server, start_server
+from browser.conftest import USAGE, chunk, say, script_replies, wait_answer, with_fields
+from serving import FREE, MESSAGES, Server, start_server
 
 pytestmark = pytest.mark.browser
 KEY = "sk-browser-test"
@@ -98,6 +100,8 @@ def test_a_server_that_starts_says_its_phase_and_one_that_is_gone_that_it_is(
     page.reload()
     page.wait_for_selector("#notice:not([hidden])")
     assert "still loading: weights (2 GB), 40 %" in page.locator("#notice").inner_text()
+    phase |= {"name": "graphs", "fraction": None, "detail": ""}
+    page.wait_for_selector("text=still loading: graphs, after weights.")
     page.unroute("**/health")
     page.route("**/health", lambda route: route.abort())
     page.wait_for_selector("#state[data-kind=gone]")
@@ -105,6 +109,97 @@ def test_a_server_that_starts_says_its_phase_and_one_that_is_gone_that_it_is(
     page.unroute("**/health")
     page.wait_for_selector("#state[data-kind=ok]")
     assert page.locator("#notice").is_hidden()
+
+
+def test_what_is_said_while_the_model_loads_is_answered_when_it_is_there(
+    open_page: Callable[..., Any],
+) -> None:
+    with start_server(wait_for="listening") as server:
+        page = open_page(server.url, expect_errors=True, is_ready=False)
+        page.wait_for_selector("#notice:not([hidden])")
+        assert "The model is still loading: " in page.locator("#notice").inner_text()
+        say(page, "What is 17 + 26? Reply with just the number.")
+        assert "The engine is not ready yet." in problem_of(page).inner_text()
+        page.wait_for_function(
+            "() => document.querySelector('.message.assistant .prose')?.innerText === '43'"
+        )
+        assert page.locator("#notice").is_hidden()
+
+
+def test_an_engine_that_dies_amid_an_answer_is_said_and_the_answer_goes_on(
+    open_page: Callable[..., Any],
+) -> None:
+    with start_server() as server:
+        page = open_page(server.url, expect_errors=True)
+        page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=120))
+        say(page, "Tell me about rivers.")
+        page.wait_for_function(
+            "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
+        )
+        os.kill(server.engine_pid, signal.SIGKILL)
+        page.wait_for_selector("#notice:not([hidden])")
+        assert "The engine has stopped and starts again" in page.locator("#notice").inner_text()
+        assert "The answer goes on by itself." in page.locator("#notice").inner_text()
+        footer = wait_answer(page).locator("footer small").inner_text()
+        assert footer.startswith("120 tokens")
+        assert page.locator(".problem").count() == 0
+        page.wait_for_selector("#notice", state="hidden")
+
+
+def test_a_page_that_is_closed_amid_an_answer_shows_what_came_and_goes_on(page: Any) -> None:
+    page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=400))
+    say(page, "Tell me about rivers.")
+    page.wait_for_function(
+        "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
+    )
+    page.wait_for_timeout(1200)
+    page.reload()
+    assert "closed before this answer was complete" in problem_of(page).inner_text()
+    before = page.locator(".message.assistant .prose").inner_text()
+    assert before
+    page.unroute("**/v1/chat/completions")
+    asked = script_replies(page, [chunk(content=" The end."), USAGE])
+    page.get_by_role("button", name="Continue the answer").click()
+    page.wait_for_function("() => document.querySelectorAll('.problem').length === 0")
+    assert wait_answer(page).locator(".prose").inner_text().endswith("The end.")
+    assert asked[0]["continue_final_message"] is True
+
+
+def test_a_server_that_is_full_says_how_long_to_wait_and_answers_then(
+    open_page: Callable[..., Any],
+) -> None:
+    with start_server({"max_rows": 1}, {"max_queue": 1}) as server:
+        page = open_page(server.url, expect_errors=True)
+        with server.stream({"messages": MESSAGES, "max_tokens": 4000, "stream": True, **FREE}):
+            say(page, "Hello")
+            assert "s of patience" in problem_of(page).inner_text()
+        page.wait_for_function(
+            "() => document.querySelectorAll('.problem').length === 0"
+            " && document.querySelector('.message.assistant[aria-busy=false] .prose')?.innerText"
+        )
+
+
+def test_a_conversation_outgrows_a_real_context_and_goes_on_without_its_beginning(
+    open_page: Callable[..., Any],
+) -> None:
+    with start_server({"max_model_len": 512}) as server:
+        page = open_page(server.url, expect_errors=True)
+        for number, word in enumerate(("river", "bank"), 1):
+            say(page, f"{word} " * 100)
+            wait_answer(page, number)
+        say(page, "weir " * 100)
+        problem_of(page).get_by_role("button", name="Leave the oldest messages out").click()
+        page.wait_for_function("() => document.querySelectorAll('.problem').length === 0")
+        assert wait_answer(page, 3).locator(".prose").inner_text()
+        assert page.locator(".message.left-out").count() == 2
+        say(page, "pond " * 500)
+        for _ in range(3):  # the other two, and then there is none
+            problem_of(page).get_by_role("button", name="Leave the oldest messages out").click()
+        problem = page.locator(".problem", has_text="this message alone is too long")
+        problem.get_by_role("button", name="Edit the message").click()
+        page.locator("textarea.edit").fill("And now?")
+        page.keyboard.press("Enter")
+        page.wait_for_function("() => document.querySelectorAll('.problem').length === 0")
 
 
 def test_a_key_is_asked_for_once_refused_in_words_and_kept_for_the_tab(
@@ -200,11 +295,17 @@ def test_hostile_calls_results_names_and_files_are_shown_and_never_run(page: Any
         "function": {"name": HOSTILE[:60], "arguments": json.dumps({"x": HOSTILE})},
     }
     script_replies(page, [chunk(tool_calls=[call]), USAGE], [chunk(content="ok"), USAGE])
+    name = '"><img src=x onerror="window.pwned=19">.txt'
+    file = {"name": name, "mimeType": "text/html", "buffer": HOSTILE.encode()}
+    page.set_input_files("#file-input", files=[file])
+    page.wait_for_selector("#files li")
     say(page, "Call.")
     form = wait_answer(page).locator(".call form")
     form.get_by_role("textbox").fill(HOSTILE)
     form.get_by_role("button", name="Answer by hand").click()
     wait_answer(page, 2)
+    page.locator(".file summary").click()
+    assert name in page.locator(".file summary").inner_text()
     assert_harmless(page, fetched)
 
 

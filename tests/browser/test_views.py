@@ -4,6 +4,7 @@ views.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -78,19 +79,32 @@ def test_an_automated_check_finds_nothing_that_keeps_people_out(
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = open_page(server.url, **(PHONE if kind == "phone" else {"color_scheme": kind}))
+
+    def check(state: str) -> None:
+        found = axe.run(page).response["violations"]
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found] == [], state
+
+    call = {"index": 0, "id": "c", "function": {"name": "add", "arguments": "{}"}}
+    lost = {"error": {"message": "Two engines failed.", "code": "engines_lost"}}
     script_replies(
-        page, [chunk(reasoning_content="Hm."), chunk(content="# Hi\n\n```py\nx = 1\n```"), USAGE]
+        page,
+        [chunk(reasoning_content="Hm."), chunk(content="# Hi\n\n```py\nx = 1\n```"), USAGE],
+        [chunk(tool_calls=[call]), lost],
     )
     say(page, "Hello")
-    wait_answer(page)
+    wait_answer(page).get_by_role("button", name="Copy as").click()
+    check("dialog")
+    page.keyboard.press("Escape")
+    say(page, "Call it")
+    wait_answer(page, 2)
+    check("call and problem")
     page.click("#toggle-settings")
     page.locator("#settings summary", has_text="Tools").click()
     page.get_by_role("button", name="Add a tool").click()
     for view in ("chat", "playground", "live"):
         page.evaluate(f"location.hash = '{view}'")
         page.wait_for_timeout(1500 if view == "live" else 300)
-        found = axe.run(page).response["violations"]
-        assert [(one["id"], one["nodes"][0]["html"]) for one in found] == [], view
+        check(view)
 
 
 def test_a_completion_shows_each_token_with_its_alternatives(page: Any) -> None:
@@ -106,6 +120,13 @@ def test_a_completion_shows_each_token_with_its_alternatives(page: Any) -> None:
     page.locator(".output .token").first.hover()
     assert page.locator(".token-card tr").count() >= 5
     assert "%" in page.locator(".token-card").inner_text()
+    page.locator(".output").first.focus()
+    for _ in range(2):
+        page.keyboard.press("ArrowRight")
+    second = page.locator(".output .token").nth(1)
+    assert page.evaluate("document.activeElement.textContent") == second.text_content()
+    assert page.locator(".token-card tr").count() >= 5
+    assert "Others: " in page.locator("#announcer").inner_text()
     page.get_by_role("button", name="Copy as").nth(1).click()
     assert '"temperature": 1' in page.locator("#copy-dialog pre").inner_text()
 
@@ -113,11 +134,20 @@ def test_a_completion_shows_each_token_with_its_alternatives(page: Any) -> None:
 def test_tokens_and_template_show_what_the_model_sees(page: Any) -> None:
     page.goto(page.url.split("#")[0] + "#playground")
     page.get_by_role("button", name="Tokens").click()
+    page.get_by_label("Text", exact=True).fill("a\n\nb")
+    page.wait_for_selector(".token.striped.breaks")
+    assert page.locator(".token.breaks").first.bounding_box()["width"] > 3
     page.get_by_label("Text", exact=True).fill("two rivers")
+    page.wait_for_function("() => !document.querySelector('.token.breaks')")
     page.wait_for_selector(".token.striped")
     assert (
         "".join(page.locator(".token.striped").all_inner_texts()).replace("Ġ", " ") == "two rivers"
     )
+    page.locator("#view-playground").get_by_role("button", name="Copy as").filter(
+        visible=True
+    ).click()
+    assert '"prompt": "two rivers"' in page.locator("#copy-dialog pre").inner_text()
+    page.keyboard.press("Escape")
     page.get_by_role("button", name="Template").click()
     page.get_by_role("button", name="Show what the model sees").click()
     page.wait_for_function(
@@ -138,6 +168,29 @@ def test_the_live_view_moves_under_load(page: Any, server: Server) -> None:
     )
     assert "penstock-tiny on cpu" in page.locator("#view-live").inner_text()
     assert page.locator("#view-live td", has_text="ready").count() == 1
+    assert (
+        page.locator("#view-live td", has_text=re.compile(r"^[\d.]+ GB of [\d.]+ GB$")).count() == 1
+    )
+    assert page.locator("#view-live td", has_text="checkpoints of states").count() == 1
     for load in loads:
         load.join()
     page.wait_for_function("() => document.querySelectorAll('.tiles b')[2].textContent === '0'")
+
+
+def test_the_template_of_a_conversation_has_its_tools_and_its_thinking(page: Any) -> None:
+    script_replies(page, [chunk(content="Hi."), USAGE])
+    page.keyboard.press("Alt+s")
+    page.locator("#settings summary", has_text="Tools").click()
+    page.get_by_role("button", name="Add a tool").click()
+    page.get_by_label("System prompt").fill("You are terse.")
+    say(page, "Hello there")
+    wait_answer(page)
+    page.evaluate("location.hash = 'playground'")
+    page.get_by_role("button", name="Template").click()
+    page.get_by_role("button", name="Take the conversation").click()
+    page.wait_for_function(
+        "() => document.querySelector('pre.output').textContent.includes('Hello there')"
+    )
+    seen = page.locator("pre.output").inner_text()
+    assert "You are terse." in seen
+    assert '"name": "add"' in seen

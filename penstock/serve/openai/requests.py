@@ -189,6 +189,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
+    count_cached: bool | None = None  # of the prefix cache, if this came as a prompt now
     # llama-server's names: a text, and what to return.
     content: Annotated[str, Meta(max_length=MAX_CHARS_ASKED)] | None = None
     add_special: bool | None = None
@@ -300,6 +301,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
             shows_texts=False,
             knows_control_tokens=fields.parse_special is not False,
             shows_pieces=bool(fields.with_pieces),
+            counts_cached=bool(fields.count_cached),
         )
     chat = None
     if fields.messages is not None:
@@ -320,6 +322,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
         chat=chat,
         add_special_tokens=fields.add_special_tokens is not False,
         shows_texts=bool(fields.return_token_strs),
+        counts_cached=bool(fields.count_cached),
     )
 
 

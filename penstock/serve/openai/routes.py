@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.digests import PageDigests, scope_of
 from penstock.serve.answer import JSON_TYPE, NO_HEADERS, Answer, Start, json_response, read_body
 from penstock.serve.fields import CHAT, COMPLETIONS
 from penstock.serve.intake import place_of
@@ -151,21 +152,35 @@ class OpenAIRoutes:
         if asked.shows_pieces:
             pieces = await self._text.token_pieces(tokens, num_bytes)
             listed = [{"id": id, "piece": piece} for id, piece in zip(tokens, pieces)]
+        fields = {"count": len(tokens), "max_model_len": self._max_model_len()}
+        if asked.counts_cached:
+            fields["cached_tokens"] = await self._num_cached(tokens, tenant_of(request.scope))
         # In a thread, and in parts: there may be millions.
-        body = await asyncio.to_thread(self._encode_tokens, listed, texts)
+        body = await asyncio.to_thread(_encode_tokens, listed, texts, fields)
         return Response(body, media_type=JSON_TYPE)
 
-    def _encode_tokens(self, tokens: Sequence[Any], texts: list[str] | None) -> bytes:
-        fields = {"count": len(tokens), "max_model_len": self._max_model_len()}
-        pieces = [b'{"tokens":[', *_encode_list(tokens), b"],", msgspec.json.encode(fields)[1:-1]]
-        if texts is not None:
-            pieces += [b',"token_strs":[', *_encode_list(texts), b"]"]
-        return b"".join((*pieces, b"}"))
+    async def _num_cached(self, tokens: list[int], tenant: str) -> int | None:
+        """None: no engine can say now."""
+        info = self._state.client.info
+        if info is None:
+            return None
+        known = tokens[: info.max_model_len]
+        digests = await asyncio.to_thread(PageDigests.of, known, info.page_size, scope_of(tenant))
+        return await self._state.client.num_cached_tokens(digests, len(tokens))
 
     async def detokenize(self, request: Request) -> Response:
         tokens = parse_detokenize(await read_body(request, for_reply=False))
         text = await self._text.detokenize(tokens, place_of(request.scope).num_bytes)
         return json_response({"prompt": text, "content": text})  # vLLM's name and llama-server's
+
+
+def _encode_tokens(
+    tokens: Sequence[Any], texts: list[str] | None, fields: Mapping[str, Any]
+) -> bytes:
+    pieces = [b'{"tokens":[', *_encode_list(tokens), b"],", msgspec.json.encode(fields)[1:-1]]
+    if texts is not None:
+        pieces += [b',"token_strs":[', *_encode_list(texts), b"]"]
+    return b"".join((*pieces, b"}"))
 
 
 def _encode_list(values: Sequence[Any]) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from penstock.serve.answer import EVENT_STREAM_TYPE, STREAM_HEADERS
 from penstock.serve.metrics import Histogram
 from penstock.serve.page.files import FOLDER, INDEX, PREFIX, StaticFile, file_names
-from penstock.serve.replica import sum_stats
+from penstock.serve.replica import ReplicaReport, sum_stats
 from penstock.serve.state import ServerState
 
 PERIOD_S = 1.0
@@ -90,19 +90,22 @@ class LiveRoute:
             "failure": None if client.failure is None else client.failure.what,
             "engine": client.info,
             "stats": sum_stats(replicas),
-            "replicas": [
-                {
-                    name: getattr(one, name)
-                    for name in ("replica", "state", "restarts", "requests", "problem")
-                }
-                for one in replicas
-            ],
+            "replicas": [_told(one) for one in replicas],
             "prompt_tokens": metrics.num_prompt_tokens,
             "generated_tokens": metrics.num_generated_tokens,
             "answers": {str(status): n for status, n in metrics.num_answers.items()},
             "first_token_s": _described(metrics.first_token_s),
             "inter_token_s": _described(metrics.inter_token_s),
         }
+
+
+def _told(one: ReplicaReport) -> dict[str, Any]:
+    names = ("replica", "state", "restarts", "requests", "problem")
+    used, total = (0, 0) if one.stats is None else (one.stats.memory_used, one.stats.memory_total)
+    return {name: getattr(one, name) for name in names} | {
+        "memory_used": used,
+        "memory_total": total,
+    }
 
 
 def _described(histogram: Histogram) -> dict[str, Any]:

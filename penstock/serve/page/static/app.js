@@ -7,7 +7,7 @@ import { drawSettings } from "./settings_view.js";
 import { Sidebar } from "./sidebar.js";
 
 const VIEWS = ["chat", "playground", "live"];
-const POLL_MS = { ok: 10_000, other: 1_000 };
+const CALM_S = 10;
 const model = { name: "", contextLength: 0, sampling: {} };
 const loaded = {};
 
@@ -51,30 +51,42 @@ function showState(kind, text) {
   byId("notice").hidden = kind === "ok";
   byId("notice-text").textContent =
     {
-      starting: `The model is still loading: ${text}. You can write already.`,
+      starting: chat.running
+        ? `The engine has stopped and starts again: ${text}. The answer goes on by itself.`
+        : `The model is still loading: ${text}. You can write already.`,
       dead: `The engine has failed: ${text} Look at the server's log; it may start again by itself.`,
       gone: "The server cannot be reached. Is it still running? This page tries again every second.",
     }[kind] ?? "";
 }
 
+/** Looks every second while something is wrong or an answer is on its way, and seldom otherwise. */
 async function watchServer() {
-  const found = await health();
-  if (!found) showState("gone", "not reachable");
-  else if (found.status === "ok") {
-    if (byId("state").dataset.kind !== "ok") await learnModel(found).catch(() => null);
-    showState("ok", "ready");
-  } else if (found.status === "starting") showState("starting", phaseText(found.phase));
-  else showState("dead", found.reason ?? "");
-  setTimeout(watchServer, found?.status === "ok" ? POLL_MS.ok : POLL_MS.other);
+  for (;;) {
+    const found = await health();
+    if (!found) showState("gone", "not reachable");
+    else if (found.status === "ok") {
+      if (byId("state").dataset.kind !== "ok") await learnModel(found).catch(() => null);
+      passed = [];
+      showState("ok", "ready");
+    } else if (found.status === "starting") showState("starting", phaseText(found.phase));
+    else showState("dead", found.reason ?? "");
+    const isCalm = () => found?.status === "ok" && !chat.running;
+    for (let waited = 0; waited < (isCalm() ? CALM_S : 1); waited += 1)
+      await new Promise((resolve) => setTimeout(resolve, 1000));
+  }
 }
+
+let passed = []; // phases of this start that are over
 
 function phaseText(phase) {
   if (!phase) return "starting";
+  if (passed.at(-1) !== phase.name) passed.push(phase.name);
   const share =
     phase.fraction === null || phase.fraction === undefined
       ? ""
       : `, ${Math.round(phase.fraction * 100)} %`;
-  return `${phase.name}${phase.detail ? ` (${phase.detail})` : ""}${share}`;
+  const before = passed.length > 1 ? `, after ${passed.slice(0, -1).join(", ")}` : "";
+  return `${phase.name}${phase.detail ? ` (${phase.detail})` : ""}${share}${before}`;
 }
 
 async function learnModel(found) {

@@ -4,6 +4,7 @@ import { Composer } from "./composer.js";
 import {
   addMessage,
   newConversation,
+  noteBrokenOff,
   pathTo,
   removeMessage,
   shorten,
@@ -18,6 +19,7 @@ import { chatBody } from "./settings.js";
 import * as store from "./store.js";
 import { runTool } from "./tools.js";
 
+const KEEP_MS = 1000;
 const MAX_ROUNDS = 16; // of calls that functions answer, before a person is asked again
 
 export class Chat {
@@ -42,6 +44,7 @@ export class Chat {
       "answerCall",
       "runCall",
       "shorten",
+      "editQuestion",
       "enterKey",
       "copyAs",
     ];
@@ -57,6 +60,8 @@ export class Chat {
 
   async load() {
     this.talks = await store.loadAll();
+    this.talks.forEach(noteBrokenOff);
+    addEventListener("pagehide", () => this.running && store.save(this.running.talk));
     this.open(
       this.talks.find((talk) => talk.id === sessionStorage.getItem("penstock-talk")) ??
         newConversation(),
@@ -144,8 +149,10 @@ export class Chat {
     return this.reply(message.id);
   }
 
+  /** Resolves when what came so far is kept. */
   stop() {
     this.running?.controller.abort();
+    return this.running?.ended;
   }
 
   show(message) {
@@ -200,11 +207,20 @@ export class Chat {
   }
 
   shorten(message) {
-    if (!shorten(this.talk))
-      return announce("There is nothing left to leave out: this message alone is too long.");
+    if (!shorten(this.talk)) {
+      const sentence = "There is nothing left to leave out: this message alone is too long.";
+      message.problem = { ...message.problem, sentence, way: "edit" };
+      announce(sentence);
+      this.redraw();
+      return this.keep();
+    }
     removeMessage(this.talk, message);
     this.redraw();
     return this.reply(this.talk.leaf);
+  }
+
+  editQuestion(message) {
+    this.edit(this.talk.messages[message.parent]);
   }
 
   enterKey(message) {
@@ -241,7 +257,8 @@ export class Chat {
       (other) => other.parent === parent && other.problem && !other.content && !other.reasoning,
     );
     if (failed) removeMessage(this.talk, failed); // what never began is no branch
-    const message = addMessage(this.talk, parent, { role: "assistant" });
+    const isJson = Boolean(body.response_format); // what looks like Markdown in it is none
+    const message = addMessage(this.talk, parent, { role: "assistant", isJson });
     this.views.clear();
     this.draw();
     const { talk } = this;
@@ -258,8 +275,10 @@ export class Chat {
       view.grow();
       if (this.talk === talk) this.follow();
     });
-    this.running = { controller, talk, message, view };
-    Object.assign(message, { problem: undefined, wasStopped: undefined });
+    const { promise: ended, resolve: end } = Promise.withResolvers();
+    this.running = { controller, talk, message, view, ended };
+    Object.assign(message, { problem: undefined, wasStopped: undefined, isGrowing: true });
+    const keeping = setInterval(() => store.save(talk), KEEP_MS); // a page may be closed at any time
     view.setGrowing(true);
     this.composer.changed();
     await this.keep(talk);
@@ -276,12 +295,15 @@ export class Chat {
       if (error.way === "wait") this.retryLater(message, error.waitS);
     } finally {
       grow.cancel();
+      clearInterval(keeping);
+      delete message.isGrowing;
       this.running = null;
       view.setGrowing(false);
       if (this.talk === talk) this.follow();
       talk.updated = Date.now();
       this.composer.changed();
       await this.keep(talk);
+      end();
     }
     return isComplete;
   }

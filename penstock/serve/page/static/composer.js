@@ -19,12 +19,17 @@ export class Composer {
     });
     this.draft.addEventListener("keydown", (event) => this.onKey(event));
     this.draft.addEventListener("input", () => this.changed());
+    this.draft.addEventListener("paste", (event) => {
+      if (!event.clipboardData.files.length) return;
+      event.preventDefault();
+      this.addFiles([...event.clipboardData.files]);
+    });
     byId("attach").addEventListener("click", () => byId("file-input").click());
     byId("file-input").addEventListener("change", (event) => {
       this.addFiles([...event.target.files]);
       event.target.value = "";
     });
-    this.acceptDrops(byId("view-chat"));
+    this.acceptDrops();
   }
 
   focus() {
@@ -81,7 +86,7 @@ export class Composer {
     this.counting = setTimeout(() => this.countTokens(), COUNT_AFTER_MS);
   }
 
-  /** What the whole prompt would be, not the draft alone: that is what has to fit. */
+  /** What the whole prompt would be, not the draft alone: that is what has to fit, and what is cached. */
   async countTokens() {
     const { chat } = this;
     if (chat.running || !chat.model.contextLength) return;
@@ -94,26 +99,32 @@ export class Composer {
       const asked = chatBody(chat.talk, chat.talk.leaf, "");
       const messages = [...asked.messages, ...(draft ? [{ role: "user", content: draft }] : [])];
       const { tools, chat_template_kwargs } = asked;
-      const body = { messages, tools, chat_template_kwargs };
-      const { count: total } = await json("tokenize", { body });
+      const body = { messages, tools, chat_template_kwargs, count_cached: true };
+      const { count: total, cached_tokens: cached } = await json("tokenize", { body });
       const share = total / chat.model.contextLength;
-      const fits = share < 1 ? "" : ": too long for the model";
-      this.note.textContent = `${count(total)} of ${count(chat.model.contextLength)} tokens${fits}`;
+      const more = share >= 1 ? ": too long for the model" : cached ? `, ${count(cached)} cached` : "";
+      this.note.textContent = `${count(total)} of ${count(chat.model.contextLength)} tokens${more}`;
       this.note.classList.toggle("over", share >= 1);
     } catch {
       this.note.textContent = ""; // what is wrong, with the server or a schema, is said elsewhere
     }
   }
 
-  acceptDrops(area) {
-    area.addEventListener("dragover", (event) => {
+  /** Anywhere: a file that misses the page's fields would otherwise replace the page. */
+  acceptDrops() {
+    const { classList } = document.body;
+    const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
+    addEventListener("dragover", (event) => {
+      if (!hasFiles(event)) return;
       event.preventDefault();
-      area.classList.add("dropping");
+      classList.add("dropping");
     });
-    for (const kind of ["dragleave", "drop"])
-      area.addEventListener(kind, () => area.classList.remove("dropping"));
-    area.addEventListener("drop", (event) => {
+    addEventListener("dragleave", () => classList.remove("dropping"));
+    addEventListener("drop", (event) => {
+      classList.remove("dropping");
+      if (!hasFiles(event)) return;
       event.preventDefault();
+      location.hash = "chat";
       this.addFiles([...event.dataTransfer.files]);
     });
   }

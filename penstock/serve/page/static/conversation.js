@@ -113,6 +113,16 @@ export function shorten(talk) {
   return true;
 }
 
+/** Answers that were still growing when their page was closed; the server ended them then. */
+export function noteBrokenOff(talk) {
+  for (const message of Object.values(talk.messages)) {
+    if (!message.isGrowing) continue;
+    delete message.isGrowing;
+    const way = message.content || message.reasoning ? "continue" : "retry";
+    message.problem = { sentence: "The page was closed before this answer was complete.", way };
+  }
+}
+
 export function matches(talk, words) {
   if (!words) return true;
   const text = [talk.title, ...Object.values(talk.messages).map((message) => message.content)]
@@ -140,9 +150,12 @@ export function readConversation(found) {
       parent: ids.get(one.parent) ?? null,
       role: one.role,
       content: text(one.content),
+      isJson: one.isJson === true,
       created: Number(one.created) || Date.now(),
       reasoning: text(one.reasoning) || undefined,
       callId: text(one.callId) || undefined,
+      name: text(one.name) || undefined,
+      stats: one.stats ? numbersOf(one.stats) : undefined,
       calls: list(one.calls).map((c) => ({
         id: text(c?.id),
         name: text(c?.name),
@@ -152,6 +165,7 @@ export function readConversation(found) {
     };
   }
   talk.leaf = ids.get(found.leaf) ?? [...ids.values()].at(-1) ?? null;
+  talk.firstSent = ids.get(found.firstSent) ?? null;
   for (const message of Object.values(talk.messages)) {
     const seen = new Set();
     for (let one = message; one; one = talk.messages[one.parent]) {
@@ -163,3 +177,6 @@ export function readConversation(found) {
   talk.updated = Number(found.updated) || Date.now();
   return talk;
 }
+
+const numbersOf = (found) =>
+  Object.fromEntries(Object.entries(found).filter(([, value]) => Number.isFinite(value)));

@@ -6,6 +6,7 @@ import { events } from "./server.js";
 
 const RETRY_MS = 2000;
 const share = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)} %` : "none yet");
+const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(bytes < 1e9 ? 2 : 1)} GB`;
 const MISSED = "missed_tokens_";
 const REASONS = {
   no_prefix: "nothing like them was seen before",
@@ -37,7 +38,7 @@ export class LiveView {
         ],
         { top: 4 },
       ),
-      memory: new LineChart(
+      cache: new LineChart(
         "Cache in use",
         [
           ["pages", "ours"],
@@ -47,6 +48,10 @@ export class LiveView {
       ),
       first: new HistogramChart("Time to the first token", seconds),
       between: new HistogramChart("Time between tokens", seconds),
+      memory: new LineChart("Memory in use", [["of the fullest device", "ours"]], {
+        top: 100,
+        format: (value) => `${Math.round(value)} %`,
+      }),
     };
     this.tables = make("div", { class: "charts" });
     const charts = Object.values(this.charts).map((chart) => chart.element);
@@ -116,7 +121,9 @@ export class LiveView {
     if (!stats) return;
     const used = usage(stats);
     this.charts.requests.push(time, [stats.num_running, stats.num_waiting]);
-    this.charts.memory.push(time, [100 * used.pages, 100 * used.slots]);
+    this.charts.cache.push(time, [100 * used.pages, 100 * used.slots]);
+    const full = now.replicas.map((one) => one.memory_used / (one.memory_total || 1));
+    this.charts.memory.push(time, [100 * Math.max(...full)]);
     const tile = (value, about) => make("li", {}, make("b", {}, value), make("span", {}, about));
     this.tiles.replaceChildren(
       tile(count(generated), "tokens generated a second"),
@@ -157,11 +164,14 @@ export class LiveView {
     const parts = [
       table(
         "Engines",
-        ["engine", "state", "requests", "restarts", "last problem"],
+        ["engine", "state", "requests", "memory in use", "restarts", "last problem"],
         now.replicas.map((one) => [
           one.replica,
           one.state,
           one.requests,
+          one.memory_total
+            ? `${gigabytes(one.memory_used)} of ${gigabytes(one.memory_total)}`
+            : "unknown",
           one.restarts,
           one.problem ?? "none",
         ]),
@@ -194,6 +204,7 @@ export class LiveView {
               "state slots in use",
               `${count(stats.num_slots - 1 - stats.num_free_slots)} of ${count(stats.num_slots - 1)}`,
             ],
+            ["checkpoints of states", count(stats.num_checkpoints)],
             ["evicted checkpoints", count(stats.prefix.evicted_checkpoints ?? 0)],
             ["evicted pages", count(stats.prefix.evicted_pages ?? 0)],
             ["sessions", count(stats.num_sessions)],
@@ -201,6 +212,7 @@ export class LiveView {
         ),
       );
     }
+    parts[0].classList.add("wide");
     this.tables.replaceChildren(...parts);
   }
 
@@ -211,7 +223,6 @@ export class LiveView {
 
 function describe({ engine, model, phase }) {
   if (!engine) return `The model is still loading: ${phase?.name ?? "starting"}.`;
-  const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(bytes < 1e9 ? 2 : 1)} GB`;
   return (
     `${model} on ${engine.device}, ${engine.dtype}: ${gigabytes(engine.weight_bytes)} of weights, ` +
     `${gigabytes(engine.cache_bytes)} of cache, up to ${count(engine.max_rows)} requests at once.`

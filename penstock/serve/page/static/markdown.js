@@ -253,9 +253,3 @@ export class MarkdownView {
     for (const token of tokens.slice(0, numSettled)) this.settled += token.raw.length;
   }
 }
-
-export function markdown(text) {
-  const element = make("div", { class: "prose" });
-  new MarkdownView(element).show(text);
-  return element;
-}

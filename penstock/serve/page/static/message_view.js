@@ -121,7 +121,7 @@ export class MessageView {
       const shown = this.thought.lastChild.firstChild;
       shown.appendData(message.reasoning.slice(shown.length));
     }
-    this.markdown.show(message.content, !isGrowing);
+    this.markdown.show(message.isJson ? `~~~json\n${message.content}` : message.content, !isGrowing);
     if (message.calls?.length)
       this.calls.replaceChildren(...message.calls.map((call) => this.call(call)));
   }
@@ -172,6 +172,7 @@ export class MessageView {
     const ways = {
       key: [act("Enter the key", "enterKey")],
       shorten: [act("Leave the oldest messages out", "shorten")],
+      edit: [act("Edit the message", "editQuestion")],
       continue: [act("Continue the answer", "continue"), act("Start it again", "again")],
       retry: [act("Try again", "again")],
       wait: [act("Try again now", "again")],

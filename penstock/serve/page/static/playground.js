@@ -1,10 +1,10 @@
 // The playground: raw completions token by token, what a text is in tokens, and what a chat is as a prompt.
 
-import { pathTo, requestMessages } from "./conversation.js";
+import { pathTo } from "./conversation.js";
 import { showCopyAs } from "./copy_as.js";
 import { announce, button, copyText, count, labelled, make } from "./dom.js";
 import { Problem, events, json } from "./server.js";
-import { NUMBERS, samplingOf } from "./settings.js";
+import { NUMBERS, chatBody, samplingOf } from "./settings.js";
 
 const NUM_ALTERNATIVES = 5;
 const TABS = { complete: "Complete", tokens: "Tokens", template: "Template" };
@@ -65,7 +65,7 @@ export class Playground {
       make(
         "p",
         { class: "hint" },
-        "The text goes to the model as it is, without a chat template. Darker tokens were less likely; point at one to see the others.",
+        "The text goes to the model as it is, without a chat template. Darker tokens were less likely; point at one, or walk with the arrow keys, to see the others.",
       ),
       labelled("Prompt", this.prompt),
       make(
@@ -102,6 +102,7 @@ export class Playground {
           }),
         ),
     );
+    output.addEventListener("keydown", (event) => stepThrough(output, event));
     const side = { settings, output, note };
     const copy = button("Copy as", () => showCopyAs("v1/completions", this.bodyOf(side)), {
       class: "quiet",
@@ -169,7 +170,7 @@ export class Playground {
   }
 
   token(text, logprob, alternatives) {
-    const element = make("span", { class: "token" }, text);
+    const element = tokenOf(text, { tabIndex: -1 });
     const doubt = 1 - Math.exp(logprob);
     element.style.background = `color-mix(in srgb, var(--rival) ${Math.round(doubt * 60)}%, transparent)`;
     const rows = Object.entries(alternatives)
@@ -182,9 +183,9 @@ export class Playground {
           make("td", {}, `${(100 * Math.exp(score)).toFixed(1)} %`),
         ),
       );
+    const title = `${JSON.stringify(text)}: ${(100 * Math.exp(logprob)).toFixed(1)} %`;
     const show = () => {
       const place = element.getBoundingClientRect();
-      const title = `${JSON.stringify(text)}: ${(100 * Math.exp(logprob)).toFixed(1)} %`;
       this.card.replaceChildren(
         make("strong", {}, title),
         make("table", {}, make("tbody", {}, ...rows)),
@@ -193,8 +194,14 @@ export class Playground {
       this.card.style.left = `${Math.min(place.left, innerWidth - 220)}px`;
       this.card.style.top = `${place.bottom + 6 + this.card.offsetHeight > innerHeight ? place.top - this.card.offsetHeight - 6 : place.bottom + 6}px`;
     };
+    const hide = () => (this.card.hidden = true);
     element.addEventListener("pointerenter", show);
-    element.addEventListener("pointerleave", () => (this.card.hidden = true));
+    element.addEventListener("pointerleave", hide);
+    element.addEventListener("focus", () => {
+      show();
+      announce(`${title}. Others: ${rows.map((row) => row.textContent).join(", ")}`);
+    });
+    element.addEventListener("blur", hide);
     return element;
   }
 
@@ -210,18 +217,21 @@ export class Playground {
     const note = make("small");
     const source = make("textarea", { rows: 5, class: "mono", spellcheck: false });
     let waiting = 0;
+    const request = () => ({
+      prompt: source.value,
+      return_token_strs: true,
+      add_special_tokens: false,
+    });
     const show = async () => {
       try {
         const {
           count: total,
           tokens,
           token_strs: pieces,
-        } = await json("tokenize", {
-          body: { prompt: source.value, return_token_strs: true, add_special_tokens: false },
-        });
+        } = await json("tokenize", { body: request() });
         output.replaceChildren(
           ...tokens.map((id, place) =>
-            make("span", { class: "token striped", title: `token ${id}` }, pieces[place]),
+            tokenOf(pieces[place], { title: `token ${id}` }, "striped"),
           ),
         );
         note.textContent = `${count(total)} tokens, ${count(source.value.length)} characters`;
@@ -237,6 +247,11 @@ export class Playground {
       "div",
       {},
       labelled("Text", source, "each stripe is a token; point at one for its id"),
+      make(
+        "div",
+        { class: "row" },
+        button("Copy as", () => showCopyAs("tokenize", request()), { class: "quiet" }),
+      ),
       output,
       note,
     );
@@ -249,42 +264,69 @@ export class Playground {
       rows: 8,
       class: "mono",
       spellcheck: false,
-      value: '[\n  {"role": "user", "content": "Hello!"}\n]',
+      value: '{\n  "messages": [\n    {"role": "user", "content": "Hello!"}\n  ]\n}',
     });
     const output = make("pre", { class: "output", tabIndex: 0, "aria-label": "Prompt" });
     const note = make("small");
     const show = async () => {
       try {
-        const messages = JSON.parse(source.value);
-        const { prompt } = await json("apply-template", { body: { messages } });
-        const { count: total } = await json("tokenize", { body: { messages } });
+        const body = JSON.parse(source.value);
+        const { prompt } = await json("apply-template", { body });
+        const { count: total } = await json("tokenize", { body });
         output.textContent = prompt;
         note.textContent = `${count(total)} tokens`;
       } catch (error) {
         note.textContent = `${error.message} ${error.detail ?? ""}`;
       }
     };
+    const copyAs = () => {
+      try {
+        showCopyAs("apply-template", JSON.parse(source.value));
+      } catch (error) {
+        note.textContent = error.message;
+      }
+    };
     const take = button("Take the conversation", () => {
       const talk = this.currentTalk();
       if (!pathTo(talk).length) note.textContent = "The conversation is empty.";
       else {
-        source.value = JSON.stringify(requestMessages(talk), null, 2);
+        const { messages, tools, chat_template_kwargs } = chatBody(talk, talk.leaf, "");
+        source.value = JSON.stringify({ messages, tools, chat_template_kwargs }, null, 2);
         show();
       }
     });
     return make(
       "div",
       {},
-      labelled("Messages (JSON)", source, "what an API client would send"),
+      labelled(
+        "Request (JSON)",
+        source,
+        "what an API client would send: messages, and tools and chat_template_kwargs if there are any",
+      ),
       make(
         "div",
         { class: "row" },
         button("Show what the model sees", show, { class: "primary" }),
         take,
         button("Copy", (event) => copyText(output.textContent, event.currentTarget)),
+        button("Copy as", () => copyAs(), { class: "quiet" }),
       ),
       output,
       note,
     );
   }
+}
+
+/** A line break gets a mark, without which there would be nothing to see or to point at. */
+const tokenOf = (text, fields, kind = "") =>
+  make("span", { class: `token ${kind} ${text.includes("\n") ? "breaks" : ""}`, ...fields }, text);
+
+/** The arrow keys go from token to token, whose alternatives show while it has the focus. */
+function stepThrough(output, event) {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const tokens = [...output.children];
+  if (!step || !tokens.length) return;
+  const place = tokens.indexOf(document.activeElement) + step;
+  tokens[Math.max(0, Math.min(place, tokens.length - 1))].focus();
+  event.preventDefault();
 }

@@ -1,6 +1,6 @@
 // What can go wrong between a person and an answer, each as one plain sentence and a way on.
 
-/** `way` names what can be done: key, wait, shorten, continue, retry, or nothing but reading. */
+/** `way` names what can be done: key, wait, shorten, edit, continue, retry, or nothing but reading. */
 export class Problem extends Error {
   constructor(sentence, { way = "retry", detail = "", status = 0, waitS = 0 } = {}) {
     super(sentence);

@@ -62,7 +62,9 @@ export function chatBody(talk, leaf, model) {
         parameters: parsed(parameters || '{"type":"object"}', `The schema of ${name}`),
       },
     }));
-    if (settings.toolChoice) body.tool_choice = settings.toolChoice;
+    // A model that must call a tool may answer once it has the result: else it would never end.
+    const isFree = settings.toolChoice === "required" && body.messages.at(-1)?.role === "tool";
+    if (settings.toolChoice && !isFree) body.tool_choice = settings.toolChoice;
   }
   if (settings.schema?.trim()) {
     const schema = parsed(settings.schema, "The answer's schema");

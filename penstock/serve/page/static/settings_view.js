@@ -127,7 +127,7 @@ function tools(settings, changed) {
   });
   const options = [
     ["", "may call them"],
-    ["required", "must call one"],
+    ["required", "must call one, then answers"],
     ["none", "must not call any"],
   ];
   const choice = make(

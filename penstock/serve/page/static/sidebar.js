@@ -68,7 +68,7 @@ export class Sidebar {
     )
       return;
     const { chat } = this;
-    if (chat.running?.talk === talk) chat.stop();
+    if (chat.running?.talk === talk) await chat.stop();
     chat.talks = chat.talks.filter((other) => other !== talk);
     await store.remove(talk.id);
     if (chat.talk === talk) chat.open(chat.talks[0] ?? newConversation());
