@@ -227,12 +227,12 @@ def _copy(
             target = weights[name].values.data if name in weights else parameters[name]
             _fill_place(target[placement.index], tensor, placement)
         num_left[name] -= 1
+        if name in quantized and not num_left[name]:
+            quantized.pop(name).finish()
         if name in rounded and not num_left[name]:
             quantize_weight(weights[name], rounded[name])
         filled_by.setdefault(place, tensor)
         progress.advance(tensor.num_bytes)
-    for parts in quantized.values():
-        parts.finish()
 
 
 def _weights_that_stay_quantized(
