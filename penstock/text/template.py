@@ -169,8 +169,7 @@ class ChatTemplate:
         if self.source is None:
             raise RequestError(
                 "this model has no chat template",
-                f"Its folder has no {TEMPLATE_FILE}, and no chat_template in a "
-                "tokenizer_config.json.",
+                f"There is no {TEMPLATE_FILE} beside it, and none in its tokenizer's config.",
                 f"Use the completions endpoint, or put a {TEMPLATE_FILE} into the model's folder.",
                 param="messages",
             )
