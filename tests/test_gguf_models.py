@@ -19,6 +19,7 @@ from penstock import LLM, SamplingParams
 from penstock.errors import CheckpointError, PenstockError
 from penstock.models.source import find_model
 from penstock.weights.gguf_reader import open_gguf
+from penstock.weights.load import weights_of
 from small_models import LLAMA, load_weights
 
 ONE_LAYER = {**LLAMA, "num_hidden_layers": 1}
@@ -98,6 +99,21 @@ def test_packed_matrices_expand_to_what_the_gguf_package_says(
             assert tensor.num_bytes * block_size == whole.numel() * block_bytes
             num_packed += 1
     assert num_packed > 10
+
+
+@pytest.mark.parametrize("architecture", ["qwen35moe", "qwen3moe", "llama"])
+def test_weights_that_stay_packed_are_those_of_the_file(architecture: str, tmp_path: Path) -> None:
+    """Rows of many experts are decoded at once, some rows at a time, and in the model's order."""
+    config = {**CONFIGS[architecture], "vocab_size": 17_000}
+    arguments: tuple[Any, ...] = (architecture, config, random_state(config))
+    file = write_gguf(tmp_path / "packed.gguf", *arguments, matrices="Q8_0")
+    plain = write_gguf(tmp_path / "plain.gguf", *arguments, matrices="Q8_0", is_expanded=True)
+    found, expected = (weights_of(load_weights(path)) for path in (file, plain))
+    for name, weight in found.items():
+        assert torch.equal(weight.dequantize(), expected[name].values), name
+    stacks = [part for weight in found.values() for part in weight.parts if len(part.shape) == 3]
+    assert any(weight.parts for weight in found.values())
+    assert bool(stacks) == ("moe" in architecture)
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S"])

@@ -21,6 +21,7 @@ from penstock.engine.graphs import is_out_of_memory
 from penstock.engine.memory import MemoryPlan, plan_memory
 from penstock.engine.pools import GB, PoolSizes
 from penstock.errors import CapacityError
+from penstock.layers.rope import Rope, inverse_frequencies
 from penstock.types import CacheSpec, KVSpec, Request, StateSpec
 from small_models import FAMILIES, make_engine
 
@@ -243,3 +244,11 @@ def test_an_engine_beside_a_hog_runs_its_largest_requests(left_gb: float) -> Non
     del engine, hog
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def test_angles_are_there_for_positions_that_are_used() -> None:
+    rope = Rope(inverse_frequencies(1e4, 4), 2**24, "cpu")
+    assert len(rope.table) < 2**20, "a model may name any context"
+    rope.reach(5)
+    rope.reach(2**20)
+    assert torch.equal(rope.table, rope.rows(2**20))

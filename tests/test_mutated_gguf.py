@@ -29,6 +29,7 @@ from test_mutated_files import (
     Kinds,
     check,
     mutate_bytes,
+    report,
     run_mutants_of,
     write_tokenizer,
 )
@@ -172,15 +173,5 @@ def test_mutated_gguf_files_load_or_are_refused_in_our_own_words(tmp_path: Path)
 def test_a_hundred_thousand_mutated_gguf_files(tmp_path: Path) -> None:
     started = time.monotonic()
     found = run(NUM_FULL, tmp_path)
-    outcomes = {kind: number for (_, kind), number in sorted(found.outcomes.items())}
-    numbers = {
-        "mutants": NUM_FULL,
-        "seconds": time.monotonic() - started,
-        "slowest_s": found.slowest_s,
-    }
-    print(
-        json.dumps(
-            {"name": "mutated GGUF", **numbers, "grown_mb": found.grown_mb, "outcomes": outcomes}
-        )
-    )
+    report("mutated GGUF", found, time.monotonic() - started)
     check(found, NUM_FULL, KINDS)

@@ -4,6 +4,7 @@ not.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from test_mutated_files import (
     NUM_FULL,
     SHARDS,
     check,
+    report,
     run_mutants_of,
     write_checkpoint,
 )
@@ -60,5 +62,7 @@ def test_mutated_packed_files_load_or_are_refused_in_our_own_words(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(2 * 3600)
 def test_a_hundred_thousand_mutated_packed_files(tmp_path: Path) -> None:
+    started = time.monotonic()
     found = run_mutants_of(write_packed(tmp_path), MUTATIONS, NUM_FULL, tmp_path)
+    report("mutated packed files", found, time.monotonic() - started)
     check(found, NUM_FULL, MUTATIONS)

@@ -237,16 +237,16 @@ def test_a_window_is_read_as_each_family_means_it() -> None:
     [
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "config.json has rope_type 'yarn'",
+            "The model's config has rope_type 'yarn'",
         ),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "config.json has rope_type 'dynamic'",
+            "The model's config has rope_type 'dynamic'",
         ),
         ({"rope_parameters": {"full_attention": {}}}, "one rope per kind of layer"),
-        ({"partial_rotary_factor": 0.5}, "config.json has partial_rotary_factor 0.5"),
-        ({"hidden_act": "gelu"}, "config.json has hidden_act 'gelu'"),
-        ({"mlp_bias": True}, "config.json has mlp_bias True"),
+        ({"partial_rotary_factor": 0.5}, "The model's config has partial_rotary_factor 0.5"),
+        ({"hidden_act": "gelu"}, "The model's config has hidden_act 'gelu'"),
+        ({"mlp_bias": True}, "The model's config has mlp_bias True"),
         ({"num_key_value_heads": 4}, "6 attention heads and 4 key-value heads"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
         ({"hidden_size": "48"}, "hidden_size"),

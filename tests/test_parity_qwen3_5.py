@@ -464,13 +464,13 @@ def test_parameters_and_tensors_are_those_of_the_published_checkpoint(name: str)
     ("change", "said"),
     [
         ({"hidden_size": None}, "no hidden_size"),
-        ({"num_attention_heads": 6.0}, "num_attention_heads in config.json is 6.0"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings in config.json is 1"),
+        ({"num_attention_heads": 6.0}, "num_attention_heads in the model's config is 6.0"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings in the model's config is 1"),
         ({"layer_types": ["full_attention"] * 3}, "lists 3 layers"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
-        ({"attention_bias": True}, "attention_bias in config.json is True"),
+        ({"attention_bias": True}, "attention_bias in the model's config is True"),
         ({"linear_num_value_heads": 5}, "linear_num_value_heads is 5"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type in config.json is 'yarn'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type in the model's config is 'yarn'"),
     ],
 )
 def test_a_config_we_would_run_wrongly_is_refused(change: dict[str, Any], said: str) -> None:

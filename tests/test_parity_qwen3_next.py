@@ -162,13 +162,13 @@ def test_the_preset_has_the_parameters_of_the_published_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"norm_topk_prob": False}, "norm_topk_prob in config.json is False"),
-        ({"mlp_only_layers": ["2"]}, "mlp_only_layers in config.json is"),
+        ({"norm_topk_prob": False}, "norm_topk_prob in the model's config is False"),
+        ({"mlp_only_layers": ["2"]}, "mlp_only_layers in the model's config is"),
         ({"mlp_only_layers": [0], "intermediate_size": None}, "no intermediate_size"),
         ({"num_experts": None}, "no num_experts"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_type in config.json is 'yarn'",
+            "rope_type in the model's config is 'yarn'",
         ),
         ({"linear_num_value_heads": 5}, "linear_num_value_heads is 5"),
     ],

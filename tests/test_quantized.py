@@ -313,7 +313,7 @@ def test_auto_round_packs_as_gptq_or_awq(tmp_path: Path) -> None:
     _, parts, expected = CASES["awq int4 64"]
     [weight] = open_parts(tmp_path, {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, parts)
     assert torch.equal(weight.load(), expected)
-    assert "packing_format in config.json is 'auto_round'" in error_of(
+    assert "packing_format in the model's config is 'auto_round'" in error_of(
         tmp_path, {**AUTO_ROUND, "packing_format": "auto_round"}, parts
     )
 
@@ -491,39 +491,39 @@ def test_all_that_is_wrong_with_the_parts_is_one_error(tmp_path: Path) -> None:
     [
         (GPTQ_CASE, {"bits": 8}, "x.scales is [2, 32], expected [1, 32]"),
         (GPTQ_CASE, {"bits": 3}, "x.qweight is [16, 32], expected"),
-        (GPTQ_CASE, {"bits": 5}, "bits in config.json is 5\nIt must be one of 2, 3, 4, 8."),
-        (GPTQ_CASE, {"bits": "4"}, "bits in config.json is '4'"),
-        (GPTQ_CASE, {"bits": None}, "config.json has no bits"),
+        (GPTQ_CASE, {"bits": 5}, "bits in the model's config is 5\nIt must be one of 2, 3, 4, 8."),
+        (GPTQ_CASE, {"bits": "4"}, "bits in the model's config is '4'"),
+        (GPTQ_CASE, {"bits": None}, "The model's config has no bits"),
         (GPTQ_CASE, {"group_size": 32}, "x.scales is [2, 32], expected [4, 32]"),
-        (GPTQ_CASE, {"group_size": 0}, "group_size in config.json is 0"),
-        (GPTQ_CASE, {"group_size": True}, "group_size in config.json is True"),
+        (GPTQ_CASE, {"group_size": 0}, "group_size in the model's config is 0"),
+        (GPTQ_CASE, {"group_size": True}, "group_size in the model's config is True"),
         (
             GPTQ_CASE,
             {"checkpoint_format": "marlin"},
-            "checkpoint_format of gptq in config.json is 'marlin'",
+            "checkpoint_format of gptq in the model's config is 'marlin'",
         ),
         (GPTQ_CASE, {"is_marlin_format": True}, "quantization_config of gptq has is_marlin_format"),
         (
             GPTQ_CASE,
             {"dynamic": {"+:(": {"bits": 8}}},
-            "a pattern of modules in config.json is '('",
+            "a pattern of modules in the model's config is '('",
         ),
-        (GPTQ_CASE, {"dynamic": {"+:x": 8}}, "dynamic of +:x in config.json is 8"),
+        (GPTQ_CASE, {"dynamic": {"+:x": 8}}, "dynamic of +:x in the model's config is 8"),
         (
             AWQ_CASE,
             {"version": "gemv"},
-            "version of awq in config.json is 'gemv'\nIt must be 'gemm'",
+            "version of awq in the model's config is 'gemv'\nIt must be 'gemm'",
         ),
-        (AWQ_CASE, {"backend": "llm-awq"}, "backend of awq in config.json is 'llm-awq'"),
+        (AWQ_CASE, {"backend": "llm-awq"}, "backend of awq in the model's config is 'llm-awq'"),
         (AWQ_CASE, {"group_size": 128}, "x.scales is [2, 32], expected [1, 32]"),
         (MLX_CASE, {"bits": 8}, "x.weight is [16, 16], expected [16, 32]"),
         (MLX_CASE, {"group_size": 32}, "x.weight is [16, 16], expected [16, 8]"),
-        (MLX_CASE, {"mode": "nf4"}, "mode of quantization in config.json is 'nf4'"),
-        (MLX_CASE, {"rotation": 3}, "quantization of rotation in config.json is 3"),
+        (MLX_CASE, {"mode": "nf4"}, "mode of quantization in the model's config is 'nf4'"),
+        (MLX_CASE, {"rotation": 3}, "quantization of rotation in the model's config is 3"),
         (
             PACKED_CASE,
             {"format": "marlin-24"},
-            "format of compressed-tensors in config.json is 'marlin-24'",
+            "format of compressed-tensors in the model's config is 'marlin-24'",
         ),
         (PACKED_CASE, {"transform_config": {"R1": {}}}, "compressed-tensors has transform_config"),
         (
@@ -534,13 +534,13 @@ def test_all_that_is_wrong_with_the_parts_is_one_error(tmp_path: Path) -> None:
         (
             PACKED_CASE,
             {"config_groups": {"a": ["Linear"]}},
-            "config_groups.a in config.json is ['Linear']",
+            "config_groups.a in the model's config is ['Linear']",
         ),
         (PACKED_CASE, {"config_groups": {}}, "no group of config_groups targets it"),
         (
             BLOCK_CASE,
             {"quant_method": "fp8", "weight_block_size": [128]},
-            "weight_block_size in config.json",
+            "weight_block_size in the model's config",
         ),
         (
             BLOCK_CASE,

@@ -4,6 +4,7 @@ bytes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,19 @@ def test_products_are_those_of_the_expanded_rows(kind: str, N: int, K: int) -> N
         alone = torch.empty(end - begin, N)
         kernels.multiply(x[begin:end], rows, alone)
         assert torch.equal(alone, wide[begin:end, 3 : 3 + N])
+
+
+@NEEDS_COMPILER
+def test_coarse_scales_may_be_powers_of_two() -> None:
+    """They would fit fewer bytes, but kernels read them in one type."""
+    codes = make_codes("Q4_K", 20, 512)
+    powers = Scales(codes.scales.fine, torch.full((20, 2), 2.0**-9).half(), codes.scales.repeat)
+    codes = replace(codes, scales=powers)
+    rows, exact = pack(codes), codes.dequantize()
+    assert torch.equal(kernels.expand(rows, 0, 20), exact)
+    x, out = torch.randn(3, 512, generator=torch.Generator().manual_seed(1)), torch.empty(3, 20)
+    kernels.multiply(x, rows, out)
+    assert_near(out, x @ exact.T)
 
 
 @NEEDS_COMPILER
@@ -163,7 +177,7 @@ def test_rows_of_a_kind_that_follow_each_other_are_one_part(tmp_path: Path) -> N
     assert len(fused) >= 8
     assert all(len(weight.parts) == 1 for weight in fused), "q, k and v, or gate and up, are one"
     some, others = pack(make_codes("Q4_K", 20, 512)), pack(make_codes("Q4_K", 7, 512))
-    joined = QuantizedRows.join([some, others])
+    joined = QuantizedRows.join([some, others], 27)
     assert torch.equal(joined.dequantize(), torch.cat([some.dequantize(), others.dequantize()]))
 
 

@@ -162,7 +162,7 @@ def test_auto_is_the_dtype_of_the_config_and_float32_on_a_cpu() -> None:
     assert resolve_dtype("auto", {"text_config": {"dtype": "float16"}}, "cuda") == torch.float16
     assert resolve_dtype("auto", {}, "cuda") == torch.bfloat16
     text = error_of(lambda: resolve_dtype("auto", {"dtype": "int8"}, "cuda"))
-    assert text.startswith("config.json asks for dtype 'int8'")
+    assert text.startswith("The model's config asks for dtype 'int8'")
 
 
 def test_large_tensors_are_read_in_pieces_and_whole(
@@ -256,7 +256,7 @@ def test_all_that_does_not_fit_is_one_error_that_names_it(tmp_path: Path) -> Non
     state["model.layers.1.mlp.gate.weight"] = torch.ones(5, 24)
     state["model.layers.1.self_attn.q_norm.weight"] = torch.ones(10, dtype=torch.int8)
     text = error_of(lambda: load(write_checkpoint(tmp_path, state)))
-    assert text.startswith(f"The weights at {tmp_path} are not those of its config.json\n")
+    assert text.startswith(f"The weights at {tmp_path} are not those of its config\n")
     assert "  2 missing: lm_head.weight, model.norm.weight.\n" in text
     assert "  1 unexpected: model.layers.0.self_attn.o_proj.bias.\n" in text
     assert (
@@ -348,7 +348,9 @@ def test_a_tensor_that_is_no_plain_array_is_named(
 @pytest.mark.parametrize("changes", [{"head_dim": 7}, {"head_dim": None, "hidden_size": 12}])
 def test_an_odd_head_dim_is_refused(changes: dict[str, Any]) -> None:
     config = {**CONFIG, "num_attention_heads": 4, "num_key_value_heads": 2, **changes}
-    with pytest.raises(CheckpointError, match=r"head_dim in config.json is [37]\nIt must be even"):
+    with pytest.raises(
+        CheckpointError, match=r"head_dim in the model's config is [37]\nIt must be even"
+    ):
         build_model(config, torch.float32, torch.device("meta"))
 
 

@@ -165,6 +165,7 @@ class Runner:
     @classmethod
     def for_pools(cls, model: Any, config: EngineConfig, pools: PoolSizes) -> Runner:
         """Allocates the caches for these pools; captures no graphs."""
+        model.rope.reach(pools.max_model_len)
         caches = allocate_caches(
             model.cache_specs(),
             num_pages=pools.num_pages,

@@ -34,9 +34,14 @@ def has_file(file: Path) -> bool:
     return file.is_file() or (file.name in FILES and is_gguf(file.parent))
 
 
+def on_disk(file: Path) -> Path:
+    """The file that a person can look at, for messages: of a GGUF file's parts, the file itself."""
+    return file.parent if file.name in FILES and is_gguf(file.parent) else file
+
+
 def read_text(file: Path) -> str:
     """Raises the same errors as reading a file."""
-    if file.name in FILES and is_gguf(file.parent):
+    if on_disk(file) != file:
         return json.dumps(FILES[file.name](read_model(file.parent)), ensure_ascii=False)
     return file.read_text(encoding="utf-8")
 

@@ -270,9 +270,8 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> dict[str, Any]:
-    unknown = next(
-        (t for t, kind in zip(vocabulary.tokens, vocabulary.types) if kind == UNKNOWN), None
-    )
+    ordinary = vocabulary.ordinary  # the library wants it among these
+    unknown = next((t for t, id in ordinary.items() if vocabulary.types[id] == UNKNOWN), None)
     adds_space = vocabulary.adds_space()
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepends = [{"type": "Prepend", "prepend": SPACE}] if adds_space else []

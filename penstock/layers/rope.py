@@ -16,10 +16,17 @@ def inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:  # [rot/2] flo
     return 1.0 / theta**exponents
 
 
-class Rope(nn.Module):
-    """A buffer with the table. It is computed, so no checkpoint has it; build it on its device."""
+FIRST_POSITIONS = 2**18
 
-    table: Tensor  # [max_len, 2, rot/2] float32
+
+class Rope(nn.Module):
+    """A buffer with the table. It is computed, so no checkpoint has it; build it on its device.
+
+    On a CPU it has the first positions until `reach` asks for more: a model may name a context of
+    millions, for which a machine has no memory.
+    """
+
+    table: Tensor  # [positions, 2, rot/2] float32
 
     def __init__(
         self, inv_freq: Tensor, max_len: int, device: torch.device | str, scale: float = 1.0
@@ -30,8 +37,15 @@ class Rope(nn.Module):
             # Only the size: computing on meta makes torch import its compiler, for a second.
             table = torch.empty(max_len, 2, len(inv_freq), device=device)
         else:
-            table = rope_table(inv_freq.to(device), max_len, scale)
+            on_cpu = torch.device(device).type == "cpu"
+            num_rows = min(max_len, FIRST_POSITIONS) if on_cpu else max_len
+            table = rope_table(inv_freq.to(device), num_rows, scale)
         self.register_buffer("table", table, persistent=False)
+
+    def reach(self, num_positions: int) -> None:
+        if num_positions > len(self.table):
+            inv_freq = self._inv_freq.to(self.table.device)
+            self.table = rope_table(inv_freq, num_positions, self._scale)
 
     def rows(self, num_rows: int) -> Tensor:  # [num_rows, 2, rot/2]
         """The first positions of the table, on the host, whatever device the model is on."""

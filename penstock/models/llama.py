@@ -162,9 +162,9 @@ class LlamaConfig:
         num_kv_heads = read_size(config, "num_key_value_heads", family.num_kv_heads or num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError(
-                f"config.json has {num_heads} attention heads and {num_kv_heads} key-value heads",
+                f"The model has {num_heads} attention heads and {num_kv_heads} key-value heads",
                 "The first must be a multiple of the second.",
-                "Check that config.json is complete and belongs to this model.",
+                "Check that the config is complete and belongs to this model.",
             )
         head_dim = read_size(config, "head_dim", family.head_dim or hidden_size // num_heads)
         if head_dim % 2:
@@ -220,9 +220,9 @@ def _windows(
             raise _unsupported("layer_types", layer_type)
     if len(layer_types) != num_layers:
         raise CheckpointError(
-            f"config.json has {num_layers} layers and {len(layer_types)} layer_types",
+            f"The model's config has {num_layers} layers and {len(layer_types)} layer_types",
             "There must be one for each layer.",
-            "Check that config.json is complete and belongs to this model.",
+            "Check that the config is complete and belongs to this model.",
         )
     return tuple(known[layer_type] for layer_type in layer_types)
 
@@ -240,7 +240,7 @@ def _num_labels(config: Mapping[str, Any]) -> int:
 
 def _unsupported(key: str, value: object) -> CheckpointError:
     return CheckpointError(
-        f"config.json has {key} {value!r}",
+        f"The model's config has {key} {value!r}",
         "Penstock does not support it and would compute wrong results.",
         "Use a model without it.",
     )

@@ -134,10 +134,10 @@ def _read_layers(text: Mapping[str, Any]) -> tuple[bool, ...]:
     if len(kinds) != num_layers or any(kind not in LAYER_KINDS for kind in kinds):
         seen = ", ".join(sorted({str(kind)[:MAX_SHOWN] for kind in kinds})[:4])
         raise CheckpointError(
-            f"layer_types in config.json lists {len(kinds)} layers of the kinds {seen}",
+            f"layer_types in the model's config lists {len(kinds)} layers of the kinds {seen}",
             f"It must list num_hidden_layers = {num_layers} of linear_attention and "
             "full_attention.",
-            "Check that config.json is complete and belongs to this model.",
+            "Check that the config is complete and belongs to this model.",
         )
     return tuple(kind == "full_attention" for kind in kinds)
 
@@ -181,7 +181,7 @@ def _expect(text: Mapping[str, Any], key: str, kind: type[Any], only: object) ->
 
 def _unsupported(key: str, seen: object, expected: object) -> CheckpointError:
     return CheckpointError(
-        f"{key} in config.json is {seen!r}",
+        f"{key} in the model's config is {seen!r}",
         f"Only {expected!r} is supported for this family.",
         "Use a checkpoint of a supported variant.",
     )
@@ -190,7 +190,7 @@ def _unsupported(key: str, seen: object, expected: object) -> CheckpointError:
 def _check_heads(key: str, heads: int, group_key: str, groups: int) -> None:
     if groups < 1 or heads % groups:
         raise CheckpointError(
-            f"{key} is {heads} and {group_key} is {groups} in config.json",
+            f"{key} is {heads} and {group_key} is {groups} in the model's config",
             f"{key} must be a multiple of {group_key}.",
-            "Check that config.json is complete and belongs to this model.",
+            "Check that the config is complete and belongs to this model.",
         )

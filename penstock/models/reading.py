@@ -1,4 +1,6 @@
-"""Typed reads from config.json; a missing key or a wrong type is an error that names the key."""
+"""Typed reads from the config of a model (config.json, or a GGUF file's metadata in its words); a
+missing key or a wrong type is an error that names the key.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,9 @@ def read(config: Mapping[str, Any], key: str, kind: type[Any], default: Any = _R
         if default is not _REQUIRED:
             return default
         raise CheckpointError(
-            f"config.json has no {key}",
+            f"The model's config has no {key}",
             f"It must be {_NAMES[kind]}; the keys there are {', '.join(sorted(config)) or 'none'}.",
-            "Check that config.json is complete and belongs to this model.",
+            "Check that the config is complete and belongs to this model.",
         )
     if kind is float and type(value) is int and abs(value) < 2**53:
         value = float(value)
@@ -83,10 +85,11 @@ def read_sparse_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[
 
 def unusable(key: str, value: object, expected: str) -> CheckpointError:
     shown = repr(value)
+    shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
     return CheckpointError(
-        f"{key} in config.json is {shown[:MAX_SHOWN]}{'...' if len(shown) > MAX_SHOWN else ''}",
+        f"{key} in the model's config is {shown}",
         f"It must be {expected}.",
-        "Correct config.json, or download it again.",
+        "Correct the config, or download the model again.",
     )
 
 

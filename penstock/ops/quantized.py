@@ -13,7 +13,7 @@ and an offset are the ones of the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,10 +113,25 @@ class QuantizedRows:
         return matrices[0]._mapped(lambda _: torch.stack([next(one) for one in tensors]))
 
     @staticmethod
-    def join(parts: list[QuantizedRows]) -> QuantizedRows:
-        """Concatenates rows of one kind whose columns are in order."""
-        tensors = [iter(part._own_tensors(columns=False)) for part in parts]
-        return parts[0]._mapped(lambda _: join_rows([next(one) for one in tensors]), columns=False)
+    def join(parts: Iterable[QuantizedRows], num_rows: int) -> QuantizedRows:
+        """Concatenates rows of one kind with the same columns, each part as it comes."""
+        joined, end = None, 0
+        for part in parts:
+            if joined is None:
+                joined = part._mapped(lambda own: _with_rows(own, num_rows), columns=False)
+            rows = slice(end, end := end + part.num_rows)
+            for own, theirs in zip(
+                joined._own_tensors(columns=False), part._own_tensors(columns=False), strict=True
+            ):
+                own[..., rows, :] = theirs
+        assert joined is not None
+        assert end == num_rows
+        return joined
+
+    def unflatten(self, num_matrices: int) -> QuantizedRows:
+        """The rows of matrices one after the other, as a stack."""
+        assert self.columns is None
+        return self._mapped(lambda tensor: tensor.unflatten(0, (num_matrices, -1)))
 
     def select(self, expert: int) -> QuantizedRows:
         """One matrix of a stack."""
@@ -191,11 +206,10 @@ class QuantizedRows:
         )
 
 
-def join_rows(tensors: list[Tensor]) -> Tensor:  # [..., N, *] each
-    first = tensors[0]
-    num_rows = sum(tensor.shape[-2] for tensor in tensors)
-    joined = new_tensor((*first.shape[:-2], num_rows, first.shape[-1]), first.dtype, first.device)
-    return torch.cat(tensors, dim=-2, out=joined)
+def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
+    """Uninitialised, and of that many rows."""
+    shape = (*tensor.shape[:-2], num_rows, tensor.shape[-1])
+    return new_tensor(shape, tensor.dtype, tensor.device)
 
 
 def write_plane(codes: Tensor, bits: int) -> Tensor:  # [..., K] uint8 -> [..., bytes] uint8

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.config import SAMPLING_NAMES
 from penstock.errors import CheckpointError, ConfigError, RequestError
-from penstock.gguf.folder import folder_of, has_file
+from penstock.gguf.folder import folder_of, has_file, on_disk
 from penstock.text.template import read_json
 from penstock.types import SamplingParams
 
@@ -69,7 +69,7 @@ def _number(file: Path, name: str, value: Any) -> float:
 
 def _wrong(file: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{file} has sampling parameters that cannot be used",
+        f"{on_disk(file)} has sampling parameters that cannot be used",
         why,
         "Correct it, or serve with --generation-config off.",
     )

@@ -23,7 +23,7 @@ import msgspec
 from penstock.assets import NO_THINK_TEMPLATE, default_model
 from penstock.errors import CheckpointError, ConfigError, RequestError, TemplateProcessError
 from penstock.file_kinds import impostor
-from penstock.gguf.folder import folder_of, has_file, read_text
+from penstock.gguf.folder import folder_of, has_file, on_disk, read_text
 from penstock.text.dialects.json_calls import read_arguments
 from penstock.text.json_values import refuse_many_arguments
 from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, shared_processes
@@ -169,8 +169,7 @@ class ChatTemplate:
         if self.source is None:
             raise RequestError(
                 "this model has no chat template",
-                f"Its folder has no {TEMPLATE_FILE}, and no chat_template in a "
-                "tokenizer_config.json.",
+                f"There is no {TEMPLATE_FILE} beside it, and none in its tokenizer's config.",
                 f"Use the completions endpoint, or put a {TEMPLATE_FILE} into the model's folder.",
                 param="messages",
             )
@@ -204,7 +203,9 @@ class ChatTemplate:
     def _names_it_reads(self) -> frozenset[str]:
         """What compiling, without rendering, finds out."""
         limits = Limits.of(0, 0)
-        origin = self._file or "the chat template"  # all of its path: the operator reads this
+        origin = "The chat template"
+        if self._file is not None:  # with all of its path: the operator reads this
+            origin += f" in {self._file}"
         try:
             answer = self._ask(limits, None)
         except UnicodeEncodeError as error:  # JSON can spell halves of characters
@@ -283,7 +284,7 @@ def find_template(folder: Path) -> tuple[str | None, Path | None]:
             continue
         source = _choose(read_json(config).get("chat_template"), config)
         if source is not None:
-            return source, config
+            return source, on_disk(config)
     return None, None
 
 

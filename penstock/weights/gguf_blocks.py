@@ -127,7 +127,9 @@ def _codes(
     levels: tuple[int, ...] | None = None,
 ) -> Codes:
     rows = _row(values)
-    table = None if levels is None else torch.tensor(levels, dtype=torch.float32)
+    table = None
+    if levels is not None:
+        table = torch.tensor(levels, dtype=torch.float32, device=values.device)
     block = rows.shape[-1] // max(scales.fine.shape[-1], 1)
     return Codes(rows, bits, (1, block), scales, offsets=offsets, levels=table)
 
@@ -144,7 +146,7 @@ def _planes(data: Tensor, shifts: range | tuple[int, ...], run: int, mask: int) 
     """Of every `run` bytes, first the bits at the first shift of all of them, then those at the
     next.
     """
-    amounts = torch.tensor(tuple(shifts), dtype=torch.uint8)[:, None]
+    amounts = torch.tensor(tuple(shifts), dtype=torch.uint8, device=data.device)[:, None]
     planes = data.unflatten(-1, (-1, 1, run)) >> amounts  # [..., runs, shifts, run]
     return (planes & mask).flatten(-3)
 
@@ -159,7 +161,7 @@ def _pairs_of_bits(data: Tensor) -> Tensor:
 
 def _bits(data: Tensor, width: int = 1) -> Tensor:
     """The bits of little-endian words, lowest first, `width` at a time."""
-    amounts = torch.arange(0, 8, width, dtype=torch.uint8)
+    amounts = torch.arange(0, 8, width, dtype=torch.uint8, device=data.device)
     return (data[..., None] >> amounts & (1 << width) - 1).flatten(-2)
 
 

@@ -170,9 +170,7 @@ def _with_halves(part: Part, num_heads: int) -> Part:
 
 
 def _qwen3_5_part(part: Part, rest: str, prefix: str, config: dict[str, Any]) -> Part:
-    heads = _value_heads(config)
-    value_dim = config["linear_value_head_dim"]
-    values = None if heads is None else _spread(heads, value_dim)
+    heads, values = _value_order(config, max(part.shape))
     stem = rest.rpartition(".")[0]
     linear = f"{prefix}linear_attn."
     num_keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
@@ -199,16 +197,21 @@ def _qwen3_5_part(part: Part, rest: str, prefix: str, config: dict[str, Any]) ->
     return part
 
 
-def _value_heads(config: dict[str, Any]) -> Tensor | None:
-    """Value head `key * r + s` of the checkpoint is head `s * num_keys + key` of the file."""
+def _value_order(config: dict[str, Any], longest: int) -> tuple[Tensor | None, Tensor | None]:
+    """Value head `key * r + s` of the checkpoint is head `s * num_keys + key` of the file: the
+    order of heads, and of their elements. None for more than the longest dimension of a tensor:
+    such an order is not the tensor's, and a damaged file could ask for any.
+    """
     num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    if num_keys < 1 or num_values % num_keys or num_keys == num_values:
-        return None
-    return torch.arange(num_values).view(-1, num_keys).t().flatten()
-
-
-def _spread(heads: Tensor, width: int) -> Tensor:
-    return (heads[:, None] * width + torch.arange(width)).flatten()
+    width = config["linear_value_head_dim"]
+    if num_keys < 1 or num_values % num_keys or num_values in (0, num_keys):
+        return None, None
+    if num_values > longest:
+        return None, None
+    heads = torch.arange(num_values).view(-1, num_keys).t().flatten()
+    if not 1 <= width <= longest // num_values:
+        return heads, None
+    return heads, (heads[:, None] * width + torch.arange(width)).flatten()
 
 
 def _reordered(part: Part, order: Tensor | None, num_before: int = 0) -> Part:

@@ -25,7 +25,7 @@ from penstock.weights.codes import Codes
 from penstock.weights.gguf_blocks import READERS
 from penstock.weights.gguf_layout import Part, parts_of
 from penstock.weights.safetensors_reader import read_into
-from penstock.weights.stored import StoredTensor
+from penstock.weights.stored import RawRows, StoredTensor
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,13 @@ def _stored(part: Part) -> StoredTensor:
         return StoredTensor(
             part.name, part.shape, DTYPES[kind], partial(_read, part), "", num_bytes
         )
-    has_codes = kind in READERS and part.convert is None
-    codes = partial(_read_codes, part) if has_codes else None
-    return StoredTensor(
-        part.name, part.shape, torch.float32, partial(_read, part), kind, num_bytes, codes
+    stored = StoredTensor(
+        part.name, part.shape, torch.float32, partial(_read, part), kind, num_bytes
     )
+    if kind not in READERS or part.convert is not None:
+        return stored
+    raw = RawRows(kind, part.row_bytes, partial(_read_raw, part), partial(_decode, part))
+    return replace(stored, read_codes=partial(_read_codes, part), raw=raw)
 
 
 def _read(part: Part, rows: slice | None) -> Tensor:
@@ -84,9 +86,18 @@ def _read_codes(part: Part, rows: slice | None) -> Codes:
     return _codes_of(part, part.rows_of(rows))
 
 
+def _read_raw(part: Part, rows: slice | None, out: Tensor) -> None:
+    _read_bytes(part, part.rows_of(rows), out)
+
+
 def _codes_of(part: Part, rows: range | Tensor) -> Codes:
-    blocks = _read_bytes(part, rows).unflatten(-1, (-1, part.info.type.block_bytes))
-    return replace(READERS[part.info.type.name](blocks), columns=part.columns)
+    return _decode(part, _read_bytes(part, rows))
+
+
+def _decode(part: Part, raw: Tensor) -> Codes:
+    codes = READERS[part.info.type.name](raw.unflatten(-1, (-1, part.info.type.block_bytes)))
+    columns = part.columns
+    return replace(codes, columns=columns if columns is None else columns.to(raw.device))
 
 
 def _expand_codes(part: Part, rows: range | Tensor) -> Tensor:
@@ -109,15 +120,18 @@ def _ordered(weight: Tensor, columns: Tensor | None) -> Tensor:
     return ordered
 
 
-def _read_bytes(part: Part, rows: range | Tensor) -> Tensor:  # [rows, bytes of a row] uint8
+def _read_bytes(part: Part, rows: range | Tensor, out: Tensor | None = None) -> Tensor:
+    """Fills and returns [rows, bytes of a row] uint8."""
+    if out is None:
+        out = torch.empty(len(rows), part.row_bytes, dtype=torch.uint8)
     if len(rows) == 0:
-        return torch.empty(0, part.row_bytes, dtype=torch.uint8)
-    first, last = (
-        (rows[0], rows[-1]) if isinstance(rows, range) else (int(rows.min()), int(rows.max()))
-    )
-    raw = torch.empty(last + 1 - first, part.row_bytes, dtype=torch.uint8)
-    read_into(part.info.path, part.info.offset + first * part.row_bytes, raw.view(-1).numpy().data)
-    return raw if isinstance(rows, range) else raw[rows - first]
+        return out
+    if isinstance(rows, range):
+        offset = part.info.offset + rows[0] * part.row_bytes
+        read_into(part.info.path, offset, out.view(-1).numpy().data)
+        return out
+    first, last = int(rows.min()), int(rows.max())
+    return torch.index_select(_read_bytes(part, range(first, last + 1)), 0, rows - first, out=out)
 
 
 def _require_readable(path: Path, infos: Iterable[TensorInfo]) -> None:

@@ -90,7 +90,7 @@ def resolve_dtype(dtype: str, config: Mapping[str, Any], device: str) -> torch.d
     resolved = getattr(torch, dtype, None)
     if resolved not in WEIGHT_DTYPES:
         raise CheckpointError(
-            f"config.json asks for dtype {dtype!r}",
+            f"The model's config asks for dtype {dtype!r}",
             "A model runs in float32, bfloat16 or float16.",
             "Choose one with --dtype.",
         )
@@ -129,8 +129,8 @@ def _check_fits(
             raise
         raise CapacityError(
             f"{source.name} does not fit on {device}",
-            "By its config.json, a tensor has more than 2^63 bytes.",
-            "Check that config.json belongs to this model.",
+            "By its config, a tensor has more than 2^63 bytes.",
+            "Check that the config belongs to this model.",
         ) from error
     needed = sum(parameter.numel() * parameter.element_size() for parameter in sizing.parameters())
     placed = sizing.placements([tensor.name for tensor in stored]) if stored else {}  # type: ignore[operator]
@@ -227,12 +227,12 @@ def _copy(
             target = weights[name].values.data if name in weights else parameters[name]
             _fill_place(target[placement.index], tensor, placement)
         num_left[name] -= 1
+        if name in quantized and not num_left[name]:
+            quantized.pop(name).finish()
         if name in rounded and not num_left[name]:
             quantize_weight(weights[name], rounded[name])
         filled_by.setdefault(place, tensor)
         progress.advance(tensor.num_bytes)
-    for parts in quantized.values():
-        parts.finish()
 
 
 def _weights_that_stay_quantized(
@@ -316,7 +316,7 @@ def _check_equal(
     if not torch.equal(one, other):
         raise CheckpointError(
             f"{path} holds both {first.name} and {second.name}, and they differ",
-            "config.json says they are one matrix (tie_word_embeddings).",
+            "The config says they are one matrix (tie_word_embeddings).",
             "Set tie_word_embeddings to false if the head is its own matrix.",
         )
 
@@ -354,13 +354,13 @@ def match_tensors(
     }
     if any(kinds.values()):
         raise CheckpointError(
-            f"The weights at {path} are not those of its config.json",
+            f"The weights at {path} are not those of its config",
             "\n".join(
                 f"  {len(names)} {kind}: {list_some(names)}."
                 for kind, names in kinds.items()
                 if names
             ),
-            "Check that the download is complete, that config.json belongs to these weights, "
+            "Check that the download is complete, that the config belongs to these weights, "
             "and that quantization_config says how they are quantised, if they are.",
         )
     return wanted

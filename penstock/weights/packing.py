@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from penstock.weights.stored import StoredTensor
 
 SMALLEST_GROUP = 16
 PACKED_ELEMENTS = 2**22  # at a time
+NUM_READERS = 8  # threads, each for one tensor
 
 
 def can_pack(codes: Codes) -> bool:
@@ -40,21 +42,22 @@ def pack(codes: Codes, rows: Tensor | None = None) -> QuantizedRows:
         values = values.view(torch.uint8) + bias  # modulo 256
     device = values.device
     order = torch.arange(values.shape[-2], device=device) if rows is None else rows.to(device)
-    low, high = _planes(values, codes.bits, order)
+    low, high = _planes(values, codes.bits, None if rows is None else order)
+    by_row = None if rows is None and codes.block[0] == 1 else order // codes.block[0]
     offsets, are_zeros = None, codes.zeros is not None
     if codes.zeros is not None:
         zeros = codes.zeros.float() + bias if bias else codes.zeros
-        offsets = Scales(_by_row(zeros, codes.block[0], order))
+        offsets = Scales(_by_row(_narrow(zeros), by_row))
         bias = 0  # the levels include it
     elif codes.offsets is not None:
-        offsets = _scales_by_row(codes.offsets, codes.block[0], order)
+        offsets = _scales_by_row(codes.offsets, by_row)
     return QuantizedRows(
         num_columns=values.shape[-1],
         bits=codes.bits,
         group=codes.block[1],
         low=low,
         high=high,
-        scales=_scales_by_row(codes.scales, codes.block[0], order),
+        scales=_scales_by_row(codes.scales, by_row),
         offsets=offsets,
         are_zeros=are_zeros,
         levels=levels,
@@ -63,59 +66,72 @@ def pack(codes: Codes, rows: Tensor | None = None) -> QuantizedRows:
     )
 
 
-def _planes(values: Tensor, bits: int, order: Tensor) -> tuple[Tensor, Tensor | None]:
+def _planes(values: Tensor, bits: int, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A few rows at a time, since intermediate tensors take several times as much memory."""
     planes: tuple[Tensor | None, ...] | None = None
-    at_once = PACKED_ELEMENTS if values.is_cpu else 16 * PACKED_ELEMENTS
-    num_rows = max(1, at_once // max(1, values[..., 0, :].numel()))
-    for first in range(0, max(1, len(order)), num_rows):
-        own = order[first : first + num_rows]
-        packed = pack_codes(values[..., own, :], bits)
+    num_all = values.shape[-2] if order is None else len(order)
+    num_rows = _rows_at_once(values[..., 0, :].numel(), values.device)
+    if order is None and num_all <= num_rows:
+        return pack_codes(values, bits)
+    for first in range(0, max(1, num_all), num_rows):
+        own = slice(first, first + num_rows)
+        packed = pack_codes(values[..., own if order is None else order[own], :], bits)
         if planes is None:
-            planes = tuple(
-                part if part is None else _new_plane(part, len(order)) for part in packed
-            )
+            planes = tuple(part if part is None else _new_plane(part, num_all) for part in packed)
         for plane, part in zip(planes, packed, strict=True):
             if plane is not None and part is not None:
-                plane[..., first : first + num_rows, :] = part
+                plane[..., own, :] = part
     assert planes is not None
     low, high = planes
     assert low is not None
     return low, high
 
 
+def _rows_at_once(row_elements: int, device: torch.device) -> int:
+    at_once = PACKED_ELEMENTS if device.type == "cpu" else 16 * PACKED_ELEMENTS
+    return max(1, at_once // max(1, row_elements))
+
+
 def _new_plane(first: Tensor, num_rows: int) -> Tensor:
     return new_tensor((*first.shape[:-2], num_rows, first.shape[-1]), first.dtype, first.device)
 
 
-def _scales_by_row(scales: Scales, block_rows: int, order: Tensor) -> Scales:
+def _scales_by_row(scales: Scales, rows: Tensor | None) -> Scales:
     if scales.coarse is None or scales.divides:
-        return Scales(
-            _by_row(scales.expand() if scales.divides else scales.fine, block_rows, order)
-        )
-    fine = _by_row(scales.fine, block_rows, order)
+        return Scales(_by_row(_narrow(scales.expand() if scales.divides else scales.fine), rows))
+    fine = _by_row(_narrow(scales.fine), rows)
     shape = (*scales.fine.shape[:-1], scales.coarse.shape[-1])
-    coarse = _by_row(scales.coarse.float().expand(shape), block_rows, order)
+    coarse = _by_row(scales.coarse.float().expand(shape), rows)  # kernels read no other type
     num_groups = fine.shape[-1]
     return Scales(fine, coarse, num_groups if coarse.shape[-1] == 1 else scales.repeat)
 
 
-def _by_row(numbers: Tensor, block_rows: int, order: Tensor) -> Tensor:
-    """One row for each row of the weight, in our order, in a dtype that kernels read."""
+def _narrow(numbers: Tensor) -> Tensor:
+    """In a dtype that kernels read."""
     if numbers.dtype not in NARROW_TYPES:
         numbers = numbers.float()
     if numbers.dtype == torch.float32 and torch.equal(numbers.bfloat16().float(), numbers):
         numbers = numbers.bfloat16()  # exact, since they are powers of two
-    return numbers[..., order // block_rows, :].contiguous()
+    return numbers
+
+
+def _by_row(numbers: Tensor, rows: Tensor | None) -> Tensor:
+    """One row for each row of the weight, in our order."""
+    return (numbers if rows is None else numbers[..., rows, :]).contiguous()
+
+
+Source = tuple[StoredTensor, Placement]
 
 
 class WeightParts:
-    """Collects the parts of one weight as its tensors arrive: rows, or rows of each expert."""
+    """Collects the tensors of one weight: rows, or rows of each expert. They are read when all are
+    there, many experts at once.
+    """
 
     def __init__(self, weight: Weight, device: torch.device) -> None:
         self._weight = weight
         self._device = device
-        self._found: dict[int, dict[int, Part]] = defaultdict(dict)  # by first row, then by expert
+        self._found: dict[int, dict[int, Source]] = defaultdict(dict)  # by first row and expert
         self._is_stack = False
 
     def add(self, tensor: StoredTensor, placement: Placement) -> None:
@@ -125,17 +141,23 @@ class WeightParts:
                 first = place.start
             else:
                 expert, self._is_stack = place, True
-        self._found[first][expert] = self._read(tensor, placement)
+        self._found[first][expert] = tensor, placement
 
     def finish(self) -> None:
         parts = []
         for _, by_expert in sorted(self._found.items()):
-            own = [part for _, part in sorted(by_expert.items())]
-            parts.append(self._stacked(own) if self._is_stack else own[0])
+            parts.append(self._read([source for _, source in sorted(by_expert.items())]))
         dtype = self._weight.values.dtype
         self._weight.quantize(tuple(for_device(part, dtype) for part in _joined(parts)))
 
-    def _read(self, tensor: StoredTensor, placement: Placement) -> Part:
+    def _read(self, sources: list[Source]) -> Part:
+        if can_read_at_once(sources):
+            rows = read_at_once(sources, self._device)
+            return rows.unflatten(len(sources)) if self._is_stack else rows
+        parts = [self._read_one(*source) for source in sources]
+        return self._stacked(parts) if self._is_stack else parts[0]
+
+    def _read_one(self, tensor: StoredTensor, placement: Placement) -> Part:
         if tensor.read_codes is None:
             return self._plain(placement.converted(tensor.load(placement.rows)))
         codes = tensor.read_codes(placement.rows).to(self._device)
@@ -155,6 +177,45 @@ class WeightParts:
         return values.to(self._device, self._weight.values.dtype).contiguous()
 
 
+def can_read_at_once(sources: list[Source]) -> bool:
+    """Whether the rows of these tensors are alike, and read in the order of the file or another."""
+    kinds = {(tensor.raw and tensor.raw.kind, tensor.shape) for tensor, _ in sources}
+    orders = [(placement.convert, placement.rows) for _, placement in sources]
+    (convert, _), placement = orders[0], sources[0][1]
+    return (
+        len(kinds) == 1
+        and sources[0][0].raw is not None
+        and (len(sources) == 1 or set(orders) == {(None, None)})
+        and (convert is None or _row_order(placement) is not None)
+    )
+
+
+def read_at_once(sources: list[Source], device: torch.device) -> QuantizedRows:
+    """Their rows, one tensor after the other: bytes go to the device, and become codes there."""
+    tensor, placement = sources[0]
+    assert tensor.raw is not None
+    num_rows = len(range(tensor.shape[0])[placement.rows or slice(None)])
+    raw = torch.empty(
+        (len(sources), num_rows, tensor.raw.row_bytes),
+        dtype=torch.uint8,
+        pin_memory=device.type == "cuda",
+    )
+
+    def read(source: Source, own: Tensor) -> None:
+        assert source[0].raw is not None
+        source[0].raw.read(source[1].rows, own)
+
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        list(pool.map(read, sources, raw))
+    raw = raw.to(device, non_blocking=True).flatten(0, 1)
+    order = _row_order(placement)
+    if order is not None:
+        raw = raw[order.to(device)]
+    decode, step = tensor.raw.decode, _rows_at_once(tensor.shape[-1], device)
+    pieces = (pack(decode(piece)) for piece in raw.split(step))
+    return QuantizedRows.join(pieces, len(raw))
+
+
 def for_device(part: Part, dtype: torch.dtype) -> Part:
     """As its device multiplies with it: tiles on a GPU; what has none there is expanded."""
     if not isinstance(part, QuantizedRows) or not part.low.is_cuda:
@@ -168,7 +229,10 @@ def _joined(parts: list[Part]) -> list[Part]:
     for _, group in itertools.groupby(parts, key=_kind_to_join):
         own = list(group)
         rows = [part for part in own if isinstance(part, QuantizedRows)]
-        joined += [QuantizedRows.join(rows)] if len(rows) == len(own) > 1 else own
+        if len(rows) == len(own) > 1:
+            joined.append(QuantizedRows.join(rows, sum(part.num_rows for part in rows)))
+        else:
+            joined += own
     return joined
 
 

@@ -13,6 +13,18 @@ from penstock.weights.codes import Codes
 
 
 @dataclass(frozen=True, slots=True)
+class RawRows:
+    """Rows of a quantised tensor as they lie in its file. Any number of them, of several tensors of
+    one kind, become codes at once and on any device.
+    """
+
+    kind: str
+    row_bytes: int
+    read: Callable[[slice | None, Tensor], None]  # some rows, or all, into [rows, bytes] uint8
+    decode: Callable[[Tensor], Codes]  # [N, bytes] uint8 -> codes of [N, K]
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     name: str
     shape: tuple[int, ...]
@@ -23,6 +35,7 @@ class StoredTensor:
     )
     stored_bytes: int | None = None  # that it takes in the file, where that is not the dtype's
     read_codes: Callable[[slice | None], Codes] | None = None  # of a quantised tensor
+    raw: RawRows | None = None  # of a quantised tensor whose rows have their scales among them
 
     def load(self, rows: slice | None = None) -> Tensor:
         """The tensor, or only these rows of it."""
