@@ -64,6 +64,29 @@ def gated_delta_net(
         return decode.gated_delta_net(
             mixed, *weights, eps, conv, recurrent, *slots, position, num_key_heads, L2_EPS
         )
+    is_decode = len(spans) == 1 and spans[0].is_decode
+    is_fast = mixed.is_cpu and mixed.dtype == recurrent.dtype == torch.float32
+    if journal is not None and is_decode and is_fast and not deterministic:
+        assert replay is not None
+        row, num_accepted, keep_at, keep_slot = (int(numbers) for numbers in replay)
+        keys, values, gates = (part[row] for part in journal)
+        return decode.gated_delta_net_drafts(
+            mixed,
+            conv_weight,
+            a_log,
+            dt_bias,
+            norm_weight,
+            eps,
+            conv,
+            recurrent,
+            (int(state_slots), int(initial_slots)),
+            spans[0].context_len - spans[0].num_tokens,
+            num_key_heads,
+            L2_EPS,
+            (keys, values, gates),
+            num_accepted,
+            (keep_at, keep_slot),
+        )
     num_value_heads, value_dim = a_log.shape[0], norm_weight.shape[0]
     sizes = (conv_weight.shape[1], num_value_heads * value_dim, num_value_heads, num_value_heads)
     channels, z, b, a = mixed.split_with_sizes(sizes, dim=-1)
