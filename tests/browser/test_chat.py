@@ -88,6 +88,23 @@ def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
     assert page.locator(".message.assistant").count() == 1
 
 
+def test_the_next_message_waits_for_the_answer_and_outlives_a_reload(page: Any) -> None:
+    page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=100))
+    say(page, "Tell me about rivers.")
+    page.wait_for_function(
+        "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
+    )
+    say(page, "And then?")  # Enter does not stop what is being read
+    assert "still coming" in page.locator("#draft-note").inner_text()
+    assert "100 tokens" in wait_answer(page).locator("footer small").inner_text()
+    page.reload()
+    assert page.locator("#draft").input_value() == "And then?"
+    page.keyboard.press("Enter")
+    wait_answer(page, 2)
+    page.reload()
+    assert page.locator("#draft").input_value() == ""
+
+
 def test_an_answer_goes_on_while_another_conversation_is_looked_at(page: Any) -> None:
     page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=150))
     say(page, "Tell me about rivers.")
