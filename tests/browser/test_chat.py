@@ -426,6 +426,20 @@ def test_a_file_that_is_dropped_anywhere_goes_along(page: Any, place: str) -> No
     assert page.locator("#draft").is_visible()
 
 
+def test_a_file_that_is_pasted_goes_along_and_pasted_text_is_text(page: Any) -> None:
+    paste = """(fill) => {
+      const clipboardData = new DataTransfer();
+      if (fill === "file") clipboardData.items.add(new File(["milk"], "notes.txt"));
+      else clipboardData.setData("text/plain", "milk");
+      const event = new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true });
+      return document.querySelector("#draft").dispatchEvent(event);
+    }"""
+    assert page.evaluate(paste, "text") is True  # the browser's own paste goes on
+    assert page.evaluate(paste, "file") is False
+    page.wait_for_selector("#files li")
+    assert page.locator("#files li").all_inner_texts() == ["notes.txt ×"]
+
+
 def test_what_was_asked_can_be_copied_as_code_that_runs(page: Any, server: Server) -> None:
     script_replies(page, [chunk(content="Hi."), USAGE])
     open_settings(page)
