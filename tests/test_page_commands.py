@@ -147,6 +147,7 @@ def test_top_prints_the_numbers_of_a_server_once(
     assert rows["pages in use"].split()[0].isdigit()
     assert "partial page" in rows["computed because"]
     assert rows["checkpoints of states"].strip().isdigit()
+    assert re.fullmatch(r"\d+ of [1-9]\d*", rows["prompts with a hit"].strip())
     assert re.fullmatch(r"[\d.]+ .B of [\d.]+ .B", rows["memory of the fullest"].strip())
 
 

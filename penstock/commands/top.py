@@ -104,6 +104,7 @@ def rows_of(history: Sequence[Event]) -> list[tuple[str, str]]:
         name.removeprefix(MISSED): n for name, n in prefix.items() if name.startswith(MISSED) and n
     }
     num_tokens = reused + sum(missed.values())
+    num_lookups = sum(n for name, n in prefix.items() if name == "hit" or name.startswith("miss_"))
     reasons = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in missed.items())
     return [
         *rows,
@@ -116,6 +117,7 @@ def rows_of(history: Sequence[Event]) -> list[tuple[str, str]]:
             "prompt from the cache",
             f"{reused / num_tokens:.1%} of {num_tokens:,} tokens" if num_tokens else "none",
         ),
+        ("prompts with a hit", f"{prefix.get('hit', 0):,} of {num_lookups:,}"),
         ("computed because", reasons or "nothing was computed"),
         ("preempted", f"{stats['num_preemptions']:,}"),
         ("sessions", f"{stats['num_sessions']:,} with {human_bytes(stats['session_bytes'])}"),

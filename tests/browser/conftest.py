@@ -112,7 +112,10 @@ def script_replies(
 
 def say(page: Any, text: str) -> None:
     page.fill("#draft", text)
-    page.keyboard.press("Enter")
+    if page.evaluate("matchMedia('(pointer: coarse)').matches"):
+        page.click("#send")
+    else:
+        page.keyboard.press("Enter")
 
 
 def wait_answer(page: Any, number: int = 1) -> Any:

@@ -88,6 +88,23 @@ def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
     assert page.locator(".message.assistant").count() == 1
 
 
+def test_the_next_message_waits_for_the_answer_and_outlives_a_reload(page: Any) -> None:
+    page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=100))
+    say(page, "Tell me about rivers.")
+    page.wait_for_function(
+        "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
+    )
+    say(page, "And then?")  # Enter does not stop what is being read
+    assert "still coming" in page.locator("#draft-note").inner_text()
+    assert "100 tokens" in wait_answer(page).locator("footer small").inner_text()
+    page.reload()
+    assert page.locator("#draft").input_value() == "And then?"
+    page.keyboard.press("Enter")
+    wait_answer(page, 2)
+    page.reload()
+    assert page.locator("#draft").input_value() == ""
+
+
 def test_an_answer_goes_on_while_another_conversation_is_looked_at(page: Any) -> None:
     page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=150))
     say(page, "Tell me about rivers.")
@@ -407,6 +424,20 @@ def test_a_file_that_is_dropped_anywhere_goes_along(page: Any, place: str) -> No
     assert page.locator("#files li").all_inner_texts() == ["notes.txt ×"]
     assert page.locator("body.dropping").count() == 0
     assert page.locator("#draft").is_visible()
+
+
+def test_a_file_that_is_pasted_goes_along_and_pasted_text_is_text(page: Any) -> None:
+    paste = """(fill) => {
+      const clipboardData = new DataTransfer();
+      if (fill === "file") clipboardData.items.add(new File(["milk"], "notes.txt"));
+      else clipboardData.setData("text/plain", "milk");
+      const event = new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true });
+      return document.querySelector("#draft").dispatchEvent(event);
+    }"""
+    assert page.evaluate(paste, "text") is True  # the browser's own paste goes on
+    assert page.evaluate(paste, "file") is False
+    page.wait_for_selector("#files li")
+    assert page.locator("#files li").all_inner_texts() == ["notes.txt ×"]
 
 
 def test_what_was_asked_can_be_copied_as_code_that_runs(page: Any, server: Server) -> None:

@@ -36,6 +36,7 @@ def problem_of(page: Any) -> Any:
     [
         (500, "engines_lost", "Something failed in the server.", "Try again"),
         (400, "context_length_exceeded", "no longer fits", "Leave the oldest messages out"),
+        (400, "invalid_value", "It is so.", "Try again"),
         (408, "deadline_exceeded", "took longer than the server allows", "Try again"),
     ],
 )

@@ -41,6 +41,11 @@ def test_a_phone_shows_everything_without_scrolling_sideways(
 ) -> None:
     page = open_page(server.url, **PHONE)
     script_replies(page, [chunk(content=LONG), USAGE])
+    page.focus("#draft")
+    page.keyboard.type("two")
+    page.keyboard.press("Enter")
+    page.keyboard.type("lines")
+    assert page.locator("#draft").input_value() == "two\nlines"
     say(page, "w" * 200)
     wait_answer(page)
     for view in ("chat", "playground", "live"):

@@ -6,6 +6,9 @@ import { chatBody } from "./settings.js";
 
 const MAX_FILE_BYTES = 4 * 1024 * 1024;
 const COUNT_AFTER_MS = 350;
+const DRAFT = "penstock-draft";
+/** On a touch screen Enter begins a line: its keyboard has no Shift+Enter, and Send is at hand. */
+const hasNoShift = () => matchMedia("(hover: none) and (pointer: coarse)").matches;
 
 export class Composer {
   constructor(chat) {
@@ -30,6 +33,7 @@ export class Composer {
       event.target.value = "";
     });
     this.acceptDrops();
+    this.draft.value = sessionStorage.getItem(DRAFT) ?? "";
   }
 
   focus() {
@@ -37,9 +41,10 @@ export class Composer {
   }
 
   onKey(event) {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !hasNoShift()) {
       event.preventDefault();
-      this.submit();
+      if (this.chat.isBusy()) this.note.textContent = byId("announcer").textContent;
+      else this.submit();
     } else if (event.key === "ArrowUp" && !this.draft.value) {
       const mine = [...document.querySelectorAll(".message.user")].at(-1);
       const message = mine && this.chat.talk.messages[mine.dataset.id];
@@ -59,6 +64,7 @@ export class Composer {
   }
 
   changed() {
+    sessionStorage.setItem(DRAFT, this.draft.value); // for when the page is loaded again
     const isRunning = Boolean(this.chat.running);
     byId("send").textContent = isRunning ? "Stop" : "Send";
     byId("send").classList.toggle("stop", isRunning);

@@ -204,6 +204,7 @@ export class LiveView {
               "state slots in use",
               `${count(stats.num_slots - 1 - stats.num_free_slots)} of ${count(stats.num_slots - 1)}`,
             ],
+            ["prompts that began in the cache", hitsOf(stats.prefix)],
             ["checkpoints of states", count(stats.num_checkpoints)],
             ["evicted checkpoints", count(stats.prefix.evicted_checkpoints ?? 0)],
             ["evicted pages", count(stats.prefix.evicted_pages ?? 0)],
@@ -236,6 +237,12 @@ function usage(stats) {
     pages: part(stats.num_free_pages, stats.num_pages),
     slots: part(stats.num_free_slots, stats.num_slots),
   };
+}
+
+function hitsOf(prefix) {
+  const misses = Object.entries(prefix).filter(([name]) => name.startsWith("miss_"));
+  const looked = misses.reduce((sum, [, n]) => sum + n, prefix.hit ?? 0);
+  return `${count(prefix.hit ?? 0)} of ${count(looked)}`;
 }
 
 function hitRate(prefix) {

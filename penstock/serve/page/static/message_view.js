@@ -175,6 +175,7 @@ export class MessageView {
       edit: [act("Edit the message", "editQuestion")],
       continue: [act("Continue the answer", "continue"), act("Start it again", "again")],
       retry: [act("Try again", "again")],
+      change: [act("Edit the message", "editQuestion"), act("Try again", "again")],
       wait: [act("Try again now", "again")],
     };
     return make(
@@ -184,7 +185,7 @@ export class MessageView {
       problem.detail &&
         make(
           "details",
-          {},
+          { open: problem.way === "change" }, // it says what to change
           make("summary", {}, "What the server said"),
           make("p", {}, problem.detail),
         ),

@@ -1,6 +1,6 @@
 // What can go wrong between a person and an answer, each as one plain sentence and a way on.
 
-/** `way` names what can be done: key, wait, shorten, edit, continue, retry, or nothing but reading. */
+/** `way` names what can be done: key, wait, shorten, edit, continue, change (the request), retry. */
 export class Problem extends Error {
   constructor(sentence, { way = "retry", detail = "", status = 0, waitS = 0 } = {}) {
     super(sentence);
@@ -43,9 +43,9 @@ export function problemOf(status, body, headers) {
   if (status === 408)
     return new Problem("The answer took longer than the server allows.", { status, detail });
   if (status === 404)
-    return new Problem("This server does not offer that.", { way: "none", status, detail });
+    return new Problem("This server does not offer that.", { way: "change", status, detail });
   if (status >= 500) return new Problem("Something failed in the server.", { status, detail });
-  return new Problem("The server refused the request.", { way: "none", status, detail });
+  return new Problem("The server refused the request.", { way: "change", status, detail });
 }
 
 /** Of an error event, after the answer had begun. */
