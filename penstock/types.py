@@ -553,6 +553,26 @@ class SessionInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCount:
+    """Drafts of one drafter at one place of a step, 1 being the first."""
+
+    drafter: str
+    place: int
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """What drafts brought. Of a decode: one sequence in one step."""
+
+    num_decodes: int = 0
+    num_tokens: int = 0
+    saved_s: float = 0.0  # against plain steps of as many rows, as measured; less than 0: lost
+    counts: tuple[DraftCount, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """What an engine is doing now. The free counts include what evicting idle prefixes would
     free.
@@ -572,3 +592,4 @@ class EngineStats:
     num_checkpoints: int = 0  # states that prompts may continue from, each in a slot
     memory_used: int = 0  # bytes in use on its device, by others too; on a CPU, by its process
     memory_total: int = 0  # bytes of its device
+    drafts: DraftStats | None = None  # None: nothing drafts

@@ -9,6 +9,7 @@ depend on them; the device computes the logits meanwhile. The engine knows token
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -109,7 +110,7 @@ class Engine:
         return self.policy.has_work or self._pending is not None
 
     def step(self) -> list[TokenDelta]:
-        policy = self.policy
+        policy, started_at = self.policy, time.perf_counter()
         if self._pending is not None and policy.scheduler.holds_planning:
             self._commit_pending()
             return policy.take_deltas()
@@ -123,6 +124,8 @@ class Engine:
             launched, self._pending = self._pending, launched
         if launched is not None:
             policy.commit(launched.wait())
+            # While steps overlap, each call takes as long as the device needs for a step.
+            policy.speculator.note_step(launched.plan, time.perf_counter() - started_at)
         deltas = policy.take_deltas()
         if plan is None and launched is None and not deltas:
             policy.wait_for_grammar()
@@ -188,6 +191,14 @@ def _find_drafter(config: EngineConfig, model: Any, name: str) -> EngineConfig:
             "Its checkpoint stores no tensors named mtp.",
             "Use --speculate ngram, which needs no head, or --speculate off.",
         )
+    if config.speculation.num_drafts and model.device.type == "cuda":
+        if config.graphs:
+            raise ConfigError(
+                f"speculate is {config.speculate!r} and graphs are on",
+                "Steps with drafts are not captured as graphs.",
+                "Set only one of them.",
+            )
+        return dataclasses.replace(config, graphs=False)
     return config
 
 

@@ -57,7 +57,7 @@ class PendingStep:
         pooled: list[PooledRows] | None = None,
         num_new: Tensor | None = None,  # tokens that each sampling row gained; None: one each
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._num_new = num_new
         self._needs = needs
         self._event: torch.cuda.Event | None = None
@@ -81,7 +81,7 @@ class PendingStep:
         token_ids, *logprobs = (tensor.tolist() for tensor in self._tensors)
         places = self._places()
         return StepOutput(
-            step=self._plan.step,
+            step=self.plan.step,
             token_ids={row: tuple(token_ids[some]) for row, some in places.items()},
             logprobs=self._logprobs(places, token_ids, *logprobs) if logprobs else {},
             prompt_scores=self._prompt_scores(),
@@ -94,7 +94,7 @@ class PendingStep:
 
     def _places(self) -> dict[int, slice]:
         """Where the new tokens of each sampling row are among what was sampled."""
-        sampling = [row for row in self._plan.rows if row.samples]
+        sampling = [row for row in self.plan.rows if row.samples]
         counts = [1] * len(sampling) if self._num_new is None else self._num_new.tolist()
         places, first = {}, 0
         for row, num_new in zip(sampling, counts):
@@ -104,7 +104,7 @@ class PendingStep:
 
     def _prompt_scores(self) -> dict[int, PromptScores]:
         targets = {
-            row.row: row.prompt_targets for row in self._plan.rows if row.prompt_targets is not None
+            row.row: row.prompt_targets for row in self.plan.rows if row.prompt_targets is not None
         }
         return {
             row: PromptScores(
