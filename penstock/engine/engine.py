@@ -198,7 +198,7 @@ def _find_drafter(config: EngineConfig, model: Any, name: str) -> EngineConfig:
                 "Steps with drafts are not captured as graphs.",
                 "Set only one of them.",
             )
-        return dataclasses.replace(config, graphs=False)
+        return replace(config, graphs=False)
     return config
 
 
