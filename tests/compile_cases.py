@@ -460,7 +460,7 @@ def fp8_cases() -> list[CompileCase]:
     whole = {"num_warps": 8, "BLOCKS": 32, "NUM_BLOCKS": 32}
     cases = [
         case(fp8._quantize_kernel, types, whole, **steps,
-             HAS_NORM=True, IS_SWIGLU=False, KEEPS_VALUES=True),
+             HAS_NORM=True, IS_SWIGLU=False, KEEPS_VALUES=True, FOR_TILES=True),
         case(fp8._multiply_kernel, types, dict(fp8.TILE), **steps, N=12288, K=2048,
              HAS_BIAS=False, HAS_RESIDUAL=True, COLUMN_TILES=fp8.COLUMN_TILES),
     ]  # fmt: skip
@@ -677,13 +677,14 @@ def quantized_cases() -> list[dict[str, int]]:
     too.
     """
     cases = []
-    for kind, N, K in (
-        ("zeros", 32, 2048),
-        ("Q4_K", 32, 2048),
-        ("Q6_K", 32, 512),
-        ("fp8", 32, 512),
+    for kind, N, K, keeps_rows in (
+        ("zeros", 32, 2048, False),
+        ("Q4_K", 32, 2048, False),
+        ("Q6_K", 32, 512, False),
+        ("fp8", 32, 512, False),
+        ("fp8", 32, 512, True),
     ):
-        rows = tiles.tile(pack(make_codes(kind, N, K)))
+        rows = tiles.tile(pack(make_codes(kind, N, K)), keeps_rows=keeps_rows)
         for mode in (quantized.LINEAR, quantized.GATE_UP, quantized.DOWN_TOKEN, quantized.EXPAND):
             constants = quantized.kernel_constants(mode, rows, torch.bfloat16)
             own = quantized.expert_rule(mode, rows, 9, 1) if mode in EXPERT_MODES else None

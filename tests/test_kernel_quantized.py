@@ -30,8 +30,11 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def on_gpu(rows: QuantizedRows) -> Part:
+    """As a dense layer has them, or a stack of experts."""
     moved = rows._mapped(lambda tensor: tensor.cuda())
-    return tile(moved) if can_tile(moved) else moved.dequantize().bfloat16()
+    if not can_tile(moved):
+        return moved.dequantize().bfloat16()
+    return tile(moved, keeps_rows=moved.low.dim() == 2)
 
 
 def weight_of(*parts: Part, dtype: torch.dtype) -> Weight:

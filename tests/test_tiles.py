@@ -21,11 +21,13 @@ def test_tiles_are_lossless(kind: str, N: int, K: int) -> None:
     codes = make_codes(kind, N, K)
     rows = pack(codes)
     assert can_tile(rows)
-    tiled = tile(rows)
-    assert tiled.shape == (N, K)
-    assert torch.equal(tiled.dequantize(), codes.dequantize())
     ids = torch.tensor([[N - 1, 0, 3], [3, 15, N // 2]])
-    assert torch.equal(tiled.rows(ids), codes.dequantize()[ids])
+    for keeps_rows in (False, True):
+        tiled = tile(rows, keeps_rows=keeps_rows)
+        assert tiled.is_row_major == (keeps_rows and kind == "fp8")
+        assert tiled.shape == (N, K)
+        assert torch.equal(tiled.dequantize(), codes.dequantize())
+        assert torch.equal(tiled.rows(ids), codes.dequantize()[ids])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

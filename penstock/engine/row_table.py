@@ -233,7 +233,7 @@ class RowTable:
         ]
         rows, seeds, top_k, may_end_at = self.upload(list(zip(*numbers)))
         self.seed[rows] = seeds
-        self.num_accepted[rows] = 0
+        self.num_accepted.index_fill_(0, rows, 0)  # an assignment would wait for the device
         self.top_k[rows] = top_k
         self._may_end_at[rows] = may_end_at
         params = [[getattr(one.sampling, name) for name in _SAMPLING_PARAMS] for one in admissions]

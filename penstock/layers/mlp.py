@@ -86,6 +86,7 @@ class SparseMLP(nn.Module):
             self.shared_down = new_weight(
                 hidden_size, shared_expert_size, dtype=dtype, device=device
             )
+            self.shared_gate_up.is_with_experts = self.shared_down.is_with_experts = True
 
     def forward(self, hidden: Tensor, inputs: StepInputs) -> Tensor:  # [T, H] -> [T, H]
         deterministic = inputs.deterministic

@@ -67,7 +67,7 @@ def rounds_tokens(parts: tuple[Part, ...], x: Tensor, num_tokens: int) -> bool:
     """
     rows = [part for part in parts if isinstance(part, TiledRows)]
     are_known = all(isinstance(part, Tensor) or can_take(part) for part in parts)
-    if not rows or not are_known or not _is_able(x):
+    if not rows or not are_known or not _is_able(x) or not all(one.is_row_major for one in rows):
         return False
     is_wide = all(
         one.num_rows >= WIDE_ROWS and can_use_library(one, x.dtype, x.device) for one in rows
@@ -89,7 +89,8 @@ def rounded_experts(
     gate_up, down = rows
     assert isinstance(gate_up, TiledRows)
     assert isinstance(down, TiledRows)
-    if gate_up.num_rows % (2 * STEP) or down.num_rows % STEP:
+    are_whole = gate_up.num_rows % (2 * STEP) == 0 and down.num_rows % STEP == 0
+    if not are_whole or gate_up.is_row_major or down.is_row_major:
         return ()
     more = [part for weight in shared if weight is not None for part in weight.parts]
     tiled = [part for part in more if isinstance(part, TiledRows)]

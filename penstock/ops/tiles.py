@@ -3,9 +3,10 @@
 A tile is 16 rows x 128 columns, what a warp multiplies in a step. Its codes lie as the warp's
 threads load them, 16 bytes each (`ops/cuda/quantized.cu`); beside them lies a record for each row,
 the scales of its groups of columns. Codes have 4 or 8 bits: 2 and 3 bits take four, 5 and 6 bits
-and codes that stand for other numbers take eight. E4M3 codes stay in the order of rows, because
-tensor cores multiply them as they are where tokens are many (`ops/triton/fp8.py`). All of this is
-lossless: `dequantize`, the specification of the kernels, gives the numbers of the file.
+and codes that stand for other numbers take eight. E4M3 codes of a dense layer may stay in the order
+of rows, in which a library multiplies them where tokens are many (`ops/triton/fp8.py`); a warp
+reads tiles faster. All of this is lossless: `dequantize`, the specification of the kernels, gives
+the numbers of the file.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class TiledRows:
     codes: Tensor  # [..., tiles, steps, bytes] uint8; row-major: [..., tiles, 16, columns]
     records: Tensor  # [..., tiles, steps, 16, bytes] uint8
     columns: Tensor | None = None  # [K]  the input column of each of ours; None: in order
+    is_row_major: bool = False
     # [..., N / 128, K / 128] float32, of E4M3 whose blocks of 128 x 128 have a scale each
     block_scales: Tensor | None = None
 
@@ -71,8 +73,8 @@ class TiledRows:
     @property
     def kind(self) -> tuple[object, ...]:
         """What a kernel is compiled for, beside its sizes."""
-        is_plain = (self.columns is None, self.block_scales is None)
-        return self.bits, self.is_float8, self.zero, self.group, self.fields, is_plain
+        layout = (self.columns is None, self.is_row_major, self.block_scales is None)
+        return self.bits, self.is_float8, self.zero, self.group, self.fields, layout
 
     def dequantize(self) -> Tensor:  # [..., N, K] float32
         if self.is_row_major:
@@ -101,10 +103,6 @@ class TiledRows:
         chosen = replace(self, num_rows=TILE_ROWS, codes=codes, records=records).dequantize()
         own_rows = chosen[torch.arange(len(flat), device=flat.device), flat % TILE_ROWS]
         return own_rows.view(*ids.shape, self.num_columns)
-
-    @property
-    def is_row_major(self) -> bool:
-        return self.is_float8 and self.group >= ROW_MAJOR_GROUP
 
     @property
     def is_narrow(self) -> bool:
@@ -145,20 +143,23 @@ def can_tile(rows: QuantizedRows) -> bool:
     return has_groups and (levels is None or _is_float8(rows) or _level_factor(levels) is not None)
 
 
-def tile(rows: QuantizedRows) -> TiledRows:
-    """Lossless. A stack of matrices goes some at a time: what is in between is larger."""
+def tile(rows: QuantizedRows, *, keeps_rows: bool = False) -> TiledRows:
+    """Lossless. A stack of matrices goes some at a time: what is in between is larger.
+    `keeps_rows`: E4M3 codes are to stay in the order of rows, if groups are large enough.
+    """
     count = max(1, TILED_ELEMENTS // (rows.num_rows * rows.num_columns))
     if rows.low.dim() == 2 or count >= len(rows.low):
-        return _tile(rows)
-    tiled = [_tile(rows.take(first, first + count)) for first in range(0, len(rows.low), count)]
+        return _tile(rows, keeps_rows)
+    starts = range(0, len(rows.low), count)
+    tiled = [_tile(rows.take(first, first + count), keeps_rows) for first in starts]
     if len({one.kind for one in tiled}) > 1:  # some have narrower scales than others
-        return _tile(rows)
+        return _tile(rows, keeps_rows)
     names = ["codes", "records", *(["block_scales"] if tiled[0].block_scales is not None else [])]
     joined = {name: torch.cat([getattr(one, name) for one in tiled]) for name in names}
     return replace(tiled[0], **joined)  # type: ignore[arg-type]
 
 
-def _tile(rows: QuantizedRows) -> TiledRows:
+def _tile(rows: QuantizedRows, keeps_rows: bool) -> TiledRows:
     codes, zero, is_float8, scales = rows.codes(), rows.bias, False, rows.scales
     bits = 4 if rows.bits <= 4 else 8
     if _is_float8(rows):
@@ -174,7 +175,8 @@ def _tile(rows: QuantizedRows) -> TiledRows:
     fields, records = _records(scales, rows.offsets, rows.are_zeros, group, steps)
     padding = (0, steps * STEP - rows.num_columns, 0, -rows.num_rows % TILE_ROWS)
     padded = torch.nn.functional.pad(codes, padding).unflatten(-2, (-1, TILE_ROWS))
-    if not (is_float8 and group >= ROW_MAJOR_GROUP):
+    is_row_major = keeps_rows and is_float8 and group >= ROW_MAJOR_GROUP
+    if not is_row_major:
         blocks = padded.unflatten(-1, (steps, STEP)).transpose(-3, -2)
         padded = _gather(blocks, bits, is_float8, group == NARROW_GROUP)
     records = torch.nn.functional.pad(records, (0, 0, 0, 0, 0, -rows.num_rows % TILE_ROWS))
@@ -190,6 +192,7 @@ def _tile(rows: QuantizedRows) -> TiledRows:
         codes=padded.contiguous(),
         records=records,
         columns=rows.columns,
+        is_row_major=is_row_major,
         block_scales=_block_scales(scales, group) if is_float8 else None,
     )
 

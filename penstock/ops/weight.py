@@ -28,6 +28,7 @@ class Weight(nn.Module):
     values: nn.Parameter
     parts: tuple[Part, ...] = ()
     num_plain_rows = 0  # at its end, that are not quantised when others are: few, and sensitive
+    is_with_experts = False  # a shared expert's: it is stored as they are, for the same kernels
 
     def __init__(self, values: Tensor, *, can_quantize: bool = True) -> None:
         super().__init__()
@@ -43,6 +44,10 @@ class Weight(nn.Module):
     @property
     def shape(self) -> torch.Size:
         return self.values.shape
+
+    @property
+    def is_dense(self) -> bool:
+        return self.values.dim() == 2 and not self.is_with_experts
 
     @property
     def num_bytes(self) -> int:

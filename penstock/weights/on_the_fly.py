@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops import Weight
+from penstock.ops.quantized import QuantizedRows
 from penstock.ops.weight import Part
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.packing import for_device, pack
@@ -25,19 +26,20 @@ def quantize_weight(weight: Weight, scheme: str) -> None:
     """Its values give way to codes, but for the rows that stay as they are."""
     values = weight.values.data
     num_rows = values.shape[-2] - weight.num_plain_rows
-    parts: list[Part] = [_rows(values[..., :num_rows, :], scheme)]
+    rows = _rows(values[..., :num_rows, :], scheme)
+    parts: list[Part] = [for_device(rows, weight)]
     if weight.num_plain_rows:
         parts.append(values[..., num_rows:, :].clone())
     weight.quantize(tuple(parts))
 
 
-def _rows(values: Tensor, scheme: str) -> Part:
+def _rows(values: Tensor, scheme: str) -> QuantizedRows:
     if values.dim() == 2:
         codes = round_to(values, scheme)
     else:
         count = max(1, ROUNDED_ELEMENTS // values[0].numel())
         codes = _stacked([round_to(some, scheme) for some in values.split(count)])
-    return for_device(pack(codes), values.dtype)
+    return pack(codes)
 
 
 def _stacked(some: list[Codes]) -> Codes:

@@ -147,8 +147,8 @@ class WeightParts:
         parts = []
         for _, by_expert in sorted(self._found.items()):
             parts.append(self._read([source for _, source in sorted(by_expert.items())]))
-        dtype = self._weight.values.dtype
-        self._weight.quantize(tuple(for_device(part, dtype) for part in _joined(parts)))
+        weight = self._weight
+        weight.quantize(tuple(for_device(part, weight) for part in _joined(parts)))
 
     def _read(self, sources: list[Source]) -> Part:
         if can_read_at_once(sources):
@@ -216,11 +216,13 @@ def read_at_once(sources: list[Source], device: torch.device) -> QuantizedRows:
     return QuantizedRows.join(pieces, len(raw))
 
 
-def for_device(part: Part, dtype: torch.dtype) -> Part:
+def for_device(part: Part, weight: Weight) -> Part:
     """As its device multiplies with it: tiles on a GPU; what has none there is expanded."""
     if not isinstance(part, QuantizedRows) or not part.low.is_cuda:
         return part
-    return tile(part) if can_tile(part) else part.dequantize().to(dtype).contiguous()
+    if can_tile(part):
+        return tile(part, keeps_rows=weight.is_dense)
+    return part.dequantize().to(weight.values.dtype).contiguous()
 
 
 def _joined(parts: list[Part]) -> list[Part]:

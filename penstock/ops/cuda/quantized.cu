@@ -9,7 +9,8 @@
 //   of it, threads 0 to 3:    columns 0..7, 8..15, 16..23, 24..31
 //
 // With groups of 16 columns a thread takes 4 of each 16, so that no instruction spans two groups.
-// E4M3 codes lie row by row, if no group is smaller than 64 columns: of each 64 a thread takes 16.
+// E4M3 codes may lie row by row (IS_ROW_MAJOR), if no group is smaller than 64 columns: of each 64
+// a thread takes 16.
 //
 // What is added to a group's codes (a zero point, an offset, what 4 bits are made a number with)
 // multiplies the sum of its tokens' values, which an instruction with a left side of ones gives.
@@ -23,10 +24,10 @@
 //
 // Given when it is compiled: MODE, COLUMNS, WARPS, ROW_WARPS (with rows of their own), ROW_TILES
 // (of 16), TOKEN_TILES (of 8), HELD (steps on their way), BLOCKS (on a multiprocessor),
-// STAGED_TOKENS, BITS, IS_FLOAT8, ZERO, GROUP, RECORD_BYTES, SCALE_TYPE, COARSE_TYPE, OFFSET_TYPE,
-// OFFSET_COARSE_TYPE, OFFSET_KIND, HAS_NORM, IS_SWIGLU, HAS_BIAS, HAS_RESIDUAL, IS_BFLOAT,
-// IS_OUT_FLOAT, and of experts NUM_EXPERTS, SLOTS (of a token, the shared expert's included),
-// HAS_SHARED, IS_LISTED.
+// STAGED_TOKENS, BITS, IS_FLOAT8, IS_ROW_MAJOR, ZERO, GROUP, RECORD_BYTES, SCALE_TYPE,
+// COARSE_TYPE, OFFSET_TYPE, OFFSET_COARSE_TYPE, OFFSET_KIND, HAS_NORM, IS_SWIGLU, HAS_BIAS,
+// HAS_RESIDUAL, IS_BFLOAT, IS_OUT_FLOAT, and of experts NUM_EXPERTS, SLOTS (of a token, the shared
+// expert's included), HAS_SHARED, IS_LISTED.
 
 typedef unsigned char u8;
 
@@ -53,7 +54,6 @@ constexpr int GROUPS = GROUP < STEP ? STEP / GROUP : 1; // with scales of their 
 constexpr int TILE_CODES = STEPS * CHUNKS * 1024, TILE_RECORDS = STEPS * 16 * RECORD_BYTES; // bytes
 constexpr int RECORD_WORDS = (RECORD_BYTES + 3) / 4;
 constexpr bool IS_NARROW = GROUP == 16; // a thread takes 4 columns at a time
-constexpr bool IS_ROW_MAJOR = IS_FLOAT8 && GROUP >= 64;
 constexpr bool IS_WHOLE = COLUMNS % STEP == 0;
 // What 4-bit codes are added to by an exponent.
 constexpr int MAGIC = BITS != 4 ? 0 : IS_BFLOAT ? 128 : 1024;

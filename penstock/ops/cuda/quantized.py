@@ -370,6 +370,7 @@ def kernel_constants(mode: int, rows: TiledRows, dtype: torch.dtype) -> dict[str
         "COLUMNS": rows.num_columns,
         "BITS": rows.bits,
         "IS_FLOAT8": int(rows.is_float8),
+        "IS_ROW_MAJOR": int(rows.is_row_major),
         "ZERO": rows.zero,
         "GROUP": rows.group,
         "RECORD_BYTES": rows.records.shape[-1],

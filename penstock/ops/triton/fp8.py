@@ -100,6 +100,7 @@ def quantize_tokens(
     eps: float = 0.0,
     is_swiglu: bool = False,
     *,
+    for_tiles: bool = False,  # columns in the order that tiles have
     keeps_values: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """codes [T rounded up, K], scales [K / 128, T rounded up] float32, and what was quantised, if
@@ -124,6 +125,7 @@ def quantize_tokens(
         HAS_NORM=norm_weight is not None,
         IS_SWIGLU=is_swiglu,
         KEEPS_VALUES=keeps_values,
+        FOR_TILES=for_tiles,
         BLOCKS=blocks,
         STEP=STEP,
         num_warps=max(1, min(blocks // 4, 16)),
@@ -137,6 +139,14 @@ def to_codes(values):
     """[M, K] float32 -> E4M3 codes, and the scale of each row [M]"""
     scale = tl.maximum(tl.max(tl.abs(values), axis=1), LEAST) / LARGEST
     return (values / scale[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def column_in_tile(places):
+    """The column, of 128, at a place of a tile's row (`tiles.py`: `_order`)."""
+    instructions = places // 64 * 4 + places % 16 // 4
+    quarters = places % 64 // 16
+    return instructions // 2 * 32 + quarters * 8 + instructions % 2 * 4 + (places % 4 * 3 + 2) % 5
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
@@ -153,6 +163,7 @@ def _quantize_kernel(
     HAS_NORM: tl.constexpr,
     IS_SWIGLU: tl.constexpr,
     KEEPS_VALUES: tl.constexpr,
+    FOR_TILES: tl.constexpr,
     BLOCKS: tl.constexpr,
     STEP: tl.constexpr,
     PDL: tl.constexpr,
@@ -161,8 +172,9 @@ def _quantize_kernel(
     let_next_start(PDL)
     WIDTH: tl.constexpr = NUM_BLOCKS * STEP
     token = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, BLOCKS)
-    columns = blocks[:, None] * STEP + tl.arange(0, STEP)[None, :]
+    blocks, lanes = tl.arange(0, BLOCKS), tl.arange(0, STEP)
+    places = blocks[:, None] * STEP + lanes[None, :]
+    columns = blocks[:, None] * STEP + (column_in_tile(lanes) if FOR_TILES else lanes)[None, :]
     is_column = columns < WIDTH
     if HAS_NORM:
         b_weight = tl.load(norm_weight + columns, mask=is_column, other=0.0).to(tl.float32)
@@ -176,7 +188,7 @@ def _quantize_kernel(
     if KEEPS_VALUES:
         tl.store(values + token * WIDTH + columns, b_rounded, mask=is_column)
     b_codes, b_scales = to_codes(b_rounded.to(tl.float32))
-    tl.store(codes + token * WIDTH + columns, b_codes, mask=is_column)
+    tl.store(codes + token * WIDTH + places, b_codes, mask=is_column)
     tl.store(scales + blocks * scale_stride + token, b_scales, mask=blocks < NUM_BLOCKS)
 
 
@@ -228,6 +240,7 @@ def multiply_steps(
     K: tl.constexpr,
     BY_BLOCK: tl.constexpr,
     ARE_PAIRED: tl.constexpr,  # the odd rows are in a block of their own
+    ARE_TILED: tl.constexpr,  # rows, in tiles whose columns the tokens follow
     STEP: tl.constexpr,  # columns with a scale of their own
 ):
     """[M, N] float32: the sum over blocks of columns of what tokens and rows give there, without
@@ -237,10 +250,13 @@ def multiply_steps(
     long.
     """
     columns = tl.arange(0, STEP)
+    # 64 columns of a tile's 16 rows, then the other 64.
+    row_places = columns // 64 * 1024 + columns % 64 if ARE_TILED else columns
+    ROW_STEP: tl.constexpr = 16 * STEP if ARE_TILED else STEP
     is_odd = tl.arange(0, p_row_codes.shape[1]) % 2 == 1
     total = tl.zeros([p_codes.shape[0], p_row_codes.shape[1]], tl.float32)
     for i in range(K // STEP):
-        b_rows = tl.load(p_row_codes + i * STEP + columns[:, None])
+        b_rows = tl.load(p_row_codes + i * ROW_STEP + row_places[:, None])
         p_tokens = p_codes + i * STEP + columns[None, :]
         b_tokens = tl.load(p_tokens, mask=is_token[:, None], other=0.0)
         b_scales = tl.load(p_scales + i * scale_stride, mask=is_token, other=0.0)
@@ -314,6 +330,7 @@ def _multiply_kernel(
         p_block,
         K,
         BY_BLOCK,
+        False,
         False,
         STEP,
     )

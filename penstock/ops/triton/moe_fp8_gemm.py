@@ -3,6 +3,7 @@
 
 As `moe_grouped_gemm.py`, whose list of pairs and last sum these are too. Gate and up leave what is
 between the products in E4M3 as well, with a scale for the 128 columns that a program computes.
+Rows are in tiles, where few tokens read them faster; tokens have their columns in that order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 from penstock.ops.triton.activation import silu
 from penstock.ops.triton.fp8 import (
     codes_of,
+    column_in_tile,
     load_row_scales,
     multiply_steps,
     quantize_tokens,
@@ -58,7 +60,7 @@ def run(
     slots = k + bool(shared)
     num_pairs = num_tokens * slots
     order, tiles = list_pairs(ids, num_experts, slots, BLOCK_M, counters)
-    codes, scales, _ = quantize_tokens(x)
+    codes, scales, _ = quantize_tokens(x, for_tiles=True)
     inner = codes.new_empty(num_pairs, inner_width)
     inner_scales = scales.new_empty(inner_width // STEP, num_pairs)
     outputs = x.new_empty(num_pairs, width)
@@ -101,7 +103,7 @@ def _grouped_kernel(
     source_scales,  # [K / STEP, source_count]
     order,
     tiles,
-    expert_codes,  # [E, N, K]
+    expert_codes,  # [E, tiles, steps, 16 x 128]
     expert_scales,  # of blocks [E, N / STEP, K / STEP], or of rows
     shared_codes,
     shared_scales,
@@ -146,19 +148,21 @@ def _grouped_kernel(
         rows, tokens = first_row + lanes, own
     else:
         first_row = tl.program_id(0) * (BLOCK_N // 2)
-        rows, tokens = first_row + lanes // 2 + lanes % 2 * HALF, (pairs // SLOTS).to(tl.int64)
+        rows = first_row + column_in_tile(lanes // 2) + lanes % 2 * HALF  # as `down` has columns
+        tokens = (pairs // SLOTS).to(tl.int64)
     p_block = row_scales + first_row // STEP * STEPS
     total = multiply_steps(
         source + tokens[:, None] * K,
         source_scales + tokens,
         source_count,
         is_pair,
-        row_codes + rows[None, :] * K,
+        row_codes + (rows // TILE_ROWS * (TILE_ROWS * K) + rows % TILE_ROWS * 64)[None, :],
         p_block,
         p_block + HALF // STEP * STEPS,
         K,
         BY_BLOCK,
         not IS_DOWN,
+        True,
         STEP,
     )
     if not BY_BLOCK:
