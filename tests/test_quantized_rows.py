@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.errors import CapacityError
 from penstock.layers.linear import Linear
-from penstock.ops import Weight, linear, norm_linear
+from penstock.ops import Weight, linear, norm_linear, swiglu_linear
 from penstock.ops.cpu import library
 from penstock.ops.cpu import quantized as kernels
 from penstock.ops.cpu.memory import HUGE_PAGE, new_tensor
@@ -105,6 +106,37 @@ def test_columns_need_not_fill_a_block(K: int) -> None:
 
 def assert_near(seen: Tensor, expected: Tensor) -> None:
     assert (seen - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@NEEDS_COMPILER
+def test_what_is_fused_to_a_product_is_what_is_done_beside_it() -> None:
+    generator = torch.Generator().manual_seed(4)
+    x, gate_up = torch.randn(9, 512, generator=generator), torch.randn(9, 1024, generator=generator)
+    norm, bias = torch.rand(512, generator=generator), torch.randn(80, generator=generator)
+    residual = torch.randn(9, 80, generator=generator)
+    codes = make_codes("Q4_K", 50, 512), make_codes("Q6_K", 30, 512)
+    weight, exact = Weight(torch.empty(80, 512)), torch.cat([one.dequantize() for one in codes])
+    weight.quantize(tuple(pack(one) for one in codes))
+    assert kernels.can_fuse(x, weight.parts)
+    gate_up[0, :3] = torch.tensor([-200.0, 200.0, 0.0])  # as far as e^x goes, and further
+    gate_up[0, 512:515] /= 200  # or other inputs would be rounded to a step of theirs
+    gate, up = gate_up.chunk(2, dim=-1)
+    normed = F.rms_norm(x, (512,), norm, 1e-5)
+
+    def products(own: slice) -> list[Tensor]:
+        return [
+            linear(x[own], weight, bias, residual[own].clone()),
+            norm_linear(x[own], norm, 1e-5, weight, bias),
+            swiglu_linear(gate_up[own], weight, residual[own].clone()),
+        ]
+
+    seen = products(slice(None))
+    assert_near(seen[0], x @ exact.T + bias + residual)
+    assert_near(seen[1], normed @ exact.T + bias)
+    assert_near(seen[2], (F.silu(gate) * up) @ exact.T + residual)
+    for begin, end in ((0, 1), (3, 5)):  # the same bits, whatever stands beside a token
+        for some, all in zip(products(slice(begin, end)), seen, strict=True):
+            assert torch.equal(some, all[begin:end])
 
 
 @pytest.mark.parametrize("has_compiler", [pytest.param(True, marks=NEEDS_COMPILER), False])

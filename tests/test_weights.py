@@ -399,6 +399,7 @@ def entry(**changes: Any) -> dict[str, Any]:
         (lambda content: damage_header(content, [1]), "its header is not a JSON object"),
         (lambda content: damage_header(content, {"a": 3}), "its entry for a is 3"),
         (lambda content: damage_header(content, entry(shape=[-2])), "its entry for a is"),
+        (lambda content: damage_header(content, entry(shape=[2, True])), "its entry for a is"),
         (lambda content: damage_header(content, entry(shape=[3])), "a has 8 bytes for F32 [3]"),
         (lambda content: damage_header(content, entry(data_offsets=[8])), "its entry for a is"),
         (lambda content: damage_header(content, entry(dtype="F4")), "stores a as 'F4'"),

@@ -39,6 +39,10 @@ class Scales:
         False  # `fine / coarse`, in the one format that stores the inverse; not in QuantizedRows
     )
 
+    @property
+    def coarse_dtype(self) -> torch.dtype | None:
+        return None if self.coarse is None else self.coarse.dtype
+
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Scales:
         fine = change(self.fine)  # first: `change` may depend on this order
         return replace(self, fine=fine, coarse=None if self.coarse is None else change(self.coarse))
@@ -86,7 +90,7 @@ class QuantizedRows:
         """What rows must share to be one part."""
         blocks = (self.scales, self.offsets)
         types = tuple(
-            None if one is None else (one.fine.dtype, one.coarse is None, one.repeat)
+            None if one is None else (one.fine.dtype, one.coarse_dtype, one.repeat)
             for one in blocks
         )
         levels = (

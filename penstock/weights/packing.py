@@ -101,7 +101,8 @@ def _scales_by_row(scales: Scales, rows: Tensor | None) -> Scales:
         return Scales(_by_row(_narrow(scales.expand() if scales.divides else scales.fine), rows))
     fine = _by_row(_narrow(scales.fine), rows)
     shape = (*scales.fine.shape[:-1], scales.coarse.shape[-1])
-    coarse = _by_row(scales.coarse.float().expand(shape), rows)  # kernels read no other type
+    given = scales.coarse if scales.coarse.dtype == torch.float16 else scales.coarse.float()
+    coarse = _by_row(given.expand(shape), rows)  # kernels read these two types
     num_groups = fine.shape[-1]
     return Scales(fine, coarse, num_groups if coarse.shape[-1] == 1 else scales.repeat)
 

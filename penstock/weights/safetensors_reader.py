@@ -102,7 +102,7 @@ def _parse_entry(
             f"{path.name} is damaged: its entry for {name} is {entry!r}"
         ) from error
     numbers = (*shape, start, end)
-    if not isinstance(dtype_name, str) or not all(isinstance(n, int) and n >= 0 for n in numbers):
+    if not isinstance(dtype_name, str) or not all(type(n) is int and n >= 0 for n in numbers):
         raise CheckpointError(f"{path.name} is damaged: its entry for {name} is {entry!r}")
     if dtype_name not in DTYPES:
         raise CheckpointError(

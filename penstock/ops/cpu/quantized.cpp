@@ -1,4 +1,5 @@
-// Products of a few tokens with quantised rows: out[t, n] = sum over k of x[t, k] * weight[n, k].
+// Products of a few tokens with quantised rows: out[t, n] = sum over k of x[t, k] * weight[n, k],
+// with what is fused to them: norm or activation before, bias and residual after.
 //
 // The layout is that of ops/quantized.py: codes of a block's even columns are 64 bytes, and so are
 // those of its odd columns. Inputs become integers of 16 bits with a scale for each block, in two
@@ -212,14 +213,17 @@ inline Floats widen_fp8(Bytes codes, int byte) {
 enum Type { NONE, UINT8, INT8, FLOAT16, BFLOAT16, FLOAT32 };
 
 struct Numbers { // one for each group of columns: [N, groups]
-    const void* fine;
-    const float* coarse;
-    int type, repeat;
+    const void *fine, *coarse;
+    int type, coarse_type, repeat; // coarse: FLOAT16 or FLOAT32
 
     // Numbers `first` to `first + count`, in float32. Several rows at once are quicker, where they
     // are aligned.
     void expand(long first, long count, long first_coarse, float* __restrict out) const {
-        const float* own = coarse ? coarse + first_coarse : nullptr;
+        const float* own = (const float*)coarse + first_coarse;
+        if (!coarse)
+            own = nullptr;
+        else if (coarse_type == FLOAT16)
+            own = widened((const uint16_t*)coarse + first_coarse, (count + repeat - 1) / repeat);
         switch (type) {
         case UINT8:
             widen((const u8*)fine + first, count, own, out);
@@ -241,6 +245,17 @@ struct Numbers { // one for each group of columns: [N, groups]
             widen((const float*)fine + first, count, own, out);
             break;
         }
+    }
+    // All at once: one by one, converting them would take longer than what they are for.
+    static const float* widened(const uint16_t* halves, long count) {
+        thread_local std::vector<float> wide;
+        wide.resize(count);
+        long i = 0;
+        for (; i + 8 <= count; i += 8)
+            _mm256_storeu_ps(wide.data() + i,
+                             _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(halves + i))));
+        for (; i < count; i++) wide[i] = _cvtsh_ss(halves[i]);
+        return wide.data();
     }
     template <typename T>
     void widen(const T* __restrict from, long count, const float* __restrict by,
@@ -302,6 +317,41 @@ struct Weight {
     }
 };
 
+// e^x, to 2 units in the last place within float32's range. A loop of it is vectors.
+inline float exponential(float x) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    float whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;   // the nearest integer
+    float r = (x - whole * 0.693145752f) - whole * 1.42860677e-6f; // ln 2 in two parts
+    float p = 1.0f / 720;
+    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = p * r + c;
+    int32_t bits = (int32_t(whole) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return p * power;
+}
+
+// What is done to a token before its product: nothing, an RMS norm, or silu(gate) * up of its two
+// halves.
+struct Before {
+    const float* norm;
+    float eps;
+    bool is_swiglu;
+
+    long inputs(long K) const { return is_swiglu ? 2 * K : K; }
+    void apply(const float* __restrict x, long K, float* __restrict out) const {
+        if (is_swiglu) {
+            for (long i = 0; i < K; i++) out[i] = x[i] / (1.0f + exponential(-x[i])) * x[K + i];
+        } else if (norm) {
+            float lanes[LANES] = {}, sum = 0;
+            for (long i = 0; i < K; i++) lanes[i % LANES] += x[i] * x[i];
+            for (float lane : lanes) sum += lane;
+            float scale = 1.0f / std::sqrt(sum / K + eps);
+            for (long i = 0; i < K; i++) out[i] = x[i] * scale * norm[i];
+        } else
+            std::copy(x, x + K, out);
+    }
+};
+
 // Tokens as kernels read them: even columns of a block, then odd ones.
 struct Inputs {
     std::vector<s8> high, low; // [T, blocks, 2, 64]  bytes of integers
@@ -309,44 +359,60 @@ struct Inputs {
     std::vector<float> wide;   // [T, blocks, 2, 4, 16]  of FP8, lane by lane
     std::vector<float> sums;   // [T, stride]  of what was rounded, by unit
 
-    Inputs(const float* x, long T, long K, long blocks, long stride) {
+    Inputs(const float* x, const Before& before, long T, long K, long blocks, long stride) {
         long padded = blocks * BLOCK;
         if (IS_FP8)
             wide.resize(T * padded);
         else
             high.resize(T * padded), low.resize(T * padded), scales.resize(T * blocks);
         sums.resize(T * stride);
-        for (long t = 0; t < T; t++)
+#pragma omp parallel for if (T > 1)
+        for (long t = 0; t < T; t++) {
+            thread_local std::vector<float> row;
+            row.assign(padded, 0.0f);
+            before.apply(x + t * before.inputs(K), K, row.data());
             for (long block = 0; block < blocks; block++) {
-                float own[BLOCK] = {};
-                long first = block * BLOCK;
-                std::copy(x + t * K + first, x + t * K + std::min(K, first + BLOCK), own);
-                if (IS_FP8)
-                    spread_lanes(own, wide.data() + t * padded + first);
-                else
-                    round(own, t * padded + first, scales[t * blocks + block]);
-                for (int u = 0; u < UNITS; u++) {
-                    float sum = 0;
-                    for (int i = 0; i < UNIT; i++) sum += own[u * UNIT + i];
-                    sums[t * stride + block * UNITS + u] = sum;
-                }
+                float *own = row.data() + block * BLOCK, *out = &sums[t * stride + block * UNITS];
+                long at = t * padded + block * BLOCK;
+                if (IS_FP8) {
+                    spread_lanes(own, wide.data() + at);
+                    for (int u = 0; u < UNITS; u++) {
+                        out[u] = 0;
+                        for (int i = 0; i < UNIT; i++) out[u] += own[u * UNIT + i];
+                    }
+                } else
+                    round(own, at, scales[t * blocks + block], out);
             }
+        }
     }
     static void spread_lanes(const float* own, float* out) {
         for (int odd = 0; odd < 2; odd++)
             for (int byte = 0; byte < 4; byte++)
                 for (int lane = 0; lane < LANES; lane++) *out++ = own[8 * lane + 2 * byte + odd];
     }
-    void round(float* own, long at, float& scale) { // leaves the rounded values
-        float largest = 0;
-        for (int i = 0; i < BLOCK; i++) largest = std::max(largest, std::fabs(own[i]));
+    // Loops of integers, which become vectors: their sums have no order.
+    void round(const float* own, long at, float& scale, float* sums_of_units) {
+        int32_t bits[BLOCK], values[BLOCK], largest_bits = 0;
+        std::memcpy(bits, own, sizeof bits);
+        for (int i = 0; i < BLOCK; i++)
+            largest_bits = std::max(largest_bits, bits[i] & 0x7fffffff);
+        float largest;
+        std::memcpy(&largest, &largest_bits, sizeof largest);
         scale = largest / 32512;
-        float inverse = largest > 0 ? 32512 / largest : 0;
-        for (int i = 0; i < BLOCK; i++) {
-            int value = int(std::nearbyint(own[i] * inverse)), upper = (value + 128) >> 8;
-            long place = at + (i & 1) * HALF + i / 2;
-            high[place] = s8(upper), low[place] = s8(value - 256 * upper);
-            own[i] = value * scale;
+        float inverse = largest > 0 ? 32512 / largest : 0, shifted[BLOCK];
+        for (int i = 0; i < BLOCK; i++) shifted[i] = own[i] * inverse + 12582912.0f;
+        std::memcpy(values, shifted, sizeof values); // the last bits are the nearest integer
+        for (int i = 0; i < BLOCK; i++) values[i] -= 0x4b400000;
+        for (int odd = 0; odd < 2; odd++)
+            for (int i = 0; i < HALF; i++) {
+                int value = values[2 * i + odd], upper = (value + 128) >> 8;
+                high[at + odd * HALF + i] = s8(upper);
+                low[at + odd * HALF + i] = s8(value - 256 * upper);
+            }
+        for (int u = 0; u < UNITS; u++) {
+            int32_t sum = 0;
+            for (int i = 0; i < UNIT; i++) sum += values[u * UNIT + i];
+            sums_of_units[u] = float(sum) * scale;
         }
     }
 };
@@ -413,6 +479,10 @@ void multiply(const Weight& w, Bytes table, const Inputs& x, long token, long fi
                 __builtin_prefetch(w.rows.low + (first + n) * w.rows.low_bytes +
                                        (step + part) * BLOCK * LOW / 8 + AHEAD,
                                    0, 2);
+                if (HIGH && part == 0)
+                    __builtin_prefetch(w.rows.high + (first + n) * w.rows.high_bytes +
+                                           step * BLOCK * HIGH / 8 + AHEAD,
+                                       0, 2);
                 add_block<tokens>(w, table, x, token, first + n, step, part,
                                   sides.scales + n * w.stride(), lanes[n]);
             }
@@ -433,12 +503,13 @@ void multiply_some(long num_tokens, const Given&... given) {
 }
 
 Weight weight_of(const u8* low, const u8* high, const void* scale, int scale_type,
-                 const float* scale_coarse, int scale_repeat, const void* offset, int offset_type,
-                 const float* offset_coarse, int offset_repeat, int are_zeros, long group, long K) {
+                 const void* scale_coarse, int scale_coarse_type, int scale_repeat,
+                 const void* offset, int offset_type, const void* offset_coarse,
+                 int offset_coarse_type, int offset_repeat, int are_zeros, long group, long K) {
     long blocks = (K + BLOCK - 1) / BLOCK;
     return {{low, high, bytes_of(blocks, LOW), HIGH ? bytes_of(blocks, HIGH) : 0},
-            {scale, scale_coarse, scale_type, scale_repeat},
-            {offset, offset_coarse, offset_type, offset_repeat},
+            {scale, scale_coarse, scale_type, scale_coarse_type, scale_repeat},
+            {offset, offset_coarse, offset_type, offset_coarse_type, offset_repeat},
             bool(are_zeros),
             group,
             K,
@@ -449,20 +520,22 @@ Weight weight_of(const u8* low, const u8* high, const void* scale, int scale_typ
 } // namespace
 
 #define WEIGHT                                                                                     \
-    const u8 *low, const u8 *high, const void *scale, int scale_type, const float *scale_coarse,   \
-        int scale_repeat, const void *offset, int offset_type, const float *offset_coarse,         \
-        int offset_repeat, int are_zeros, long group, long K
+    const u8 *low, const u8 *high, const void *scale, int scale_type, const void *scale_coarse,    \
+        int scale_coarse_type, int scale_repeat, const void *offset, int offset_type,              \
+        const void *offset_coarse, int offset_coarse_type, int offset_repeat, int are_zeros,       \
+        long group, long K
 #define GIVEN                                                                                      \
-    low, high, scale, scale_type, scale_coarse, scale_repeat, offset, offset_type, offset_coarse,  \
-        offset_repeat, are_zeros, group, K
+    low, high, scale, scale_type, scale_coarse, scale_coarse_type, scale_repeat, offset,           \
+        offset_type, offset_coarse, offset_coarse_type, offset_repeat, are_zeros, group, K
 
-// x [T, K], out [T, stride]; rows 0 to N. A code, or the byte that the table has for it, is (value
-// + bias) / unit.
-extern "C" void multiply_quantized(WEIGHT, const u8* bytes, float bias, float unit, const float* x,
-                                   float* out, long T, long N, long stride) {
+// x [T, K], or [T, 2K] of swiglu; out and residual [T, stride]; rows 0 to N. A code, or the byte that
+// the table has for it, is (value + zero) / unit. Norm, bias and residual may be null.
+extern "C" void multiply_quantized(WEIGHT, const u8* bytes, float zero, float unit, const float* x,
+                                   const float* norm, float eps, int is_swiglu, const float* bias,
+                                   const float* residual, float* out, long T, long N, long stride) {
     Weight w = weight_of(GIVEN);
     bool has_offsets = offset_type != NONE;
-    Inputs inputs(x, T, K, w.blocks, w.stride());
+    Inputs inputs(x, {norm, eps, bool(is_swiglu)}, T, K, w.blocks, w.stride());
     u8 no_table[16] = {};
     Bytes table = load_table(bytes ? bytes : no_table);
     long num_blocks = (N + PREPARED - 1) / PREPARED, row_stride = w.stride();
@@ -472,7 +545,7 @@ extern "C" void multiply_quantized(WEIGHT, const u8* bytes, float bias, float un
         // spread() reads past the end
         std::vector<float> scales(PREPARED * row_stride + LANES),
             offsets(has_offsets ? PREPARED * row_stride : 0);
-        Sides sides = {scales.data(), has_offsets ? offsets.data() : nullptr, bias, unit};
+        Sides sides = {scales.data(), has_offsets ? offsets.data() : nullptr, zero, unit};
 #pragma omp for schedule(dynamic, taken)
         for (long block = 0; block < num_blocks; block++) {
             long begin = block * PREPARED, end = std::min(N, begin + PREPARED);
@@ -491,8 +564,11 @@ extern "C" void multiply_quantized(WEIGHT, const u8* bytes, float bias, float un
                             multiply_some<1>(num_tokens, w, table, inputs, start, first + n,
                                              own.from(n * row_stride), sums + n);
                     for (long t = 0; t < num_tokens; t++)
-                        for (long n = 0; n < num_rows; n++)
-                            out[(start + t) * stride + first + n] = sums[t * ROWS + n];
+                        for (long n = 0; n < num_rows; n++) {
+                            long at = (start + t) * stride + first + n;
+                            float sum = sums[t * ROWS + n] + (bias ? bias[first + n] : 0.0f);
+                            out[at] = sum + (residual ? residual[at] : 0.0f);
+                        }
                 }
             }
         }

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.ops.cpu import attention as cpu_attention
 from penstock.ops.cpu import decode
 from penstock.ops.reference import kv_codes
 from penstock.ops.reference.activation import sigmoid
@@ -43,6 +44,10 @@ def rope_and_store(
     With scales, keys and values are stored as 8-bit codes (`kv_codes`).
     """
     assert (q_norm is None) == (k_norm is None)
+    is_plain = q_norm is None and kv_scales is None
+    if is_plain and cpu_attention.is_better(q, k, keys, positions, kv_index):
+        given = (q, k, v, rope, positions, kv_index, keys, values, interleaved)
+        return cpu_attention.rope_and_store(*given)
     num_heads = (q.shape[1], k.shape[1])
     heads = torch.cat((q, k), dim=1).float()  # [T, Hq + Hkv, D]
     if q_norm is not None and k_norm is not None:

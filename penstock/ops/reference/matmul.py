@@ -36,10 +36,16 @@ def linear(
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
     if weight.parts:
+        if _can_fuse(x, weight, deterministic):
+            return cpu_quantized.multiply_fused(x, weight.parts, bias=bias, residual=residual)
         rounds = not deterministic and rounds_tokens(weight.parts, x, len(x))
         out = multiply_parts(x, weight.parts, bias, deterministic=deterministic, rounds=rounds)
         return (out if residual is None else out.add_(residual)).to(x.dtype)
     return multiply(x, weight.values, bias, residual, deterministic=deterministic)
+
+
+def _can_fuse(x: Tensor, weight: Weight, deterministic: bool) -> bool:
+    return bool(weight.parts) and not deterministic and cpu_quantized.can_fuse(x, weight.parts)
 
 
 def multiply_parts(
@@ -113,6 +119,8 @@ def norm_linear(
     out_dtype: torch.dtype | None = None,  # without rounding to the input dtype first
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
+    if out_dtype in (None, torch.float32) and _can_fuse(x, weight, deterministic):
+        return cpu_quantized.multiply_fused(x, weight.parts, norm=norm_weight, eps=eps, bias=bias)
     normed = norm_tokens(x, norm_weight, eps, deterministic)
     if out_dtype is None or out_dtype == x.dtype:
         return linear(normed, weight, bias, deterministic=deterministic)
@@ -134,6 +142,10 @@ def swiglu_linear(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
+    if _can_fuse(gate_up, weight, deterministic):
+        return cpu_quantized.multiply_fused(
+            gate_up, weight.parts, is_swiglu=True, residual=residual
+        )
     return linear(
         swiglu(gate_up, deterministic), weight, residual=residual, deterministic=deterministic
     )
