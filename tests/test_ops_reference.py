@@ -39,6 +39,7 @@ def take_plain_forms(patch: pytest.MonkeyPatch) -> None:
     """A single token goes the way of many, and so do a few."""
     patch.setattr(decode, "is_alone", lambda x, deterministic: False)
     patch.setattr(decode, "are_few", lambda x, deterministic: False)
+    patch.setattr(decode, "may_be_drafts", lambda x, deterministic: False)
 
 
 def assert_one_token_is_like_many(

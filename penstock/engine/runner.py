@@ -368,7 +368,7 @@ class Runner:
         token_ids = table.draw(logits, rows, needs.mode, drafts.ahead if drafts else 0)
         num_new = None
         if drafts is None:
-            ops.advance_rows(rows, sampling.num_new, token_ids, table.last_token, table.context_len)
+            table.advance(rows, sampling.num_new, token_ids)
         else:
             num_new = table.accept(drafts, token_ids)
         if table.generated is not None:

@@ -19,7 +19,8 @@ from torch import Tensor
 from penstock.ops.cpu import attention
 from penstock.ops.reference import kv_codes
 
-FEW = 4  # tokens
+FEW = 4  # tokens that hardly share experts
+MOST_TOGETHER = 16  # tokens of one sequence: one and its drafts
 
 
 def is_alone(x: Tensor, deterministic: bool) -> bool:
@@ -30,6 +31,12 @@ def is_alone(x: Tensor, deterministic: bool) -> bool:
 def are_few(x: Tensor, deterministic: bool) -> bool:
     """Whether x [T, ..] is a few tokens, such as one with its drafts."""
     return not deterministic and x.is_cpu and 1 < x.shape[0] <= FEW and x.dtype == torch.float32
+
+
+def may_be_drafts(x: Tensor, deterministic: bool) -> bool:
+    """Whether x [T, ..] may be a token and its drafts."""
+    is_small = 1 < x.shape[0] <= MOST_TOGETHER
+    return not deterministic and x.is_cpu and is_small and x.dtype == torch.float32
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [1, K] -> [1, K]

@@ -84,7 +84,7 @@ def paged_attention(
     if decode.is_alone(q, deterministic) and len(spans) == 1:
         alone = decode.attend(q, *caches, page_table[0], spans[0].context_len, scale, window)
         return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))
-    if decode.are_few(q, deterministic) and _are_one_sequence(spans, page_table):
+    if decode.may_be_drafts(q, deterministic) and _are_one_sequence(spans, page_table):
         context_len = spans[-1].context_len
         drafts = decode.attend_drafts(q, *caches, page_table[0], context_len, scale, window)
         return drafts if gate is None else drafts.mul_(sigmoid(gate, deterministic))
