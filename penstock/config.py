@@ -22,9 +22,40 @@ REASONING_PLACES = ("separate", "content")
 ROUTING_POLICIES = ("prefix", "least-pending", "round-robin")
 # Sampling parameters that an operator may set.
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SPECULATORS = ("auto", "off", "mtp", "ngram")
+USUAL_DRAFTS = {"mtp": 3, "ngram": 7}  # of a step, if --speculate does not say how many
+MOST_DRAFTS = 15
 POOLINGS = ("auto", "last", "mean")
 SCORINGS = ("auto", "yes-no", "classifier", "cosine")
 SCORE_PROMPTS = ("auto", "qwen3", "pair", "template")
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Who drafts tokens, and how many of them a step verifies at most."""
+
+    kind: str = "off"
+    num_drafts: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Speculation:
+        kind, _, number = text.partition(":")
+        _require_choice("speculate", kind, SPECULATORS)
+        if kind in ("auto", "off"):
+            if number:
+                raise ConfigError(
+                    f"speculate is {text!r}", "A number of drafts needs a drafter.", "Name it."
+                )
+            return cls(kind)
+        if not number:
+            return cls(kind, USUAL_DRAFTS[kind])
+        if not (number.isdecimal() and 1 <= int(number) <= MOST_DRAFTS):
+            raise ConfigError(
+                f"speculate is {text!r}",
+                f"A step verifies 1 to {MOST_DRAFTS} drafts.",
+                f"Use {kind}:{USUAL_DRAFTS[kind]}, or another number.",
+            )
+        return cls(kind, int(number))
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
@@ -124,6 +155,12 @@ class EngineConfig:
         "plan a step while the device runs the previous one (default: on a GPU)",
         aliases=("--async-scheduling",),
     )
+    speculate: str = setting(
+        "off",
+        "draft tokens and verify several in one step, with the same results: mtp (the checkpoint's "
+        "drafting head), ngram (what followed the same words before), off, or auto (mtp on a CPU "
+        "if the checkpoint has a head, else off); mtp:3 drafts at most 3 a step",
+    )
     pooling: str = setting(
         "auto",
         "pool embeddings from the last token's hidden state or from the mean (default: "
@@ -191,9 +228,16 @@ class EngineConfig:
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _require_choice("state_dtype", self.state_dtype, tuple(STATE_DTYPES))
+        Speculation.parse(self.speculate)
         _require_choice("pooling", self.pooling, POOLINGS)
         _require_choice("scoring", self.scoring, SCORINGS)
         _require_choice("score_prompt", self.score_prompt, SCORE_PROMPTS)
+
+    @property
+    def speculation(self) -> Speculation:
+        """Nobody drafts where it is still to be found out who could."""
+        read = Speculation.parse(self.speculate)
+        return read if read.num_drafts else Speculation()
 
     @property
     def state_bytes(self) -> int:

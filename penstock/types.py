@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -176,7 +176,18 @@ class Request:
         return scope_of(self.tenant, self.cache_salt)
 
 
-@dataclass(slots=True, eq=False)
+class KeptState(NamedTuple):
+    """A decode that replays drafts passes a place whose state is to be kept. It may also start
+    behind that place or not reach it: where drafts ended, only the device knows."""
+
+    num_tokens: int
+    slot: int
+
+
+NOTHING_KEPT = KeptState(0, 0)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """A request's life in the engine. Only the scheduler and the cache write to it.
 
@@ -212,6 +223,9 @@ class Sequence:
         default_factory=dict
     )  # num_tokens -> slot, not yet registered
     reply_checkpoint: int | None = None  # num_tokens of the last one within the reply
+    # With drafts, the state to keep next, until a step is known to have passed its place.
+    keep: KeptState = NOTHING_KEPT
+    num_in_slot: int = 0  # tokens whose state the slot holds when the next step to commit starts
     num_preemptions: int = 0
     num_scored: int = 0  # tokens after the prompt's first whose scores have been sent
     finish: FinishReason | None = None
@@ -235,11 +249,6 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens that exist at most, seen by the host or not."""
         return len(self.tokens) + self.max_in_flight
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether the host knows how many tokens exist."""
-        return self.steps_in_flight == self.max_in_flight
 
     @property
     def num_generated(self) -> int:
@@ -324,6 +333,9 @@ class RowPlan:
     prompt_targets: PromptTargets | None = None
     pooled: PooledChunk | None = None
     max_tokens: int = 1  # that the row samples in this step: 1, and its drafts
+    draft_ids: tuple[int, ...] = ()  # from the host; empty: the device drafts
+    keep: KeptState = NOTHING_KEPT
+    next_token: int = 0  # behind a chunk that does not sample, for drafters
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)  # the same in nearly every step: a page may change its slots
@@ -333,6 +345,10 @@ class RowPlan:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) or self.max_tokens
+
+    @property
+    def num_drafts(self) -> int:
+        return self.max_tokens - 1
 
     @property
     def is_decode(self) -> bool:
@@ -372,6 +388,10 @@ class StepPlan:
     def is_decode(self) -> bool:
         """Whether every row continues from its last sample."""
         return all(row.is_decode for row in self.rows)
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(row.max_tokens > 1 for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from penstock.ops.triton import (
     delta_net,
     delta_net_blocks,
     delta_net_convolve,
+    delta_net_drafts,
     delta_net_prepare,
     fp8,
     launch,
@@ -193,6 +194,8 @@ def decode_rows_cases() -> list[CompileCase]:
     decode |= dict.fromkeys(("p_page_table", "p_row_pages"), "*i32")
     tail = ("p_rows", "p_num_new", "p_token_ids", "p_last_token", "p_context_len")
     advance = dict.fromkeys(tail, "*i64") | {"num_rows": "i32"}
+    accepting = ("p_rows", "p_num_tokens", "p_sampled", "p_drafts", "p_last_token")
+    accepting += ("p_context_len", "p_num_accepted", "p_num_new")
     options = {"num_warps": decode_rows._TILE["num_warps"], "num_stages": 1}
     return [
         (
@@ -206,6 +209,12 @@ def decode_rows_cases() -> list[CompileCase]:
             advance,
             {"BLOCK": decode_rows._ADVANCE_TILE["BLOCK"], "PDL": False},
             options,
+        ),
+        (
+            decode_rows.accept_drafts_kernel,
+            dict.fromkeys(accepting, "*i64") | {"num_rows": "i32"},
+            {"NUM_DRAFTS": 3, "BLOCK_ROWS": 64, "BLOCK_N": 4, "PDL": False},
+            {"num_warps": 1, "num_stages": 1},
         ),
     ]
 
@@ -245,6 +254,20 @@ def delta_net_cases() -> list[CompileCase]:
     signature = {**pointers, "eps": "fp32", **strides}
     decodes = [
         (delta_net._decode_kernel, {**signature, "recurrent": states}, constexprs, tile)
+        for states in ("*fp32", "*fp16")
+    ]
+    journal = dict.fromkeys(("keys", "values", "gates"), "*fp32")
+    numbers = ("query_start", "rows", "num_accepted", "keep_at", "keep_slots")
+    journal |= dict.fromkeys(numbers, "*i64")
+    with_drafts = {**constexprs, "NUM_ENTRIES": 3, "RING": 7}
+    del with_drafts["BLOCK_RING"]
+    decodes += [
+        (
+            delta_net_drafts.drafts_kernel,
+            {**signature, **journal, "recurrent": states},
+            with_drafts,
+            tile,
+        )
         for states in ("*fp32", "*fp16")
     ]
     return [*decodes, *delta_net_blocks_cases()]

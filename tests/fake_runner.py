@@ -6,7 +6,8 @@ Each row is checked to read exactly its sequence's tokens through its page table
 initial slot, and rows of one step must not touch each other's memory, since a device runs them in
 any order. The sampled token is a hash of everything the row has read: wrong paging or a wrong state
 becomes a wrong token. A decode that may bring n tokens brings one to n of them, as the device likes,
-and leaves garbage where drafts were rejected.
+and leaves garbage where drafts were rejected. Its slot gets the state behind its first token only:
+the drafts that were right wait in a journal, which the next step replays.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class _Row:
     tokens: list[int] | None = None
     start: int = 0  # of the step that runs
     accepted: tuple[int, ...] = ()  # drafts of that step
+    journal: tuple[int, ...] = ()  # drafts of the step before that were right
     last_sample: int | None = None
 
     def next_token(self, context: tuple[int, ...]) -> int:
@@ -161,7 +163,7 @@ class FakeRunner:
                 assert row.admission.history == tuple(self._known_tokens(plan.row))
             else:
                 assert row.admission.history == ()
-        row.start, row.accepted = len(row.tokens), ()
+        row.start, row.journal, row.accepted = len(row.tokens), row.accepted, ()
         if plan.token_ids:
             assert plan.start == row.start, "a row skips tokens or repeats some"
             assert len(plan.token_ids) == 1 or plan.start % self.page_size == 0
@@ -211,6 +213,7 @@ class FakeRunner:
         written = [
             slot for row in plan.rows for slot in (row.slot, *(slot for _, slot in row.checkpoints))
         ]
+        written += [row.keep.slot for row in plan.rows if row.keep.slot]
         assert 0 not in written, "slot 0 belongs to nobody"
         assert len(set(written)) == len(written), "a slot is written twice in a step"
         for row in plan.rows:
@@ -224,7 +227,7 @@ class FakeRunner:
         if start == 0:
             return ()
         assert tokens is not None
-        state = self._slots[plan.initial_slot]
+        state = self._slots[plan.initial_slot] + self._rows[plan.row].journal
         assert state == tuple(tokens[:start]), "the state is not that of the sequence's tokens"
         return state
 
@@ -238,7 +241,11 @@ class FakeRunner:
                 )
                 page[position % self.page_size] = token
         if self.has_slots:
-            self._slots[plan.slot] = state + new
+            num_replayed = len(row.journal) if plan.is_decode else 0
+            if plan.keep.slot and row.start - num_replayed <= plan.keep.num_tokens <= row.start:
+                assert plan.keep.num_tokens % self.page_size == 0
+                self._slots[plan.keep.slot] = state[: plan.keep.num_tokens]
+            self._slots[plan.slot] = state + (new[:1] if plan.is_decode else new)
             for num_tokens, slot in plan.checkpoints:
                 assert 0 < num_tokens <= len(new)
                 assert (plan.start + num_tokens) % self.page_size == 0

@@ -329,7 +329,7 @@ def parse(settings: type[Any], *words: str) -> argparse.Namespace:
 
 SAMPLES = {"int": "7", "float": "0.5", "bool": "1", "str": "x"}
 SAMPLES |= {"tuple[int, ...]": "7", "tuple[str, ...]": "x"}
-OWN_SAMPLES = {"min_priority": "-7"}  # of settings that take few values
+OWN_SAMPLES = {"min_priority": "-7", "speculate": "mtp:2"}  # of settings that take few values
 
 
 @pytest.mark.parametrize("settings", [EngineConfig, ServeConfig])

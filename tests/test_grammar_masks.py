@@ -230,7 +230,9 @@ def test_a_mask_allows_exactly_what_the_matcher_accepts(grammar: str) -> None:
     followers = [grammar_masks.Constraint(sequence, matcher.deep_copy()) for sequence in sequences]
     for token_id in tokens:
         pair, single = (
-            engine.policy.constraints.fill(list(enumerate(chosen)))
+            engine.policy.constraints.fill(
+                [grammar_masks.ConstrainedRow(place, one) for place, one in enumerate(chosen)]
+            )
             for chosen in (followers, followers[:1])
         )
         expected = {t for t in range(VOCAB_SIZE) if matcher.validate_tokens([t])} - set(ENDS)

@@ -9,7 +9,7 @@ import torch
 
 from kernel_checks import INTERPRETED, ON_GPU
 from penstock.ops.reference import decode_rows as reference
-from penstock.ops.triton.decode_rows import advance_rows, decode_rows
+from penstock.ops.triton.decode_rows import accept_drafts, advance_rows, decode_rows
 
 DEVICES = [
     pytest.param("cpu", marks=INTERPRETED, id="interpreted"),
@@ -91,3 +91,30 @@ def test_rows_gain_their_tokens_and_padding_gains_none(device: str, num_padding:
         assert last_token.tolist() == [before[0], 71, before[2], 70, 72]
         results.append((last_token, context_len))
     assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_padding", [0, 1, 200])
+def test_drafts_are_right_up_to_the_first_that_the_model_does_not_say(
+    device: str, num_padding: int
+) -> None:
+    """At every place, in rows with all drafts, with fewer and with none; padding gains nothing."""
+    drafts = torch.tensor([[0] * 3, [11, 12, 13], [21, 22, 23], [31, 32, 33], [41, 42, 43]])
+    rows = torch.tensor([3, 1, 4, 2] + [0] * num_padding, device=device)
+    num_tokens = torch.tensor([4, 4, 2, 1] + [0] * num_padding, device=device)
+    for wrong in range(4):
+        said = [31, 32, 33, 34, 11, 12, 13, 14, 41, 42, 21]
+        if wrong < 3:
+            said[4 + wrong] = 99
+        results = []
+        for run in (accept_drafts, reference.accept_drafts):
+            last_token, context_len, _ = tables([1, 64, 9, 30, 7], 1, device)
+            before, accepted = last_token.tolist(), torch.full_like(last_token, 5)
+            given = (torch.tensor(said, device=device), drafts.to(device))
+            num_new = run(rows, num_tokens, *given, last_token, context_len, accepted)
+            assert num_new.tolist() == [4, wrong + 1, 2, 1] + [0] * num_padding
+            assert accepted.tolist() == [5, wrong, 0, 3, 1]
+            assert context_len.tolist() == [1, 65 + wrong, 10, 34, 9]
+            assert last_token.tolist() == [before[0], said[4 + wrong], 21, 34, 42]
+            results.append((last_token, context_len, accepted, num_new))
+        assert all(torch.equal(*pair) for pair in zip(*results))

@@ -23,7 +23,7 @@ from penstock.cache.sessions import NO_SESSIONS, Clock, SessionLimits, Sessions
 from penstock.cache.slots import SlotPool
 from penstock.digests import ROOT, extend_digests
 from penstock.errors import CapacityError
-from penstock.types import PrefixHit, Sequence
+from penstock.types import NOTHING_KEPT, KeptState, PrefixHit, Sequence
 
 COUNTERS = (
     "hit",
@@ -266,7 +266,7 @@ class Cache:
             or sequence.num_computed in sequence.checkpoints
         ):
             return
-        slot = self._next_reply_slot(sequence)
+        slot = self._next_reply_slot(sequence, sequence.num_computed)
         if slot is None:
             return
         assert sequence.slot is not None
@@ -274,6 +274,41 @@ class Cache:
         self._num_planned_checkpoints += 1
         sequence.reply_checkpoint = sequence.num_computed
         sequence.initial_slot, sequence.slot = sequence.slot, slot
+
+    def keep_passed_state(self, sequence: Sequence) -> KeptState:
+        """The same for a sequence with drafts, which may pass a boundary in any step: the step that
+        does copies the state there to a slot of its own. Which one it was, `note_passed_state`
+        says.
+        """
+        if not (self.keeps_checkpoints and self._reply_states) or sequence.keep.slot:
+            return sequence.keep
+        place = sequence.num_computed // self.page_size * self.page_size
+        if place <= max(sequence.num_in_slot - 1, sequence.reply_checkpoint or 0):
+            return NOTHING_KEPT
+        slot = None if place in sequence.checkpoints else self._next_reply_slot(sequence, place)
+        if slot is not None:
+            sequence.keep = KeptState(place, slot)
+            sequence.reply_checkpoint = place
+            self._num_planned_checkpoints += 1
+        return sequence.keep
+
+    def note_passed_state(self, sequence: Sequence, keep: KeptState, start: int) -> None:
+        """A step that was to keep a state has ended; it replayed the tokens from `num_in_slot` to
+        `start`."""
+        if not sequence.keep.slot:
+            return
+        place, slot = sequence.keep
+        if keep == sequence.keep and sequence.num_in_slot <= place <= start:
+            sequence.checkpoints[place] = slot
+            sequence.keep = NOTHING_KEPT
+        elif place <= start:  # it was passed before it had a slot
+            self._forget_kept_state(sequence)
+
+    def _forget_kept_state(self, sequence: Sequence) -> None:
+        if sequence.keep.slot:
+            self._slots.give_back(sequence.keep.slot)
+            self._num_planned_checkpoints -= 1
+            sequence.keep = NOTHING_KEPT
 
     def end_plan(self) -> None:
         """The plan is complete. Later plans run after it, so they may overwrite what its rows
@@ -343,13 +378,14 @@ class Cache:
                 self._index.remember(digest)
         for slot in sequence.checkpoints.values():
             self._slots.give_back(slot)
+        self._forget_kept_state(sequence)
         if sequence.slot is not None:
             self._slots.give_back(sequence.slot)
         self._num_planned_checkpoints -= len(sequence.checkpoints)
         self._owners.discard(sequence)
         sequence.pages, sequence.checkpoints = [], {}
         sequence.slot = sequence.initial_slot = sequence.reply_checkpoint = None
-        sequence.num_registered_pages = sequence.num_computed = 0
+        sequence.num_registered_pages = sequence.num_computed = sequence.num_in_slot = 0
 
     def check(self) -> None:
         """Asserts that every page and every slot is accounted for exactly once."""
@@ -373,6 +409,7 @@ class Cache:
                 assert node is not None, f"page {sequence.pages[index]} was evicted while in use"
                 assert node.page == sequence.pages[index]
         planned = [slot for sequence in self._owners for slot in sequence.checkpoints.values()]
+        planned += [sequence.keep.slot for sequence in self._owners if sequence.keep.slot]
         taken = [sequence.slot for sequence in self._owners if sequence.slot is not None] + planned
         taken += [*self._checkpoints.slots(), *self._slots.free_slots()]
         assert sorted(taken) == list(range(1, self.num_slots)), "a slot leaked or is owned twice"
@@ -445,12 +482,11 @@ class Cache:
         return self._slots.take()
 
     def _nearest_below(self, sequence: Sequence, num_tokens: int) -> int:
-        return (
-            self._checkpoints.nearest(sequence.digests, num_tokens // self.page_size - 1)
-            * self.page_size
-        )
+        # Tokens in flight have no digests yet.
+        num_pages = min(num_tokens // self.page_size - 1, len(sequence.digests))
+        return self._checkpoints.nearest(sequence.digests, num_pages) * self.page_size
 
-    def _next_reply_slot(self, sequence: Sequence) -> int | None:
+    def _next_reply_slot(self, sequence: Sequence, num_tokens: int) -> int | None:
         """The slot of the reply's previous checkpoint, or else another, but at most half of the
         slots for such replies."""
         previous = sequence.reply_checkpoint
@@ -470,7 +506,7 @@ class Cache:
             num_replies = sum(owner.reply_checkpoint is not None for owner in self._owners)
             if num_replies >= self.max_checkpoints // 2:
                 return None
-        return self._take_checkpoint_slot(sequence, sequence.num_computed)
+        return self._take_checkpoint_slot(sequence, num_tokens)
 
     def _take_page(self) -> int:
         if not self._pages.num_free:

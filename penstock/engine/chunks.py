@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from penstock.types import Admission, PageUpdate, PooledChunk, PromptTargets, Sequence
+from penstock.types import (
+    NOTHING_KEPT,
+    Admission,
+    KeptState,
+    PageUpdate,
+    PooledChunk,
+    PromptTargets,
+    Sequence,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +28,17 @@ class Chunk:
     samples: bool
     is_decode: bool
     num_new_pages: int  # at the end of the sequence's page table: those that the row's table lacks
+    draft_ids: tuple[int, ...] = ()  # of the host
+    keep: KeptState = NOTHING_KEPT
 
     @property
     def max_new_tokens(self) -> int:
         """Tokens that its sequence gains at most: a decode's own next one, and its drafts."""
         return self.num_tokens if self.is_decode else int(self.samples)
+
+    @property
+    def num_drafts(self) -> int:
+        return self.num_tokens - 1 if self.is_decode else 0
 
     @property
     def new_pages(self) -> PageUpdate:
@@ -42,6 +56,12 @@ class Chunk:
         num_top = sequence.request.sampling.prompt_logprobs
         assert num_top is not None
         return PromptTargets(tuple(sequence.tokens[start:end]), num_top)
+
+    @property
+    def next_token(self) -> int:
+        """Behind the chunk, if the host knows it."""
+        tokens, end = self.sequence.tokens, self.start + self.num_tokens
+        return tokens[end] if end < len(tokens) else 0
 
     @property
     def pooled(self) -> PooledChunk | None:

@@ -4,10 +4,15 @@ never moved.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 
+from penstock.config import Speculation
 from penstock.layers.inputs import KVCache, LayerCache, StateCache
-from penstock.types import CacheSpec, KVSpec
+from penstock.ops import Journal
+from penstock.types import CacheSpec, KVSpec, StateSpec
 
 _KV_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -22,6 +27,28 @@ def find_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
     return model_dtype if name == "auto" else _KV_DTYPES[name]
 
 
+def cache_specs(model: Any, speculation: Speculation) -> list[CacheSpec]:
+    """What the model's layers store, and behind them its drafting head, if that drafts. Inputs of
+    drafts need room in the convolutions' rings."""
+    specs = [
+        dataclasses.replace(spec, conv_width=spec.conv_width + speculation.num_drafts)
+        if isinstance(spec, StateSpec)
+        else spec
+        for spec in model.cache_specs()
+    ]
+    return [*specs, model.mtp.cache_spec] if speculation.kind == "mtp" else specs
+
+
+def journal_bytes(specs: list[CacheSpec], num_drafts: int) -> int:
+    """Of one row."""
+    sizes = [
+        spec.num_value_heads * (spec.key_dim + spec.value_dim + 2)
+        for spec in specs
+        if isinstance(spec, StateSpec)
+    ]
+    return 4 * num_drafts * sum(sizes)
+
+
 def allocate_caches(
     specs: list[CacheSpec],
     *,
@@ -32,6 +59,8 @@ def allocate_caches(
     kv_dtype: torch.dtype,
     state_dtype: torch.dtype,
     device: torch.device,
+    num_rows: int = 0,  # of journals
+    num_drafts: int = 0,
 ) -> list[LayerCache]:
     caches: list[LayerCache] = []
     has_scales = kv_dtype.itemsize == 1
@@ -52,6 +81,20 @@ def allocate_caches(
                 StateCache(
                     recurrent=torch.zeros(state_shape, dtype=state_dtype, device=device),
                     conv=torch.zeros(conv_shape, dtype=dtype, device=device),
+                    journal=_new_journal(spec, num_rows, num_drafts, device),
                 )
             )
     return caches
+
+
+def _new_journal(
+    spec: StateSpec, num_rows: int, num_drafts: int, device: torch.device
+) -> Journal | None:
+    if not num_drafts:
+        return None
+    places = (num_rows, num_drafts)
+    return Journal(
+        keys=torch.zeros(*places, spec.num_value_heads, spec.key_dim, device=device),
+        values=torch.zeros(*places, spec.num_value_heads, spec.value_dim, device=device),
+        gates=torch.zeros(*places, 2, spec.num_value_heads, device=device),
+    )

@@ -8,6 +8,7 @@ depend on them; the device computes the logits meanwhile. The engine knows token
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from penstock import ops
 from penstock.config import EngineConfig
 from penstock.engine.device import on_device, pick_device
-from penstock.engine.grammar_masks import Constraint, StepMasks
+from penstock.engine.grammar_masks import ConstrainedRow, StepMasks
 from penstock.engine.memory import MemoryPlan, build_runner
 from penstock.engine.policy import Policy
 from penstock.engine.runner import PendingStep
@@ -46,6 +47,7 @@ class Engine:
     ) -> None:
         """Takes a model whose weights are loaded, and plans the memory for its cache."""
         is_gpu = model.device.type == "cuda"
+        config = _find_drafter(config, model, name)
         check_page_size(config, model.device)
         if not is_gpu and not config.deterministic:
             pack_weights(model, keep=model.head.weight)
@@ -74,6 +76,8 @@ class Engine:
         tokenizer: str | None = None,  # a folder or a tokenizer.json, if not the model's own
     ) -> Engine:
         device = pick_device(config.device)
+        is_auto = config.speculate == "auto" and not device.startswith("cuda")
+        may_use_head = is_auto or config.speculation.kind == "mtp"
         with on_device(torch.device(device)):
             with timed("weights", on_phase) as report:
                 model = load_model(
@@ -84,6 +88,7 @@ class Engine:
                     seed=config.weights_seed,
                     on_phase=report,
                     quantization=config.quantization,
+                    with_drafting_head=may_use_head,
                 )
             return cls(model, config, source.name, on_phase, _tokenizer_file(tokenizer, source))
 
@@ -107,6 +112,8 @@ class Engine:
         if self._pending is not None and policy.scheduler.holds_planning:
             self._commit_pending()
             return policy.take_deltas()
+        if policy.speculator.needs_all_tokens:
+            self._commit_pending()
         plan = policy.plan()
         if policy.scheduler.admitted_ids:
             self.on_start(policy.scheduler.admitted_ids)
@@ -125,7 +132,7 @@ class Engine:
         masks = partial(self._fill_masks, constrained) if constrained else None
         return self.runner.launch(plan, masks)
 
-    def _fill_masks(self, constrained: list[tuple[int, Constraint]]) -> StepMasks:
+    def _fill_masks(self, constrained: list[ConstrainedRow]) -> StepMasks:
         """While the device computes the logits that they mask."""
         self._commit_pending()
         return self.policy.fill_masks(constrained)
@@ -160,6 +167,22 @@ class Engine:
         """A running request of the session continues, and stores its work for the session again
         when it ends."""
         return self.policy.cache.sessions.drop(session_id)
+
+
+def _find_drafter(config: EngineConfig, model: Any, name: str) -> EngineConfig:
+    """What `auto` means for a model: a drafting head drafts on a CPU, where that was measured."""
+    # Many checkpoints have no drafting head although their config.json counts one.
+    has_head = getattr(model, "mtp", None) is not None
+    if config.speculate == "auto":
+        drafts = has_head and model.device.type == "cpu"
+        return dataclasses.replace(config, speculate="mtp" if drafts else "off")
+    if config.speculation.kind == "mtp" and not has_head:
+        raise ConfigError(
+            f"speculate is {config.speculate!r}, and {name} has no drafting head",
+            "Its checkpoint stores no tensors named mtp.",
+            "Use --speculate ngram, which needs no head, or --speculate off.",
+        )
+    return config
 
 
 def _describe(model: Any, name: str, memory: MemoryPlan, kv_dtype: str) -> EngineInfo:

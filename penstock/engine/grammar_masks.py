@@ -7,6 +7,9 @@ that an expensive one delays only its own request, and llguidance's threads fill
 device computes the logits. The cost of a grammar is limited; one that exceeds the limit ends only
 its own request. The engine decides when masks are due and what happens to a failed request.
 
+A row with drafts needs a mask for each of its places: a matcher walks over the drafts and back.
+Tokens that a grammar forces are drafts themselves.
+
 llguidance is imported when the first constrained request comes.
 """
 
@@ -43,7 +46,7 @@ class StepMasks:
     """The allowed tokens of the constrained rows of one step; valid until the next step's masks are
     filled."""
 
-    places: list[int]  # [N] places of these rows among the sampling rows
+    places: list[int]  # [N] of these masks among the rows of logits
     allowed: np.ndarray  # [N, words] int32
     failures: list[tuple[str, str]]  # request ids, and why their grammars failed
 
@@ -55,6 +58,15 @@ class Prepared:
     request: Request
     matcher: LLMatcher | None
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ConstrainedRow:
+    """A row of a step, and the first of its rows of logits: it has one, and one more a draft."""
+
+    place: int
+    constraint: Constraint
+    draft_ids: tuple[int, ...] = ()
 
 
 class Constraint:
@@ -79,6 +91,9 @@ class Constraint:
             else:
                 self.has_started = token_id in self._starts_after
         self._num_followed = len(tokens)
+
+    def starts_with(self, token_id: int) -> bool:
+        return token_id in self._starts_after
 
 
 class GrammarCompiler:
@@ -156,14 +171,14 @@ class GrammarCompiler:
 class Constraints:
     compiler: GrammarCompiler
     vocab_size: int
-    max_rows: int
+    max_masks: int  # of a step
     new_buffer: NewBuffer
     _preparing: dict[str, tuple[Request, Future[LLMatcher]]] = field(default_factory=dict)
     _live: list[Constraint] = field(default_factory=list)
     # One thread, so the compiler's cache needs no lock.
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar"))
     _executor: LLExecutor | None = None
-    _allowed: np.ndarray | None = None  # [max_rows, words] int32
+    _allowed: np.ndarray | None = None  # [max_masks, words] int32
 
     @property
     def num_preparing(self) -> int:
@@ -207,31 +222,43 @@ class Constraints:
         """Without a matcher, only banned words apply."""
         self._live.append(Constraint(sequence, matcher))
 
-    def rows_of(self, plan: StepPlan) -> list[tuple[int, Constraint]]:
-        """The constrained rows that sample in this step, with their places among all sampling
-        rows.
-        """
+    def rows_of(self, plan: StepPlan) -> list[ConstrainedRow]:
+        """The constrained rows that sample in this step."""
         if not self._live:
             return []
         self._live = [constraint for constraint in self._live if constraint.sequence.finish is None]
-        places = {
-            row: place for place, row in enumerate(row.row for row in plan.rows if row.samples)
-        }
+        places, first = {}, 0
+        for row in plan.rows:
+            if row.samples:
+                places[row.row] = first, row.draft_ids
+                first += row.max_tokens
         return [
-            (places[constraint.sequence.row], constraint)
+            ConstrainedRow(place, constraint, draft_ids)
             for constraint in self._live
-            if constraint.sequence.row in places
+            if (number := constraint.sequence.row) is not None and number in places
+            for place, draft_ids in [places[number]]
         ]
 
-    def fill(self, rows: list[tuple[int, Constraint]]) -> StepMasks:
+    def forced(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """The next tokens of a sequence whose tokens the host knows, as far as its grammar leaves
+        no choice of text. Drafts only: the same text may have other tokens."""
+        constraint = next((one for one in self._live if one.sequence is sequence), None)
+        if constraint is None or constraint.matcher is None:
+            return ()
+        constraint.follow()
+        if not constraint.has_started or constraint.matcher.is_error():
+            return ()
+        return tuple(constraint.matcher.compute_ff_tokens()[:most])
+
+    def fill(self, rows: list[ConstrainedRow]) -> StepMasks:
         """The masks of rows whose latest tokens the host knows. Rows that have ended get none."""
-        rows = [
-            (place, constraint) for place, constraint in rows if constraint.sequence.finish is None
-        ]
-        allowed = self._buffer()[: len(rows)]
+        rows = [row for row in rows if row.constraint.sequence.finish is None]
+        num_ahead = sum(len(row.draft_ids) for row in rows)
+        allowed = self._buffer()[: len(rows) + num_ahead]
         words = allowed.view(np.uint32)
         jobs = []
-        for index, (_, constraint) in enumerate(rows):
+        for index, row in enumerate(rows):
+            constraint = row.constraint
             constraint.follow()
             if constraint.matcher is None:
                 words[index].fill(ALL_ALLOWED)
@@ -239,20 +266,53 @@ class Constraints:
                 jobs.append((constraint.matcher, index))
             else:
                 self._allow_all_but_ends(words[index], constraint)
-        self._run(jobs, allowed)
+        self._run(jobs, allowed[: len(rows)])
         failures = []
         for matcher, index in jobs:
-            constraint = rows[index][1]
+            constraint = rows[index].constraint
             if matcher.is_error():
                 failures.append((constraint.sequence.id, problem_of(matcher)))
             else:
                 self._translate_end(words[index], constraint)
-        for index, (_, constraint) in enumerate(rows):
-            if constraint.banned and not _forbid_words(words[index], constraint):
+        for index, row in enumerate(rows):
+            if row.constraint.banned and not _forbid_words(words[index], row.constraint):
                 failures.append(
-                    (constraint.sequence.id, "bad_words forbid every token that it allows.")
+                    (row.constraint.sequence.id, "bad_words forbid every token that it allows.")
                 )
-        return StepMasks([place for place, _ in rows], allowed, failures)
+        places, first = [row.place for row in rows], len(rows)
+        for row in rows:
+            end = first + len(row.draft_ids)
+            self._fill_ahead(row, words[first:end])
+            places += range(row.place + 1, row.place + 1 + len(row.draft_ids))
+            first = end
+        return StepMasks(places, allowed, failures)
+
+    def _fill_ahead(self, row: ConstrainedRow, words: np.ndarray) -> None:
+        """The masks behind each draft. Behind one that is forbidden or ends the reply anything is
+        allowed: nothing there is taken."""
+        constraint, matcher = row.constraint, row.constraint.matcher
+        words.fill(ALL_ALLOWED)
+        num_consumed, has_started = 0, constraint.has_started
+        for place, draft in enumerate(row.draft_ids):
+            own = words[place]
+            if draft in constraint.sequence.request.end_token_ids:
+                break
+            if matcher is not None and has_started:
+                if matcher.is_error() or matcher.validate_tokens([draft]) < 1:
+                    break
+                matcher.consume_token(draft)
+                num_consumed += 1
+            elif matcher is not None:
+                has_started = constraint.starts_with(draft)
+            if matcher is not None and has_started:
+                matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+                self._translate_end(own, constraint)
+            elif matcher is not None:
+                self._allow_all_but_ends(own, constraint)
+            if constraint.banned:
+                _forbid_words(own, constraint, row.draft_ids[: place + 1])
+        if matcher is not None and num_consumed:
+            matcher.rollback(num_consumed)
 
     def _run(self, jobs: list[tuple[LLMatcher, int]], allowed: np.ndarray) -> None:
         num_bytes = allowed.shape[1] * 4
@@ -272,7 +332,7 @@ class Constraints:
         """The same buffer in every step: the step that copied from it has ended when the next one
         is filled."""
         if self._allowed is None:
-            self._allowed = self.new_buffer((self.max_rows, -(-self.vocab_size // 32)))
+            self._allowed = self.new_buffer((self.max_masks, -(-self.vocab_size // 32)))
         return self._allowed
 
     def _allow_all_but_ends(self, words: np.ndarray, constraint: Constraint) -> None:
@@ -295,10 +355,13 @@ class Constraints:
                 words[token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
-def _forbid_words(words: np.ndarray, constraint: Constraint) -> bool:
+def _forbid_words(
+    words: np.ndarray, constraint: Constraint, draft_ids: tuple[int, ...] = ()
+) -> bool:
     """Returns whether any token is still allowed."""
     sequence = constraint.sequence
-    for token_id in constraint.banned.next_ids(sequence.tokens, sequence.num_prompt_tokens):
+    tokens = [*sequence.tokens, *draft_ids] if draft_ids else sequence.tokens
+    for token_id in constraint.banned.next_ids(tokens, sequence.num_prompt_tokens):
         words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
     return bool(words.any())
 

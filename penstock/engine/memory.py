@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from penstock.config import EngineConfig
-from penstock.engine.device_cache import find_kv_dtype
+from penstock.engine.device_cache import cache_specs, find_kv_dtype, journal_bytes
 from penstock.engine.dry_run import DryRun, free_bytes
 from penstock.engine.pools import GB, PoolSizes, size_pools
 from penstock.engine.runner import Runner
@@ -221,14 +221,17 @@ def _draft_pools(model: Any, config: EngineConfig, name: str, free: int) -> Pool
 
 
 def _size(model: Any, config: EngineConfig, budget: int, max_rows: int | None = None) -> PoolSizes:
+    specs = cache_specs(model, config.speculation)
+    most_rows = max_rows or config.max_rows or _most_rows(model.device.type == "cuda")
+    journals = (most_rows + 1) * journal_bytes(specs, config.speculation.num_drafts)
     return size_pools(
-        model.cache_specs(),
-        budget_bytes=budget,
+        specs,
+        budget_bytes=budget - journals,
         element_bytes=model.dtype.itemsize,
         kv_bytes=find_kv_dtype(config.kv_dtype, model.dtype).itemsize,
         state_bytes=config.state_bytes,
         page_size=config.page_size,
-        max_rows=max_rows or config.max_rows or _most_rows(model.device.type == "cuda"),
+        max_rows=most_rows,
         max_model_len=config.max_model_len,
         max_position=model.max_position,
         prefix_cache=config.prefix_cache,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from penstock.cache import Cache, SessionLimits
 from penstock.config import EngineConfig
 from penstock.engine.grammar_masks import (
-    Constraint,
+    ConstrainedRow,
     Constraints,
     GrammarCompiler,
     NewBuffer,
@@ -23,8 +23,17 @@ from penstock.engine.grammar_masks import (
 )
 from penstock.engine.pools import GB, PoolSizes
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculate import Speculator
 from penstock.errors import RequestError
-from penstock.types import EngineInfo, EngineStats, Request, StepOutput, StepPlan, TokenDelta
+from penstock.types import (
+    EngineInfo,
+    EngineStats,
+    Request,
+    Sequence,
+    StepOutput,
+    StepPlan,
+    TokenDelta,
+)
 
 if TYPE_CHECKING:
     from penstock.engine.memory import MemoryPlan
@@ -44,6 +53,7 @@ class Policy:
     ) -> None:
         self.info = info
         self.cache = new_cache(config, memory.pools)
+        self.speculator = Speculator(config.speculation, self._forced_ids)
         self.scheduler = Scheduler(
             self.cache,
             max_rows=info.max_rows,
@@ -52,12 +62,14 @@ class Policy:
             mixed_step_tokens=config.mixed_step_tokens
             or (MIXED_GPU_TOKENS if info.device.startswith("cuda") else None),
             bulk_share=config.bulk_share,
+            decode_tokens=self.speculator.decode_tokens,
+            drafts=self.speculator.drafts,
             max_model_len=info.max_model_len,
         )
         self.constraints = Constraints(
             GrammarCompiler(tokenizer_file, info.vocab_size),
             vocab_size=info.vocab_size,
-            max_rows=info.max_rows,
+            max_masks=info.max_rows * self.speculator.decode_tokens,
             new_buffer=new_buffer,
         )
         self._deltas: list[TokenDelta] = []
@@ -116,10 +128,13 @@ class Policy:
                 self.constraints.add(self.scheduler.submit(prepared.request), prepared.matcher)
         return self.scheduler.plan()
 
+    def _forced_ids(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        return self.constraints.forced(sequence, most)
+
     def commit(self, output: StepOutput) -> None:
         self._deltas += self.scheduler.commit(output)
 
-    def fill_masks(self, rows: list[tuple[int, Constraint]]) -> StepMasks:
+    def fill_masks(self, rows: list[ConstrainedRow]) -> StepMasks:
         """Of `constraints.rows_of` a plan; everything before that plan is committed. Ends requests
         whose grammar failed; a step in flight that still has their rows is not affected."""
         masks = self.constraints.fill(rows)

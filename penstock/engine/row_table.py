@@ -5,11 +5,13 @@ tokens and sampling parameters are stored here, by row number. A step's own numb
 host array and one copy; the device derives everything else, so that nothing waits for it.
 
 A decode starts where its row ends: only the device knows how many tokens the row has. A prompt's
-chunk sets that number, sampling adds to it (`ops.advance_rows`), and graphs read it in place.
+chunk sets that number, sampling adds to it (`ops.advance_rows`, or `ops.accept_drafts` where
+requests may draft), and graphs read it in place.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -24,8 +26,9 @@ from torch import Tensor
 from penstock import ops
 from penstock.engine.biases import Entries, LogitBiases
 from penstock.engine.pools import PoolSizes
-from penstock.engine.step_inputs import PADDING_LEN, pack_step, span_of
-from penstock.layers.inputs import RowSpan, StepInputs
+from penstock.engine.step_inputs import PADDING_LEN, DraftPlaces, pack_step, span_of
+from penstock.layers.inputs import AttentionRows, RowSpan, StepInputs
+from penstock.ops import cut_blocks
 from penstock.types import Admission, PageUpdate, RowPlan, SamplingParams, StepPlan
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -80,6 +83,18 @@ class SampleInputs:
     num_new: Tensor  # [L] int64  tokens that each samples
     biases: Entries | None
     forbidden_ends: Entries | None  # for rows that may not end yet
+    drafts: DraftedSamples | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedSamples:
+    """A row with drafts samples at several places, each as if the drafts before it were right."""
+
+    rows: Tensor  # [R] int64
+    num_tokens: Tensor  # [R] int64  that each samples
+    ahead: Tensor  # [L] int64  drafts of its row before each place
+    owner: Tensor  # [L] int64  the place of its row among the R
+    seen: tuple[Tensor, Tensor, Tensor]  # places, table rows and columns of the drafts before them
 
 
 class RowTable:
@@ -91,6 +106,7 @@ class RowTable:
         page_size: int,
         vocab_size: int,
         device: torch.device,
+        num_drafts: int = 0,  # that a row may have in a step
     ) -> None:
         self.max_rows = max_rows
         self.padding_row = max_rows  # belongs to no sequence: it pads a step of a fixed size
@@ -103,6 +119,10 @@ class RowTable:
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
         # Tokens of the row, its last one included: its next sample's position.
         self.context_len = torch.full_like(self.last_token, PADDING_LEN)
+        self.num_drafts = num_drafts
+        self.drafts = self.last_token.new_zeros(num_rows, num_drafts)
+        # Of the last step's drafts: entries of the journals that the next step replays.
+        self.num_accepted = torch.zeros_like(self.last_token)
         self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
         # One column for each name in _SAMPLING_PARAMS.
@@ -121,13 +141,16 @@ class RowTable:
         self._params = [SamplingParams()] * num_rows
 
     @classmethod
-    def for_pools(cls, pools: PoolSizes, model: Any, page_size: int) -> RowTable:
+    def for_pools(
+        cls, pools: PoolSizes, model: Any, page_size: int, num_drafts: int = 0
+    ) -> RowTable:
         return cls(
             max_rows=pools.max_rows,
             max_pages=-(-pools.max_model_len // page_size),
             page_size=page_size,
             vocab_size=model.vocab_size,
             device=model.device,
+            num_drafts=num_drafts,
         )
 
     def sampling_param(self, name: str, rows: Tensor) -> Tensor:  # [L] float32
@@ -162,8 +185,23 @@ class RowTable:
         )
         return SamplingNeeds(params, may_be_short)
 
-    def draw(self, logits: Tensor, rows: Tensor, mode: SamplingMode) -> Tensor:  # [L] int64
-        """Samples the next tokens of `rows`, with each row's own parameters."""
+    def set_drafts(self, rows: Sequence[RowPlan]) -> None:
+        """Of the host."""
+        drafting = [row for row in rows if row.draft_ids]
+        if drafting:
+            numbers = [[row.row] * row.num_drafts for row in drafting]
+            columns = [range(row.num_drafts) for row in drafting]
+            token_ids = [row.draft_ids for row in drafting]
+            parts = [list(chain.from_iterable(part)) for part in (numbers, columns, token_ids)]
+            on_device, places, tokens = self.upload(parts)
+            self.drafts[on_device, places] = tokens
+
+    def draw(
+        self, logits: Tensor, rows: Tensor, mode: SamplingMode, ahead: Tensor | int = 0
+    ) -> Tensor:  # [L] int64
+        """Samples the next tokens of `rows`, with each row's own parameters, so many places
+        ahead.
+        """
         if mode == "greedy":
             return logits.argmax(-1)
         return ops.sample(
@@ -173,7 +211,7 @@ class RowTable:
             self.sampling_param("top_p", rows),
             self.sampling_param("min_p", rows),
             self.seed[rows],
-            self.context_len[rows],
+            self.context_len[rows] + ahead if torch.is_tensor(ahead) else self.context_len[rows],
             mode == "filtered",
         )
 
@@ -195,6 +233,7 @@ class RowTable:
         ]
         rows, seeds, top_k, may_end_at = self.upload(list(zip(*numbers)))
         self.seed[rows] = seeds
+        self.num_accepted[rows] = 0
         self.top_k[rows] = top_k
         self._may_end_at[rows] = may_end_at
         params = [[getattr(one.sampling, name) for name in _SAMPLING_PARAMS] for one in admissions]
@@ -232,7 +271,42 @@ class RowTable:
         if self.device.type == "cpu":
             num_pages = -(-max(span.context_len for span in spans) // self.page_size)
         numbers = self.upload(packed.numbers)
-        return self.derive_inputs(numbers, packed.lengths, spans, num_pages, deterministic)
+        inputs = self.derive_inputs(numbers, packed.lengths, spans, num_pages, deterministic)
+        return self._with_drafts(inputs, rows) if self.num_drafts else inputs
+
+    def _with_drafts(self, inputs: StepInputs, rows: tuple[RowPlan, ...]) -> StepInputs:
+        kept = [row.keep for row in rows]
+        numbers, keep_at, keep_slots, num_drafts = self.upload(
+            [
+                [row.row for row in rows],
+                [one.num_tokens for one in kept],
+                [one.slot for one in kept],
+                [row.num_drafts for row in rows],
+            ]
+        )
+        replay = ops.Replay(numbers, self.num_accepted[numbers], keep_at, keep_slots)
+        inputs = dataclasses.replace(inputs, replay=replay)
+        if not any(row.num_drafts for row in rows):
+            return inputs
+        self.context_len.index_add_(0, numbers, -num_drafts)  # they are no part of it yet
+        found = DraftPlaces.of(rows, inputs.spans)
+        places, owners, columns = self.upload([found.places, found.rows, found.columns])
+        queries = self.upload(found.queries)
+        blocks, block_rows = cut_blocks(found.spans)
+        return dataclasses.replace(
+            inputs,
+            token_ids=inputs.token_ids.index_copy(0, places, self.drafts[owners, columns]),
+            with_drafts=AttentionRows(
+                context_lens=inputs.positions[queries[1:] - 1] + 1,
+                page_table=inputs.page_table[self.upload(found.row_of_query)],
+                query_start=queries,
+                spans=found.spans,
+                blocks=ops.TokenBlocks(
+                    self.upload(blocks, torch.int32).view(-1, 4),
+                    self.upload(block_rows, torch.int32).view(-1, 2),
+                ),
+            ),
+        )
 
     def spans_of(self, rows: Sequence[RowPlan]) -> tuple[RowSpan, ...]:
         """With a decode's context where references run and need it: a GPU would have to wait."""
@@ -268,32 +342,79 @@ class RowTable:
                 rows=inputs.pop("block_rows").int().view(-1, 2),
             ),
             deterministic=deterministic,
-            **inputs,
+            query_start=inputs["query_start"],
+            state_slots=inputs["state_slots"],
+            initial_slots=inputs["initial_slots"],
         )
 
     def sample_inputs(self, plan: StepPlan) -> SampleInputs:
         """For a step whose logits are launched."""
-        numbers = [row.row for row in plan.rows if row.samples]
+        sampling = [row for row in plan.rows if row.samples]
+        numbers = [row.row for row in sampling for _ in range(row.max_tokens)]
         rows, num_new = self.upload([numbers, [1] * len(numbers)])
+        drafts = self._drafted_samples(sampling) if self.num_drafts else None
         return SampleInputs(
             rows=rows,
             num_new=num_new,
             biases=self._biases.entries(numbers),
-            forbidden_ends=self._take_forbidden_ends(numbers, rows),
+            forbidden_ends=self._take_forbidden_ends(numbers, rows, drafts),
+            drafts=drafts,
         )
 
-    def _take_forbidden_ends(self, numbers: list[int], rows: Tensor) -> Entries | None:
+    def _drafted_samples(self, sampling: list[RowPlan]) -> DraftedSamples:
+        ahead = [place for row in sampling for place in range(row.max_tokens)]
+        owner = [index for index, row in enumerate(sampling) for _ in range(row.max_tokens)]
+        seen = [
+            (place, sampling[owner[place]].row, column)
+            for place, num_ahead in enumerate(ahead)
+            for column in range(num_ahead)
+        ]
+        rows, num_tokens = self.upload(
+            [[row.row for row in sampling], [row.max_tokens for row in sampling]]
+        )
+        places, numbers, columns = self.upload(seen).view(-1, 3).unbind(1)
+        ahead_on_device, owner_on_device = self.upload([ahead, owner])
+        return DraftedSamples(
+            rows, num_tokens, ahead_on_device, owner_on_device, (places, numbers, columns)
+        )
+
+    def accept(self, samples: DraftedSamples, token_ids: Tensor) -> Tensor:  # [R] int64
+        """Moves the rows behind the drafts that are right, and one token further."""
+        return ops.accept_drafts(
+            samples.rows,
+            samples.num_tokens,
+            token_ids,
+            self.drafts,
+            self.last_token,
+            self.context_len,
+            self.num_accepted,
+        )
+
+    def count_generated(self, sampling: SampleInputs) -> Tensor:  # [L, vocab] int32
+        """How often each token was generated before each place."""
+        assert self.generated is not None
+        counts = self.generated[sampling.rows]
+        if sampling.drafts is not None:
+            places, numbers, columns = sampling.drafts.seen
+            ones = torch.ones_like(places, dtype=counts.dtype)
+            counts.index_put_((places, self.drafts[numbers, columns]), ones, accumulate=True)
+        return counts
+
+    def _take_forbidden_ends(
+        self, numbers: list[int], rows: Tensor, drafts: DraftedSamples | None
+    ) -> Entries | None:
         """Of rows that may be too short to end; whether they are, the device knows."""
         short = [number if number in self._steps_to_end else None for number in numbers]
         entries = self._forbidden_ends.entries(short)
         if entries is None:
             return None
-        for number in self._steps_to_end.keys() & short:
+        for number in self._steps_to_end.keys() & set(short):
             self._steps_to_end[number] -= 1
             if not self._steps_to_end[number]:
                 del self._steps_to_end[number]
         places, token_ids, biases = entries
-        is_short = self.context_len[rows] < self._may_end_at[rows]
+        lengths = self.context_len[rows] + (0 if drafts is None else drafts.ahead)
+        is_short = lengths < self._may_end_at[rows]
         return places, token_ids, torch.where(is_short[places], biases, 0.0)
 
     def host_buffer(self, shape: tuple[int, int]) -> np.ndarray:

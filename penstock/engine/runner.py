@@ -20,15 +20,16 @@ from torch import Tensor
 from penstock import ops
 from penstock.config import EngineConfig
 from penstock.engine.device import on_device
-from penstock.engine.device_cache import allocate_caches, find_kv_dtype
+from penstock.engine.device_cache import allocate_caches, cache_specs, find_kv_dtype
 from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.graphs import DecodeGraphs, Model, run_for_last_tokens, warm_up
+from penstock.engine.mtp_drafter import MTPDrafter
 from penstock.engine.pooling import PooledRows, pool_rows
 from penstock.engine.pools import PoolSizes
 from penstock.engine.prefill_graphs import PrefillGraphs
 from penstock.engine.row_table import RowTable, SampleInputs, SamplingNeeds
 from penstock.engine.step_inputs import StepSize
-from penstock.layers.inputs import LayerCache
+from penstock.layers.inputs import KVCache, LayerCache, StepInputs
 from penstock.progress import OnPhase
 from penstock.types import PromptScores, PromptTargets, StepOutput, StepPlan, TokenLogprob
 
@@ -40,7 +41,7 @@ Scores = tuple[Tensor, Tensor, Tensor]  # logprobs [T], top logprobs [T, k], top
 FillMasks = Callable[[], StepMasks]
 
 # The most that a step must give, from the least: tokens of unchanged logits; logits; hidden states
-# of the last tokens, to pool; hidden states of all tokens, to score or average.
+# of the last tokens, to pool; hidden states of all tokens, to score, average, verify or draft.
 Wanted = Literal["tokens", "logits", "last states", "all states"]
 
 
@@ -54,13 +55,16 @@ class PendingStep:
         tensors: list[Tensor],
         scores: dict[int, Scores] | None = None,  # of prompt targets, by row
         pooled: list[PooledRows] | None = None,
+        num_new: Tensor | None = None,  # tokens that each sampling row gained; None: one each
     ) -> None:
         self._plan = plan
+        self._num_new = num_new
         self._needs = needs
         self._event: torch.cuda.Event | None = None
         self._tensors, self._scores, self._pooled = tensors, scores or {}, pooled or []
         if tensors[0].is_cuda:
             self._tensors = [_copy_to_host(tensor) for tensor in tensors]
+            self._num_new = None if num_new is None else _copy_to_host(num_new)
             self._scores = {
                 row: (_copy_to_host(logprobs), _copy_to_host(top), _copy_to_host(top_ids))
                 for row, (logprobs, top, top_ids) in self._scores.items()
@@ -74,12 +78,12 @@ class PendingStep:
     def wait(self) -> StepOutput:
         if self._event is not None:
             self._event.synchronize()
-        rows = [row.row for row in self._plan.rows if row.samples]
         token_ids, *logprobs = (tensor.tolist() for tensor in self._tensors)
+        places = self._places()
         return StepOutput(
             step=self._plan.step,
-            token_ids={row: (token_id,) for row, token_id in zip(rows, token_ids)},
-            logprobs=self._logprobs(rows, token_ids, *logprobs) if logprobs else {},
+            token_ids={row: tuple(token_ids[some]) for row, some in places.items()},
+            logprobs=self._logprobs(places, token_ids, *logprobs) if logprobs else {},
             prompt_scores=self._prompt_scores(),
             vectors={
                 row: vector.tobytes()
@@ -87,6 +91,16 @@ class PendingStep:
                 for row, vector in zip(pooled.rows, pooled.vectors.numpy())
             },
         )
+
+    def _places(self) -> dict[int, slice]:
+        """Where the new tokens of each sampling row are among what was sampled."""
+        sampling = [row for row in self._plan.rows if row.samples]
+        counts = [1] * len(sampling) if self._num_new is None else self._num_new.tolist()
+        places, first = {}, 0
+        for row, num_new in zip(sampling, counts):
+            places[row.row] = slice(first, first + num_new)
+            first += row.max_tokens
+        return places
 
     def _prompt_scores(self) -> dict[int, PromptScores]:
         targets = {
@@ -105,21 +119,22 @@ class PendingStep:
 
     def _logprobs(
         self,
-        rows: list[int],
+        places: dict[int, slice],
         token_ids: list[int],
         logprobs: list[float],
         top: list[list[float]],
         top_ids: list[list[int]],
     ) -> dict[int, tuple[TokenLogprob, ...]]:
         return {
-            row: (
+            row: tuple(
                 TokenLogprob(
                     token_ids[i],
                     logprobs[i],
                     tuple(zip(top_ids[i][: params.logprobs], top[i][: params.logprobs])),
-                ),
+                )
+                for i in range(some.start, some.stop)
             )
-            for i, (row, params) in enumerate(zip(rows, self._needs.params))
+            for (row, some), params in zip(places.items(), self._needs.params)
             if params.logprobs is not None
         }
 
@@ -138,6 +153,13 @@ class Launched:
     token_ids: Tensor | None = None  # [L] int64
     scores: dict[int, Scores] = field(default_factory=dict)  # of prompt targets, by row
     pooled: list[PooledRows] = field(default_factory=list)
+    states: StepStates | None = None  # if all were computed
+
+
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    inputs: StepInputs
+    hidden: Tensor  # [T, H]
 
 
 def _on_its_device(method: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -161,12 +183,15 @@ class Runner:
     deterministic: bool = False
     graphs: DecodeGraphs | None = None
     prefill_graphs: PrefillGraphs | None = None
+    drafter: MTPDrafter | None = None
 
     @classmethod
     def for_pools(cls, model: Any, config: EngineConfig, pools: PoolSizes) -> Runner:
         """Allocates the caches for these pools; captures no graphs."""
+        num_drafts = config.speculation.num_drafts
+        rows = RowTable.for_pools(pools, model, config.page_size, num_drafts)
         caches = allocate_caches(
-            model.cache_specs(),
+            cache_specs(model, config.speculation),
             num_pages=pools.num_pages,
             page_size=config.page_size,
             num_slots=pools.num_slots,
@@ -174,9 +199,15 @@ class Runner:
             kv_dtype=find_kv_dtype(config.kv_dtype, model.dtype),
             state_dtype=getattr(torch, config.state_dtype),
             device=model.device,
+            num_rows=rows.max_rows + 1,
+            num_drafts=num_drafts,
         )
-        rows = RowTable.for_pools(pools, model, config.page_size)
-        return cls(model, caches, rows, config.deterministic)
+        runner = cls(model, caches, rows, config.deterministic)
+        if config.speculation.kind == "mtp":
+            own = caches.pop()
+            assert isinstance(own, KVCache)
+            runner.drafter = MTPDrafter.of(model, own, rows, config.deterministic)
+        return runner
 
     def graphs_to_capture(self, max_step_tokens: int) -> tuple[PrefillGraphs, DecodeGraphs]:
         given = (self.model, self.caches, self.rows, self.deterministic)
@@ -206,15 +237,26 @@ class Runner:
         """`fill_masks` is called while the device computes the logits that its masks are for."""
         self.rows.update(plan)
         needs = self.rows.sampling_needs(plan)
+        # A decode that nobody drafts for is none of a drafter's business.
+        follows = self.drafter is not None and (plan.has_drafts or not plan.is_decode)
         wanted = _wanted(plan, needs, is_masked=fill_masks is not None)
-        launched = self._launch(plan, wanted, needs)
+        if plan.has_drafts:
+            self.rows.set_drafts(plan.rows)
+            if self.drafter is not None:
+                self.drafter.draft(plan.rows)
+        launched = self._launch(plan, "all states" if follows else wanted, needs)
         masks = None if fill_masks is None else fill_masks()
         if launched.token_ids is not None:
             return PendingStep(plan, needs, [launched.token_ids])
         assert launched.logits is not None
         sampling = self.rows.sample_inputs(plan)
-        tensors = self._sample(launched.logits, sampling, needs, masks)
-        return PendingStep(plan, needs, tensors, launched.scores, launched.pooled)
+        tensors, num_new = self._sample(launched.logits, sampling, needs, masks)
+        if follows:
+            assert self.drafter is not None
+            assert launched.states is not None
+            states = launched.states
+            self.drafter.follow(plan.rows, states.inputs, states.hidden, tensors[0], num_new)
+        return PendingStep(plan, needs, tensors, launched.scores, launched.pooled, num_new)
 
     @_on_its_device
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
@@ -261,10 +303,11 @@ class Runner:
         inputs = self.rows.step_inputs(plan.rows, self.deterministic)
         hidden = self.model(inputs, self.caches)
         last = hidden[inputs.last_tokens]
-        logits = self._logits_of_sampling(last, plan)
+        sampling = hidden[self.rows.upload(_sampling_tokens(plan))]
+        logits = self.model.logits(sampling, deterministic=self.deterministic)
         scores = self._scores_of(hidden, plan)
         pooled = pool_rows(self.model, self.rows, plan, hidden, last, self.deterministic)
-        return Launched(logits, scores=scores, pooled=pooled)
+        return Launched(logits, None, scores, pooled, StepStates(inputs, hidden))
 
     def _scores_of(self, hidden: Tensor, plan: StepPlan) -> dict[int, Scores]:  # hidden: [T, H]
         scores, first = {}, 0
@@ -298,18 +341,18 @@ class Runner:
 
     def _sample(
         self, logits: Tensor, sampling: SampleInputs, needs: SamplingNeeds, masks: StepMasks | None
-    ) -> list[Tensor]:
-        """Samples the next tokens and leaves them in the row table for the next step."""
-        rows, table = sampling.rows, self.rows
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Samples the next tokens and leaves them in the row table for the next step. The second is
+        how many tokens each row gained, if it may be more than one."""
+        rows, table, drafts = sampling.rows, self.rows, sampling.drafts
         num_top = needs.num_top_logprobs
         # The steps below edit logits in place.
         raw = logits.clone() if num_top is not None else logits
         if needs.has_penalties:
-            assert table.generated is not None
             assert table.in_prompt is not None
             logits = ops.penalize_repeats(
                 logits,
-                table.generated[rows],
+                table.count_generated(sampling),
                 table.in_prompt[rows],
                 table.sampling_param("repetition_penalty", rows),
                 table.sampling_param("presence_penalty", rows),
@@ -321,18 +364,38 @@ class Runner:
         if masks is not None and masks.places:
             allowed = torch.from_numpy(masks.allowed).to(logits.device, non_blocking=True)
             logits = ops.mask_logits(logits, table.upload(masks.places), allowed)
-        token_ids = table.draw(logits, rows, needs.mode)
-        ops.advance_rows(rows, sampling.num_new, token_ids, table.last_token, table.context_len)
+        token_ids = table.draw(logits, rows, needs.mode, drafts.ahead if drafts else 0)
+        num_new = None
+        if drafts is None:
+            ops.advance_rows(rows, sampling.num_new, token_ids, table.last_token, table.context_len)
+        else:
+            num_new = table.accept(drafts, token_ids)
         if table.generated is not None:
-            table.generated[rows, token_ids] += 1
+            if drafts is None:
+                table.generated[rows, token_ids] += 1
+            else:
+                assert num_new is not None
+                is_new = (drafts.ahead < num_new[drafts.owner]).int()
+                table.generated.index_put_((rows, token_ids), is_new, accumulate=True)
         if num_top is None:
-            return [token_ids]
-        return [token_ids, *ops.token_logprobs(raw, token_ids, num_top)]
+            return [token_ids], num_new
+        return [token_ids, *ops.token_logprobs(raw, token_ids, num_top)], num_new
+
+
+def _sampling_tokens(plan: StepPlan) -> list[int]:
+    """Places among the step's tokens: a prompt's last one, and all of a decode."""
+    places: list[int] = []
+    first = 0
+    for row in plan.rows:
+        if row.samples:
+            places += range(first + row.num_tokens - row.max_tokens, first + row.num_tokens)
+        first += row.num_tokens
+    return places
 
 
 def _wanted(plan: StepPlan, needs: SamplingNeeds, is_masked: bool) -> Wanted:
     prompts = () if plan.is_decode else plan.rows
-    if any(row.needs_all_states for row in prompts):
+    if plan.has_drafts or any(row.needs_all_states for row in prompts):
         return "all states"
     if any(row.pooled is not None for row in prompts):
         return "last states"

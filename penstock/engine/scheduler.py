@@ -10,6 +10,7 @@ the row later.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import time
 from bisect import bisect_left, insort
@@ -67,6 +68,9 @@ MAX_LOOKUPS = 8
 PATIENCE_S = 1.0
 PASSED_S = 30.0
 
+# How many drafts a sequence gets, at most so many, and which if the host has them.
+Drafts = Callable[[Sequence, int], tuple[int, tuple[int, ...]]]
+
 
 class Scheduler:
     def __init__(
@@ -79,6 +83,7 @@ class Scheduler:
         mixed_step_tokens: int | None = None,  # prompt tokens of a step while others decode
         bulk_share: float = 1.0,  # least share of time for long prompts beside short requests
         decode_tokens: int = 1,  # most tokens that a decode brings: 1, and drafts
+        drafts: Drafts | None = None,  # which of them drafts; None: all, on the device
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
@@ -89,6 +94,7 @@ class Scheduler:
         self.page_size = cache.page_size
         self.max_model_len = max_model_len
         self.decode_tokens = decode_tokens
+        self._drafts = drafts
         self._clock = clock
         self.num_preemptions = 0
         self.admitted_ids: list[str] = []  # by the last plan
@@ -267,18 +273,29 @@ class Scheduler:
             num_left = self._limits[sequence].max_num_tokens - sequence.num_tokens
             if sequence.row is None or num_left <= 0:
                 continue
-            num_tokens = min(self.decode_tokens, num_left)
             num_background += background.includes(sequence)
             if num_background > background.max_rows and background.includes(sequence):
                 continue  # it keeps its row and continues later
-            while (new_pages := self.cache.reserve(sequence, num_tokens)) is None:
+            num_drafts, draft_ids = self._draft(sequence, num_left - 1)
+            while (new_pages := self.cache.reserve(sequence, 1 + num_drafts)) is None:
+                if num_drafts:  # nobody is preempted for a guess
+                    num_drafts, draft_ids = 0, ()
+                    continue
                 victim = next(one for one in reversed(in_rank) if one.row is not None)
                 self._preempt(victim)
                 if victim is sequence:
                     break
             if new_pages is not None:
-                chunks.append(self._chunk(sequence, num_tokens, len(new_pages)))
+                chunk = self._chunk(sequence, 1 + num_drafts, len(new_pages))
+                chunks.append(dataclasses.replace(chunk, draft_ids=draft_ids))
         return chunks
+
+    def _draft(self, sequence: Sequence, num_left: int) -> tuple[int, tuple[int, ...]]:
+        """How many drafts to verify, and which they are if the host has them."""
+        most = min(self.decode_tokens - 1, num_left)
+        if most <= 0 or self._drafts is None:
+            return max(most, 0), ()
+        return self._drafts(sequence, most)
 
     def _prompt_budget(self, num_decoded: int) -> int:
         """Prompt tokens in this step. Decoding rows wait for them: briefly while few prompt tokens
@@ -481,6 +498,8 @@ class Scheduler:
     def _build_plan(self, chunks: list[Chunk], admitted: list[Chunk]) -> StepPlan:
         page_updates, self._replaced_pages = self._replaced_pages, []
         page_updates += [chunk.new_pages for chunk in chunks if chunk.num_new_pages]
+        if self.decode_tokens > 1:
+            chunks = [self._keep_passed_state(chunk) for chunk in chunks]
         plan = StepPlan(
             step=self._num_steps,
             rows=tuple([self._row_plan(chunk) for chunk in chunks]),
@@ -504,12 +523,16 @@ class Scheduler:
     def _row_plan(self, chunk: Chunk) -> RowPlan:
         # Made after all admissions of the step: running sequences come before cached ones.
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
-        if chunk.is_decode and sequence.is_certain and chunk.start % self.page_size == 0:
+        may_move = chunk.is_decode and self.decode_tokens == 1
+        if may_move and chunk.start % self.page_size == 0:
             self.cache.keep_reply_state(sequence)
         slot = sequence.slot or 0
         initial_slot = slot if sequence.initial_slot is None else sequence.initial_slot
         if chunk.is_decode:
-            return RowPlan.decode(chunk.row, slot, initial_slot, chunk.num_tokens)
+            plan = RowPlan.decode(chunk.row, slot, initial_slot, chunk.num_tokens)
+            if chunk.draft_ids or chunk.keep.slot:
+                plan = dataclasses.replace(plan, draft_ids=chunk.draft_ids, keep=chunk.keep)
+            return plan
         return RowPlan(
             row=chunk.row,
             start=chunk.start,
@@ -520,7 +543,14 @@ class Scheduler:
             checkpoints=tuple(self._plan_checkpoints(sequence, chunk.start, end)),
             prompt_targets=chunk.prompt_targets,
             pooled=chunk.pooled,
+            next_token=chunk.next_token if self.decode_tokens > 1 else 0,
         )
+
+    def _keep_passed_state(self, chunk: Chunk) -> Chunk:
+        """With drafts, a decode may pass a page boundary anywhere in what it replays."""
+        if not chunk.is_decode:
+            return chunk
+        return dataclasses.replace(chunk, keep=self.cache.keep_passed_state(chunk.sequence))
 
     def _plan_checkpoints(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
         planned = []
@@ -540,6 +570,9 @@ class Scheduler:
         sequence.max_in_flight -= chunk.max_new_tokens
         if sequence.row is not None:  # else it was preempted, and nothing of it is computed
             sequence.num_computed -= chunk.max_new_tokens - len(token_ids)
+            start = len(sequence.tokens) - chunk.is_decode  # tokens before this step's, or all
+            self.cache.note_passed_state(sequence, chunk.keep, start)
+            sequence.num_in_slot = len(sequence.tokens)
         reason, num_taken = None, 0
         while reason is None and num_taken < len(token_ids):
             sequence.tokens.append(token_ids[num_taken])

@@ -102,14 +102,45 @@ class PackedStep:
 
 def span_of(row: RowPlan, context_len: int = 1) -> RowSpan:
     """Of a decode with that context; only the device has it, and only references need it."""
-    assert row.max_tokens == 1, "there is no drafter"
     if row.is_decode:
-        return RowSpan(1, context_len)
+        num_drafts = row.num_drafts
+        return RowSpan(1 + num_drafts, context_len + num_drafts, num_drafts=num_drafts)
     return RowSpan(row.num_tokens, row.start + row.num_tokens, row.checkpoints, is_prompt=True)
 
 
 def pack_step(rows: Sequence[RowPlan], padding_row: int) -> PackedStep:
     return _join(_pack(rows, padding_row))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlaces:
+    """Where the tokens of decodes are in a step with drafts, and the rows that attention sees."""
+
+    places: list[int]  # of drafts among the step's tokens
+    rows: list[int]  # of the row table, of these drafts
+    columns: list[int]  # 0 is a row's first draft
+    row_of_query: list[int]  # the plan's row, of every row that attention sees
+    queries: list[int]  # first token of each of them, and one past the last
+    spans: tuple[RowSpan, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[RowPlan], spans: Sequence[RowSpan]) -> DraftPlaces:
+        drafts, seen = [], []
+        first = 0
+        for number, (row, span) in enumerate(zip(rows, spans)):
+            drafts += [(first + 1 + column, row.row, column) for column in range(row.num_drafts)]
+            if row.is_decode:
+                start = span.context_len - span.num_tokens
+                one_by_one = range(span.num_tokens)
+                seen += [(number, first + i, RowSpan(1, start + i + 1)) for i in one_by_one]
+            else:
+                seen.append((number, first, span))
+            first += row.num_tokens
+        places, numbers, columns = (list(part) for part in zip(*drafts))
+        row_of_query, queries, seen_spans = zip(*seen)
+        return cls(
+            places, numbers, columns, list(row_of_query), [*queries, first], tuple(seen_spans)
+        )
 
 
 def pack_padded(rows: Sequence[RowPlan], size: StepSize, padding_row: int) -> PackedStep:
@@ -150,7 +181,7 @@ def _pack(rows: Sequence[RowPlan], padding_row: int) -> dict[str, np.ndarray]:
     bases = np.array([row.row if row.is_decode else padding_row for row in rows], dtype=np.int64)
     # Less the length of its base: a decode's last token is the last one of its context.
     starts = np.array([-1 if row.is_decode else row.start - PADDING_LEN for row in rows], np.int64)
-    token_ids = [row.token_ids or (0,) for row in rows]
+    token_ids = [row.token_ids or (0,) * row.num_tokens for row in rows]
     return {
         "token_ids": np.concatenate(token_ids) if token_ids else num_tokens,
         "row_of_token": row_ids.repeat(num_tokens),

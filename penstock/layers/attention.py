@@ -84,22 +84,22 @@ class Attention(nn.Module):
             self.interleaved_rope,
             cache.scales,
         )
-        query_start, spans, blocks = inputs.query_start, inputs.spans, inputs.blocks
+        rows = inputs.attention_rows
         if only_last:
             # Plain launches, which wait: attention of one token reads keys early, as if they were
             # of earlier steps.
             last_tokens = inputs.last_tokens
             q, gate, hidden = q[last_tokens], gate[last_tokens], hidden[last_tokens]
-            query_start, spans, blocks = inputs.rows_of_one_token()
+            rows = inputs.rows_of_one_token()
         attended = paged_attention(
             q,
             cache.keys,
             cache.values,
-            inputs.page_table,
-            query_start,
-            inputs.context_lens,
-            spans,
-            blocks,
+            rows.page_table,
+            rows.query_start,
+            rows.context_lens,
+            rows.spans,
+            rows.blocks,
             self.head_dim**-0.5,
             self.window,
             gate if self.gated else None,

@@ -70,6 +70,8 @@ class DeltaNet(nn.Module):
             inputs.spans,
             inputs.blocks,
             self.num_key_heads,
+            cache.journal,
+            inputs.replay,
             deterministic=deterministic,
         )
         return self.out(read_out, hidden, deterministic=deterministic)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.ops import TokenBlocks
+from penstock.ops import Journal, Replay, TokenBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,24 @@ class RowSpan:
     # (tokens of this row, slot): save the state after them
     checkpoints: tuple[tuple[int, int], ...] = ()
     is_prompt: bool = False  # even if it is one token: computed like a longer row
+    num_drafts: int = 0  # of its tokens: the last ones of a decode
 
     @property
     def is_decode(self) -> bool:
-        return self.num_tokens == 1 and not self.checkpoints and not self.is_prompt
+        is_one = self.num_tokens == 1 + self.num_drafts
+        return is_one and not self.checkpoints and not self.is_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """The rows of a step as attention sees them: every token of a decode is a row of its own, so
+    that a draft is computed like the plain decode that it stands for."""
+
+    context_lens: Tensor  # [R] int64
+    page_table: Tensor  # [R, P] int32
+    query_start: Tensor  # [R + 1] int64
+    spans: tuple[RowSpan, ...]
+    blocks: TokenBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +56,26 @@ class StepInputs:
     spans: tuple[RowSpan, ...]  # the rows again, on the host
     blocks: TokenBlocks  # the rows of several tokens, cut for kernels
     deterministic: bool = False  # results do not depend on the rest of the step
+    replay: Replay | None = None  # of the journals; None: nothing drafts
+    with_drafts: AttentionRows | None = None  # None: no row has drafts
+
+    @property
+    def attention_rows(self) -> AttentionRows:
+        return self.with_drafts or AttentionRows(
+            self.context_lens, self.page_table, self.query_start, self.spans, self.blocks
+        )
 
     @property
     def last_tokens(self) -> Tensor:  # [R] int64
         """Index of the last token of each row; any valid index for an empty row."""
         return (self.query_start[1:] - 1).clamp(min=0)
 
-    def rows_of_one_token(self) -> tuple[Tensor, tuple[RowSpan, ...], TokenBlocks]:
-        """`query_start`, `spans` and `blocks` as if each row had only its last token."""
+    def rows_of_one_token(self) -> AttentionRows:
+        """As if each row had only its last token."""
         starts = torch.arange(len(self.query_start), device=self.query_start.device)
         spans = tuple(RowSpan(1, max(1, span.context_len)) for span in self.spans)
-        return starts, spans, TokenBlocks(table=self.blocks.table[:0], rows=self.blocks.rows[:0])
+        blocks = TokenBlocks(table=self.blocks.table[:0], rows=self.blocks.rows[:0])
+        return AttentionRows(self.context_lens, self.page_table, starts, spans, blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +100,7 @@ class StateCache:
 
     recurrent: Tensor  # [slots, Hv, K, V] float32 or float16
     conv: Tensor  # [slots, W, C]  a ring: the input of position p is at p % W
+    journal: Journal | None = None  # None: nothing drafts
 
     def zero_padding(self) -> None:
         self.recurrent[0].zero_()

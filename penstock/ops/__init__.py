@@ -18,6 +18,7 @@ in `ops/triton` go through `op`, which takes it on a GPU.
 from penstock.ops.dispatch import op
 from penstock.ops.reference import attention, delta_net, masking, matmul, moe, norm, sampling
 from penstock.ops.reference import decode_rows as _decode_rows
+from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.moe import new_counters
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rope import rope_table
@@ -34,6 +35,7 @@ paged_attention = op(attention.paged_attention)
 norm_route = op(moe.norm_route)
 sparse_mlp = op(moe.sparse_mlp)
 gated_delta_net = op(delta_net.gated_delta_net)
+accept_drafts = op(_decode_rows.accept_drafts)
 advance_rows = op(_decode_rows.advance_rows)
 decode_rows = op(_decode_rows.decode_rows)
 mask_logits = op(masking.mask_logits)
@@ -42,8 +44,11 @@ sample = op(sampling.sample)
 __all__ = [
     "BLOCK_TOKENS",
     "LEAST_KEYS",
+    "Journal",
+    "Replay",
     "TokenBlocks",
     "Weight",
+    "accept_drafts",
     "advance_rows",
     "bias_logits",
     "cut_blocks",

@@ -42,3 +42,28 @@ def advance_rows(
     kept = torch.where(num_new > 0, token_ids, last_token[rows])
     last_token.index_copy_(0, rows, kept)
     context_len.index_add_(0, rows, num_new)
+
+
+def accept_drafts(
+    rows: Tensor,  # [R] int64  of the tables; a row that gains tokens occurs once
+    num_tokens: Tensor,  # [R] int64  that the row samples: 1, and its drafts; 0: it pads the step
+    sampled: Tensor,  # [L] int64  what the model says behind each of them, row after row
+    drafts: Tensor,  # [rows, n] int64
+    last_token: Tensor,  # [rows] int64  written
+    context_len: Tensor,  # [rows] int64  written
+    num_accepted: Tensor,  # [rows] int64  written: entries of the journal to replay
+) -> Tensor:  # [R] int64  tokens that each row gains: drafts that were right, and one more
+    """A draft is right if the model says the same at its place, and all drafts before it are."""
+    num_drafts = drafts.shape[1]
+    place = torch.arange(num_drafts + 1, device=rows.device)
+    firsts = num_tokens.cumsum(0) - num_tokens
+    said = sampled[(firsts[:, None] + place).clamp(max=len(sampled) - 1)]  # [R, n + 1]
+    is_right = (said[:, :-1] == drafts[rows]) & (place[:-1] < num_tokens[:, None] - 1)
+    num_right = is_right.cumprod(1).sum(1)
+    is_used = num_tokens > 0
+    num_new = torch.where(is_used, num_right + 1, 0)
+    last = said.gather(1, num_right[:, None])[:, 0]
+    last_token.index_copy_(0, rows, torch.where(is_used, last, last_token[rows]))
+    num_accepted.index_copy_(0, rows, torch.where(is_used, num_right, num_accepted[rows]))
+    context_len.index_add_(0, rows, num_new)
+    return num_new

@@ -9,6 +9,11 @@ State is read from the initial slots and written to the state and checkpoint slo
 computed in float32 and rounded to the dtype of the slots. The inputs of the convolution are kept as
 a ring: the input of position p is at p % W, so a step writes only the entries of its own tokens,
 unless the row moves to another slot. Positions before 0 count as zero, whatever the ring holds.
+
+With a journal, a decode may have drafts behind its token, and entries of earlier drafts to replay
+before it. State and ring stay in one slot: the slot gets the state after the decode's own token,
+the journal what its drafts add, and a ring of W >= Kc + n entries has room for the inputs of n
+drafts. Every token is computed as a decode of it alone would be.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from torch import Tensor
 
 from penstock.ops.cpu import decode
 from penstock.ops.reference.activation import sigmoid, silu, softplus
+from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rows import BLOCK_TOKENS, Span, TokenBlocks, cut_rows
 
@@ -44,13 +50,15 @@ def gated_delta_net(
     spans: Sequence[Span],
     blocks: TokenBlocks,
     num_key_heads: int,
+    journal: Journal | None = None,
+    replay: Replay | None = None,  # with a journal
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
     is_alone = (
         decode.is_alone(mixed, deterministic) and len(spans) == 1 and not spans[0].checkpoints
     )
-    if is_alone and recurrent.dtype == torch.float32:
+    if is_alone and journal is None and recurrent.dtype == torch.float32:
         position = spans[0].context_len - 1
         weights, slots = (conv_weight, a_log, dt_bias, norm_weight), (state_slots, initial_slots)
         return decode.gated_delta_net(
@@ -67,6 +75,27 @@ def gated_delta_net(
     )
     for group in cut_rows(spans, batch_decodes=not deterministic):
         rows, tokens = group.rows, group.tokens
+        if journal is not None and spans[rows.start].is_decode:
+            assert replay is not None
+            out[tokens] = _decode_with_drafts(
+                _Decodes(
+                    channels[tokens].to(conv.dtype),
+                    log_decay[tokens],
+                    beta[tokens],
+                    spans[rows],
+                    starts[rows],
+                    state_slots[rows],
+                    initial_slots[rows],
+                ),
+                conv_weight,
+                conv,
+                recurrent,
+                num_key_heads,
+                journal,
+                replay.part(rows),
+                deterministic,
+            )
+            continue
         state = _initial(recurrent, initial_slots[rows], starts[rows] == 0)
         rings = conv.index_select(0, initial_slots[rows])
         inputs = channels[tokens].unflatten(0, (len(state), -1)).to(conv.dtype)
@@ -181,6 +210,123 @@ def _recurrence(
     correction = beta.flatten()[:, None, None] * (v.flatten(0, 1).unsqueeze(1) - k @ held)
     held.baddbmm_(k.transpose(1, 2), correction)
     return (q @ held).view(v.shape), held.view(state.shape)
+
+
+class _Decodes(NamedTuple):
+    """n rows of a step, each a token and drafts behind it."""
+
+    channels: Tensor  # [T, C]
+    log_decay: Tensor  # [T, Hv]
+    beta: Tensor  # [T, Hv]
+    spans: Sequence[Span]
+    starts: Tensor  # [n]
+    state_slots: Tensor  # [n]
+    initial_slots: Tensor  # [n]
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:  # [n, t] both
+        """Where the tokens of each row are among all; False where a row has fewer than others."""
+        lens = torch.tensor([span.num_tokens for span in self.spans], device=self.starts.device)
+        place = torch.arange(int(lens.max()), device=lens.device)
+        firsts = lens.cumsum(0) - lens
+        return (firsts[:, None] + place).clamp(max=len(self.channels) - 1), place < lens[:, None]
+
+
+def _decode_with_drafts(
+    decodes: _Decodes,
+    conv_weight: Tensor,
+    conv: Tensor,
+    recurrent: Tensor,
+    num_key_heads: int,
+    journal: Journal,
+    replay: Replay,
+    deterministic: bool,
+) -> Tensor:  # [T, Hv, V]
+    """Rows take every step together; one that has nothing to do has a decay of 1 and a beta of 0,
+    which leave its state as it is."""
+    starts, (places, exist) = decodes.starts, decodes.places
+    num_value_heads, value_dim = recurrent.shape[1], recurrent.shape[3]
+    num_done = starts - replay.num_accepted  # [n]  tokens in the states of the slots
+    state = _initial(recurrent, decodes.initial_slots, starts == 0)
+    rings = conv.index_select(0, decodes.initial_slots)
+    num_entries = journal.keys.shape[1] if state.is_cuda else int(replay.num_accepted.max())
+    # Of the first row: a row that computes blocks is alone.
+    position = int(num_done[0]) if deterministic else None
+    keys, values, gates = (part[replay.rows] for part in journal)
+    heads_a_key = num_value_heads // num_key_heads
+    keys = keys[:, :, ::heads_a_key]
+    for entry in range(num_entries + 1):
+        _keep(recurrent, conv, state, rings, num_done + entry, starts, replay)
+        if entry < num_entries:
+            is_right = (entry < replay.num_accepted)[:, None]
+            log_decay, beta = torch.where(is_right[..., None], gates[:, entry], 0.0).unbind(1)
+            heads = keys[:, entry], keys[:, entry], values[:, entry]
+            _, state = _one_token(*heads, log_decay, beta, state, recurrent.dtype, position)
+            position = None if position is None else position + 1
+    inputs = decodes.channels[places]  # [n, t, C]
+    history = _history(rings, starts, num_inputs=len(conv_weight) - 1)
+    convolved = _convolve(inputs, history, conv_weight, deterministic)
+    q, k, v = _split_heads(convolved, num_key_heads, num_value_heads, value_dim)
+    log_decay = decodes.log_decay[places].masked_fill(~exist[..., None], 0.0)
+    beta = decodes.beta[places].masked_fill(~exist[..., None], 0.0)
+    outputs = []
+    for token in range(places.shape[1]):
+        gated = log_decay[:, token], beta[:, token]
+        heads = q[:, token], k[:, token], v[:, token]
+        output, state = _one_token(*heads, *gated, state, recurrent.dtype, position)
+        position = None if position is None else position + 1
+        outputs.append(output)
+        if token == 0:
+            recurrent.index_copy_(0, decodes.state_slots, _rounded(state, recurrent.dtype))
+    num_drafts = places.shape[1] - 1
+    journal.keys[replay.rows, :num_drafts] = k[:, 1:].repeat_interleave(heads_a_key, dim=2)
+    journal.values[replay.rows, :num_drafts] = v[:, 1:]
+    journal.gates[replay.rows, :num_drafts] = torch.stack((log_decay, beta), dim=2)[:, 1:]
+    conv.index_copy_(0, decodes.state_slots, _add_to_rings(rings, inputs, starts))
+    return torch.stack(outputs, dim=1)[exist]
+
+
+def _keep(
+    recurrent: Tensor,
+    conv: Tensor,
+    state: Tensor,  # [n, Hv, K, V]
+    rings: Tensor,  # [n, W, C]
+    num_tokens: Tensor,  # [n]  in these states
+    starts: Tensor,  # [n]
+    replay: Replay,
+) -> None:
+    """Saves the states that are to be kept here; others go to slot 0, which is nobody's."""
+    is_here = (num_tokens == replay.keep_at) & (num_tokens <= starts) & (replay.keep_slots > 0)
+    if state.is_cuda or bool(is_here.any()):
+        slots = torch.where(is_here, replay.keep_slots, 0)
+        recurrent.index_copy_(0, slots, _rounded(state, recurrent.dtype))
+        conv.index_copy_(0, slots, rings)
+
+
+def _one_token(
+    q: Tensor,  # [n, Hk, K]
+    k: Tensor,
+    v: Tensor,  # [n, Hv, V]
+    log_decay: Tensor,  # [n, Hv]
+    beta: Tensor,
+    state: Tensor,  # [n, Hv, K, V]  consumed
+    dtype: torch.dtype,  # of the slots
+    position: int | None,  # None: never in a block
+) -> tuple[Tensor, Tensor]:  # [n, Hv, V], [n, Hv, K, V]
+    """As a step of this token alone computes it, and rounds the state at its end."""
+    span = None if position is None else _OneToken(position + 1)
+    if _takes_blocks(span):
+        out, states = _row_in_blocks(q, k, v, log_decay, beta, state[0], span, True)
+        return out, states[1][None]
+    out, state = _recurrence(q, k, v, log_decay, beta, state)
+    return out, _rounded(state, dtype).float()
+
+
+class _OneToken(NamedTuple):
+    context_len: int
+    num_tokens: int = 1
+    checkpoints: tuple[tuple[int, int], ...] = ()
+    is_decode: bool = True
 
 
 class _Prepared(NamedTuple):

@@ -1,7 +1,8 @@
 """Cuts the rows of a step, for the reference ops and for kernels. On the host only.
 
 Consecutive decodes form one group, so that a decode step is a fixed sequence of batched operations;
-any other row is its own group. Kernels see those rows as blocks.
+any other row is its own group. Kernels see those rows as blocks. A decode is one token, or that
+token and drafts behind it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def cut_rows(spans: Sequence[Span], *, batch_decodes: bool) -> Iterator[RowGroup
         while batch_decodes and end < len(spans) and spans[end].is_decode:
             end += 1
         if end > row:
-            num_tokens = end - row
+            num_tokens = sum(span.num_tokens for span in spans[row:end])
             yield RowGroup(slice(row, end), slice(token, token + num_tokens), None)
         else:
             end, num_tokens = row + 1, spans[row].num_tokens

@@ -16,6 +16,7 @@ from penstock.ops.triton.launch import (
     cdiv,
     launch_options,
     let_next_start,
+    next_power_of_2,
     wait_for_previous,
 )
 from penstock.ops.triton.tuning import Tile
@@ -135,3 +136,75 @@ def advance_rows_kernel(
     context_len = tl.load(p_context_len + row, mask=gains, other=0)
     tl.store(p_last_token + row, token_id, mask=gains)
     tl.store(p_context_len + row, context_len + num_new, mask=gains)
+
+
+def accept_drafts(
+    rows: Tensor,  # [R] int64  of the tables; a row that gains tokens occurs once
+    num_tokens: Tensor,  # [R] int64  that the row samples: 1, and its drafts; 0: it pads the step
+    sampled: Tensor,  # [L] int64  what the model says behind each of them, row after row
+    drafts: Tensor,  # [rows, n] int64
+    last_token: Tensor,  # [rows] int64  written
+    context_len: Tensor,  # [rows] int64  written
+    num_accepted: Tensor,  # [rows] int64  written: entries of the journal to replay
+) -> Tensor:  # [R] int64  tokens that each row gains: drafts that were right, and one more
+    num_new = torch.empty_like(num_tokens)
+    if len(rows):
+        accept_drafts_kernel[(len(rows),)](
+            rows,
+            num_tokens,
+            sampled,
+            drafts,
+            last_token,
+            context_len,
+            num_accepted,
+            num_new,
+            len(rows),
+            drafts.shape[1],
+            BLOCK_ROWS=next_power_of_2(len(rows)),
+            BLOCK_N=next_power_of_2(drafts.shape[1] + 1),
+            num_warps=1,
+            **launch_options(rows.device),
+        )
+    return num_new
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["p_rows", "p_num_tokens", "p_sampled"],
+)
+def accept_drafts_kernel(
+    p_rows,  # [R]
+    p_num_tokens,  # [R]
+    p_sampled,  # [L]
+    p_drafts,  # [rows, n]
+    p_last_token,  # [rows]
+    p_context_len,  # [rows]
+    p_num_accepted,  # [rows]
+    p_num_new,  # [R]
+    num_rows,
+    NUM_DRAFTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    i_row = tl.program_id(0)
+    others = tl.arange(0, BLOCK_ROWS)
+    counts = tl.load(p_num_tokens + others, mask=(others < i_row) & (others < num_rows), other=0)
+    first = tl.sum(counts, axis=0)
+    num_tokens = tl.load(p_num_tokens + i_row)
+    row = tl.load(p_rows + i_row)
+    place = tl.arange(0, BLOCK_N)
+    said = tl.load(p_sampled + first + place, mask=place < num_tokens, other=0)
+    is_draft = place < num_tokens - 1
+    draft = tl.load(p_drafts + row * NUM_DRAFTS + place, mask=is_draft, other=0)
+    # The first place whose draft is wrong, or which has none.
+    num_right = tl.min(tl.where(is_draft & (said == draft), BLOCK_N, place), axis=0).to(tl.int64)
+    last = tl.sum(tl.where(place == num_right, said, 0), axis=0)
+    is_used = num_tokens > 0
+    tl.store(p_num_new + i_row, tl.where(is_used, num_right + 1, 0))
+    tl.store(p_last_token + row, last, mask=is_used)
+    tl.store(p_num_accepted + row, num_right, mask=is_used)
+    context_len = tl.load(p_context_len + row)
+    tl.store(p_context_len + row, context_len + num_right + 1, mask=is_used)

@@ -22,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import delta_net as reference
+from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.rows import Span, TokenBlocks, decode_runs
-from penstock.ops.triton import delta_net_blocks
+from penstock.ops.triton import delta_net_blocks, delta_net_drafts
 from penstock.ops.triton.activation import silu, softplus
 from penstock.ops.triton.delta_net_blocks import rounded
 from penstock.ops.triton.launch import (
@@ -55,12 +56,30 @@ def gated_delta_net(
     spans: Sequence[Span],
     blocks: TokenBlocks,
     num_key_heads: int,
+    journal: Journal | None = None,
+    replay: Replay | None = None,  # with a journal
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
     weights = (conv_weight, a_log, dt_bias, norm_weight, eps, conv, recurrent)
     out = mixed.new_empty(len(mixed), a_log.shape[0] * norm_weight.shape[0])
     for rows, tokens in decode_runs(spans):
+        if journal is not None:
+            assert replay is not None
+            delta_net_drafts.decode_with_drafts(
+                out,
+                mixed,
+                *weights,
+                query_start[rows.start : rows.stop + 1],
+                context_lens[rows],
+                state_slots[rows],
+                initial_slots[rows],
+                num_key_heads,
+                journal,
+                replay.part(rows),
+                _rule(recurrent.shape[2], recurrent.shape[3]),
+            )
+            continue
         places = (context_lens[rows], state_slots[rows], initial_slots[rows])
         _decode(out[tokens], mixed[tokens], *weights, *places, num_key_heads, deterministic)
     delta_net_blocks.mix_blocks(

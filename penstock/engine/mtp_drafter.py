@@ -1,0 +1,114 @@
+"""Drafts of the model's own drafting head, on the device.
+
+After a step the head reads the hidden states of all its tokens, each with the token that follows
+it, and so keeps KV of its own in the pages of the sequences (`follow`). Its state behind a row's
+last token is remembered. The next step starts with the drafts that its plan asks for (`draft`): the
+first from there, each further one from the head's own last state. Where drafts were wrong, their KV
+lies behind the end of the row and is overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.row_table import RowTable
+from penstock.layers.inputs import KVCache, RowSpan, StepInputs
+from penstock.ops import TokenBlocks
+from penstock.types import RowPlan
+
+
+@dataclass(frozen=True, slots=True)
+class MTPDrafter:
+    model: Any  # with a drafting head
+    cache: KVCache
+    rows: RowTable
+    hidden: Tensor  # [rows, H]  the head's, behind the last token of each row
+    deterministic: bool
+
+    @classmethod
+    def of(cls, model: Any, cache: KVCache, rows: RowTable, deterministic: bool) -> MTPDrafter:
+        shape = (rows.max_rows + 1, model.config.hidden_size)
+        hidden = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        return cls(model, cache, rows, hidden, deterministic)
+
+    def draft(self, plans: Sequence[RowPlan]) -> None:
+        """Leaves as many drafts in the row table as each row of the plan asks for."""
+        drafting = [row for row in plans if row.num_drafts and not row.draft_ids]
+        if not drafting:
+            return
+        table, rows = self.rows, self.rows.upload([row.row for row in drafting])
+        spans = table.spans_of([RowPlan.decode(row.row) for row in drafting])
+        hidden = self.hidden[rows]
+        table.drafts[rows, 0] = token_ids = self._likeliest(hidden)
+        for place in range(1, max(row.num_drafts for row in drafting)):
+            more = [index for index, row in enumerate(drafting) if row.num_drafts > place]
+            if len(more) < len(drafting):  # others own no page so far ahead
+                kept = table.upload(more)
+                rows, hidden, token_ids = rows[kept], hidden[kept], token_ids[kept]
+                drafting = [drafting[index] for index in more]
+                spans = tuple(spans[index] for index in more)
+            inputs = self._inputs(rows, spans, place - 1)
+            hidden = self.model.draft(inputs, token_ids, hidden, self.cache)
+            table.drafts[rows, place] = token_ids = self._likeliest(hidden)
+
+    def _likeliest(self, hidden: Tensor) -> Tensor:  # [R, H] -> [R] int64
+        logits: Tensor = self.model.draft_logits(hidden, deterministic=self.deterministic)
+        return logits.argmax(-1)
+
+    def follow(
+        self,
+        plans: Sequence[RowPlan],
+        inputs: StepInputs,  # of the step that ran
+        hidden: Tensor,  # [T, H]  its hidden states
+        sampled: Tensor,  # [L]
+        num_new: Tensor | None,  # [R]  tokens that each sampling row gained
+    ) -> None:
+        firsts: list[int] = []
+        sampling: list[int] = []
+        others: list[tuple[int, int]] = []
+        first = 0
+        for row in plans:
+            first += row.num_tokens
+            if row.samples:
+                firsts.append(first - row.max_tokens)
+                sampling += range(first - row.max_tokens, first)
+            else:
+                others.append((first - 1, row.next_token))
+        next_ids = inputs.token_ids.roll(-1)
+        next_ids[self.rows.upload(sampling)] = sampled
+        if others:
+            places, token_ids = self.rows.upload(others).unbind(1)
+            next_ids[places] = token_ids
+        seen = self.model.final_norm(hidden)
+        said = self.model.draft(inputs, next_ids, seen, self.cache)
+        if firsts:
+            assert num_new is not None
+            rows, places = self.rows.upload([[row.row for row in plans if row.samples], firsts])
+            self.hidden[rows] = said[places + num_new - 1]
+
+    def _inputs(self, rows: Tensor, spans: tuple[RowSpan, ...], ahead: int) -> StepInputs:
+        """One token of each row, so many behind its last one."""
+        table = self.rows
+        positions = table.context_len[rows] - 1 + ahead
+        pages = table.page_table[rows]
+        page_size = table.page_size
+        page = pages.gather(1, (positions // page_size)[:, None])[:, 0].long()
+        ahead_spans = tuple(RowSpan(1, span.context_len + ahead) for span in spans)
+        return StepInputs(
+            token_ids=positions,  # unused: the head is given its tokens
+            positions=positions,
+            query_start=torch.arange(len(rows) + 1, device=rows.device),
+            context_lens=positions + 1,
+            page_table=pages,
+            kv_index=page * page_size + positions % page_size,
+            state_slots=rows,
+            initial_slots=rows,
+            spans=ahead_spans,
+            blocks=TokenBlocks.of((), rows.device),
+            deterministic=self.deterministic,
+        )

@@ -1,0 +1,46 @@
+"""Drafts by prompt lookup: what followed the last time that the same tokens came.
+
+For every sequence the places of all its n-grams are known, so that a proposal looks at the new
+tokens only. The longest n-gram that came before decides.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from penstock.types import Sequence
+
+LENGTHS = (4, 3, 2)  # of the n-grams, in the order in which they are asked
+
+
+class NgramDrafter:
+    def __init__(self) -> None:
+        self._seen: WeakKeyDictionary[Sequence, _Places] = WeakKeyDictionary()
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        places = self._seen.get(sequence)
+        if places is None:
+            places = self._seen[sequence] = _Places()
+        return places.propose(sequence.tokens, most)
+
+
+class _Places:
+    """Where each n-gram of a text ended last, less the one at its very end."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._num_read = 0
+
+    def propose(self, tokens: list[int], most: int) -> tuple[int, ...]:
+        for end in range(self._num_read, len(tokens)):
+            for length in LENGTHS:
+                if length <= end:
+                    self._ends[tuple(tokens[end - length : end])] = end
+        self._num_read = max(self._num_read, len(tokens))
+        for length in LENGTHS:
+            last = self._ends.get(tuple(tokens[-length:])) if length < len(tokens) else None
+            if last is not None:
+                # A text that repeats itself goes on to do so.
+                period = len(tokens) - last
+                return tuple(tokens[last + place % period] for place in range(most))
+        return ()

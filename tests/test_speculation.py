@@ -1,0 +1,312 @@
+"""Speculation is exact: an engine that drafts says what a plain engine says, token for token.
+
+In deterministic mode also with the same bits: log-probabilities are compared with ==. A scripted
+drafter is right or wrong at every place; whether a draft is good never matters to the laws.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from penstock.config import EngineConfig, Speculation
+from penstock.engine.engine import Engine
+from penstock.errors import ConfigError
+from penstock.models.source import ModelSource
+from penstock.text.grammar import regex_grammar
+from penstock.types import Request, TokenDelta
+from scripted_drafter import (
+    ALWAYS_RIGHT,
+    EVERY_PLACE,
+    NO_DRAFT,
+    NUM_DRAFTS,
+    ScriptedDrafter,
+    drafting_engine,
+    run_both,
+)
+from small_models import (
+    FAMILIES,
+    HYBRID_DENSE,
+    HYBRID_MOE,
+    LLAMA,
+    drain,
+    logprobs_of,
+    make_engine,
+    prompt,
+    request,
+    run,
+    tokens_of,
+)
+from test_grammar_masks import constrained, engine_of
+from test_laws import tight_budget
+
+WITH_HEAD = {**HYBRID_MOE, "mtp_num_hidden_layers": 1}
+CONFIGS = ["hybrid_moe", "llama"]
+Replies = dict[str, list[TokenDelta]]
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return FAMILIES[request.param]
+
+
+def assert_same(plain: Replies, drafted: Replies, *, in_bits: bool = True) -> None:
+    assert plain.keys() == drafted.keys()
+    for id, deltas in plain.items():
+        assert tokens_of(drafted[id]) == tokens_of(deltas)
+        assert drafted[id][-1].finish == deltas[-1].finish
+        if in_bits:
+            assert logprobs_of(drafted[id]) == logprobs_of(deltas)
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("wrong", [0, 1, 2, ALWAYS_RIGHT])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_rejection_at_every_place(name: str, wrong: int) -> None:
+    one = request("x", prompt(60), max_tokens=20)  # over a boundary of pages and blocks
+    plain, drafted = run_both(FAMILIES[name], one, script=[wrong])
+    assert_same(plain, drafted)
+    # The first token is the prompt's; every step brings one, and the drafts that were right.
+    assert len(drafted["x"]) == 1 + -(-19 // (1 + min(wrong, NUM_DRAFTS)))
+
+
+@pytest.mark.bitwise
+def test_any_mixture_of_rows_with_and_without_drafts(config: dict[str, Any]) -> None:
+    """Prompts of every length near 1 + k tokens, a page and a block, greedy and drawn."""
+    requests = [
+        request(f"r{n}", prompt(n, n), max_tokens=30, temperature=0.9 * (n % 2), top_p=0.9, seed=n)
+        for n in (1, 3, 4, 5, 60, 63, 64, 65, 200)
+    ]
+    plain, drafted = run_both(config, *requests, max_step_tokens=128)
+    assert_same(plain, drafted)
+    for one in requests[::3]:
+        alone = run(drafting_engine(config, plain), one)
+        assert logprobs_of(alone[one.id]) == logprobs_of(drafted[one.id])
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 1.3, "temperature": 0.8, "seed": 4},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+        {"logit_bias": {5: 4.0, 6: 3.9, 17: -100.0}, "frequency_penalty": 2.0},
+        {"temperature": 1.2, "top_k": 7, "seed": 5},
+        {"temperature": 1.0, "min_p": 0.05, "seed": 6},
+        {"min_tokens": 9, "end_token_ids": tuple(range(11, 320, 2))},
+        {"logprobs": None},
+    ],
+    ids=lambda sampling: next(iter(sampling)),
+)
+def test_every_option_of_sampling(config: dict[str, Any], sampling: dict[str, Any]) -> None:
+    """Each place sees the penalties of the drafts before it."""
+    requests = [request(f"r{n}", prompt(n, n), max_tokens=24, **sampling) for n in (7, 62)]
+    assert_same(*run_both(config, *requests))
+
+
+@pytest.mark.bitwise
+def test_n_replies_of_one_prompt(config: dict[str, Any]) -> None:
+    siblings = [request(f"s{i}", prompt(130), temperature=1.0, seed=i) for i in range(3)]
+    assert_same(*run_both(config, *siblings))
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("script", [[ALWAYS_RIGHT], EVERY_PLACE], ids=["right", "mixed"])
+def test_a_reply_ends_inside_a_draft(config: dict[str, Any], script: list[int]) -> None:
+    """By an end token, by max_tokens, and where the context is full."""
+    free = tokens_of(run(make_engine(config), request("x", prompt(20), max_tokens=20))["x"])
+    for place in range(2, 7):
+        end = request("x", prompt(20), end_token_ids=(free[place],), max_tokens=20)
+        assert_same(*run_both(config, end, script=script))
+        short = request("x", prompt(20), max_tokens=place)
+        assert_same(*run_both(config, short, script=script))
+    full = request("x", prompt(58), max_tokens=None)
+    plain, drafted = run_both(config, full, script=script, max_model_len=64)
+    assert drafted["x"][-1].finish == "length"
+    assert_same(plain, drafted)
+
+
+@pytest.mark.bitwise
+def test_a_restored_checkpoint_and_a_prompt_in_chunks(config: dict[str, Any]) -> None:
+    first = request("first", prompt(200), boundaries=(0, 70, 150))
+    second = request("second", (*prompt(200), *prompt(90, 1)), max_tokens=30)
+    plain = make_engine(config, max_step_tokens=64)
+    said = run(plain, first) | run(plain, second)
+    engine = drafting_engine(config, said, max_step_tokens=64)
+    drafted = run(engine, first) | run(engine, second)
+    assert drafted["second"][0].num_cached_tokens == said["second"][0].num_cached_tokens > 0
+    assert_same(said, drafted)
+
+
+@pytest.mark.parametrize("config", [HYBRID_MOE, LLAMA], ids=CONFIGS)
+def test_a_state_is_kept_where_a_draft_passed_a_page(config: dict[str, Any]) -> None:
+    """The next turn goes on from the reply, at a boundary that no step started at."""
+    one = request("one", prompt(60), max_tokens=90)
+    plain = run(make_engine(config, deterministic=False), one)
+    said = tuple(tokens_of(plain["one"]))
+    for script in ([ALWAYS_RIGHT], [1], EVERY_PLACE):
+        engine = drafting_engine(config, plain, script, deterministic=False)
+        assert tokens_of(run(engine, one)["one"]) == list(said)
+        engine.policy.cache.check()
+        two = request("two", (*prompt(60), *said, *prompt(9, 2)))
+        again = run(engine, two)["two"]
+        assert again[0].num_cached_tokens == 128
+        fresh = run(make_engine(config, deterministic=False), two)["two"]
+        assert tokens_of(again) == tokens_of(fresh)
+        assert [token.logprob for token in logprobs_of(again)] == pytest.approx(
+            [token.logprob for token in logprobs_of(fresh)], abs=1e-4
+        )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preempted_rows_come_back(config: dict[str, Any], overlap: bool) -> None:
+    requests = [
+        request(f"r{i}", prompt(60 + i, i), max_tokens=100, seed=i, temperature=0.7)
+        for i in range(4)
+    ]
+    plain = run(make_engine(config), *requests)
+    budget = 1.6 * tight_budget(config)  # journals and wider rings take their share
+    tight = drafting_engine(config, plain, max_model_len=192, memory_gb=budget, overlap=overlap)
+    drafted = run(tight, *requests)
+    assert tight.stats().num_preemptions > 0
+    assert_same(plain, drafted, in_bits=False)
+
+
+@pytest.mark.bitwise
+def test_a_reply_that_another_engine_began(config: dict[str, Any]) -> None:
+    whole = request("x", prompt(50), max_tokens=30, temperature=0.8, seed=3)
+    plain = run(drafting_engine(config, {"x": []}, [NO_DRAFT]), whole)
+    reply = tokens_of(plain["x"])
+    resumed = dataclasses.replace(
+        whole, token_ids=(*whole.token_ids, *reply[:13]), num_resumed_tokens=13
+    )
+    engine = drafting_engine(config, plain)
+    assert tokens_of(run(engine, resumed)["x"]) == reply[13:]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_aborts_return_every_page_and_slot(config: dict[str, Any], overlap: bool) -> None:
+    requests = [request(f"r{n}", prompt(n, n), max_tokens=50) for n in (3, 62, 130)]
+    plain = run(make_engine(config), *requests)
+    engine = drafting_engine(config, plain, overlap=overlap, max_step_tokens=128)
+    before = engine.stats()
+    for one in requests:
+        engine.submit(one)
+    for _ in range(6):
+        engine.step()
+    for one in requests:
+        engine.abort(one.id)
+    drain(engine)
+    engine.policy.cache.check()
+    after = engine.stats()
+    assert (after.num_free_pages, after.num_free_slots) == (
+        before.num_free_pages,
+        before.num_free_slots,
+    )
+
+
+def test_states_in_float16_round_as_plain_steps_round_them() -> None:
+    settings: dict[str, Any] = {"deterministic": False, "state_dtype": "float16"}
+    one = request("x", prompt(60), max_tokens=40)
+    plain, drafted = run_both(HYBRID_MOE, one, **settings)
+    assert tokens_of(plain["x"]) == tokens_of(drafted["x"])
+    for seen, expected in zip(logprobs_of(drafted["x"]), logprobs_of(plain["x"]), strict=True):
+        assert seen.logprob == pytest.approx(expected.logprob, abs=2e-3)
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("drafter", ["scripted", "forced by the grammar"])
+def test_grammars_and_banned_words_mask_every_place(drafter: str) -> None:
+    """A draft that the grammar forbids is never said, and the masks behind right ones are right."""
+    grammars = [None, regex_grammar("(name|nothing): [a-z]{3,12}; the end of it"), None]
+    requests = [
+        constrained("person", token_ids=prompt(9)),
+        constrained("pattern", grammars[1] or "", token_ids=prompt(40, 2)),
+        Request(
+            id="banned",
+            token_ids=prompt(30, 3),
+            sampling=request("", (1,), max_tokens=40).sampling,
+            banned=((5,), (11, 12), (300, 301)),
+        ),
+    ]
+    plain = run(engine_of(), *requests)
+    engine = engine_of(speculate=f"ngram:{NUM_DRAFTS}")
+    said = {id: tokens_of(deltas) for id, deltas in plain.items()}
+    script = EVERY_PLACE if drafter == "scripted" else [NO_DRAFT]
+    engine.policy.speculator.drafter = ScriptedDrafter(said, script)
+    drafted = run(engine, *requests)
+    assert_same(plain, drafted)
+    assert len(drafted["pattern"]) < len(plain["pattern"])
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_the_drafting_head(num_drafts: int, overlap: bool) -> None:
+    """A random head is nearly always wrong, and always exact: rows, chunks, hits and drawn tokens.
+
+    With `overlap` the next step is planned before the host knows what became of the drafts.
+    """
+    requests = [
+        request(f"r{n}", prompt(n, n), max_tokens=30, temperature=0.8 * (n % 2), seed=n)
+        for n in (1, 4, 63, 64, 150, 151)
+    ]
+    requests += [request("hit", (*prompt(151, 151), *prompt(9)), max_tokens=30)]
+    settings: dict[str, Any] = {"max_step_tokens": 128, "overlap": overlap, "max_rows": 4}
+    plain = run(make_engine(WITH_HEAD, **settings), *requests)
+    engine = make_engine(WITH_HEAD, speculate=f"mtp:{num_drafts}", **settings)
+    assert_same(plain, run(engine, *requests))
+    engine.policy.cache.check()
+
+
+@pytest.mark.bitwise
+def test_a_plan_with_drafts_gives_the_same_in_another_runner() -> None:
+    """Device drafts are no part of a plan: every rank makes the same ones."""
+    first, second = (make_engine(WITH_HEAD, speculate="mtp:2") for _ in range(2))
+    for one in (request("a", prompt(70), max_tokens=20), request("b", prompt(3), max_tokens=20)):
+        first.submit(one)
+    while first.has_work:
+        plan = first.policy.plan()
+        assert plan is not None
+        here, there = (engine.runner.launch(plan).wait() for engine in (first, second))
+        assert here == there
+        first.policy.commit(here)
+        first.policy.take_deltas()
+
+
+def test_prompt_lookup_drafts_what_followed_before() -> None:
+    """A biased model repeats itself: nearly all drafts are right, and steps are few."""
+    one = request("x", prompt(20), max_tokens=60, logit_bias={5: 100.0})
+    engine = make_engine(LLAMA, speculate="ngram:7")
+    deltas = run(engine, one)["x"]
+    assert tokens_of(deltas) == [5] * 60
+    assert len(deltas) <= 12
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("off", Speculation("off")),
+        ("mtp", Speculation("mtp", 3)),
+        ("ngram:5", Speculation("ngram", 5)),
+    ],
+)
+def test_the_flag_says_who_drafts_and_how_many(text: str, expected: Speculation) -> None:
+    assert Speculation.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["mtp:0", "mtp:16", "mtp:x", "off:2", "magic"])
+def test_a_flag_that_says_something_else_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        EngineConfig(speculate=text)
+
+
+def test_a_checkpoint_without_a_head_is_refused_by_name_and_auto_does_without() -> None:
+    with pytest.raises(ConfigError, match="no drafting head"):
+        make_engine(HYBRID_DENSE, speculate="mtp")
+    source = ModelSource(name="small", path=None, config=HYBRID_DENSE)
+    given = EngineConfig(random_weights=True, device="cpu", speculate="auto")
+    assert Engine.from_source(source, given).policy.speculator.decode_tokens == 1
+    assert make_engine(WITH_HEAD, speculate="auto").policy.speculator.decode_tokens > 1
