@@ -74,6 +74,12 @@ class EngineConfig:
     )
     weights_seed: int = setting(0, "seed of --random-weights")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    tp: int = setting(
+        1,
+        "GPUs, or processes of a CPU, that one model is spread over (tensor parallel): each has a "
+        "part of the heads, of the inner widths and of the vocabulary",
+        aliases=("--tensor-parallel-size", "-tp"),
+    )
     dtype: str = setting("auto", "type of weights and activations", choices=DTYPES)
     kv_dtype: str = setting(
         "auto",
@@ -182,6 +188,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         positive: dict[str, float | None] = {
+            "tp": self.tp,
             "max_rows": self.max_rows,
             "page_size": self.page_size,
             "max_model_len": self.max_model_len,

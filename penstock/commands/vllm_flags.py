@@ -70,7 +70,6 @@ VLLM_FLAGS = (
     ),
     _unneeded("--distributed-executor-backend", why="Engines are always processes of their own."),
     _unneeded("--swap-space", why="A preempted request is computed again."),
-    VllmFlag(("--tensor-parallel-size", "-tp"), _ONE_GPU, ("1",)),
     VllmFlag(("--pipeline-parallel-size", "-pp"), _ONE_GPU, ("1",)),
     VllmFlag(
         ("--load-format",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ class Weight(nn.Module):
 
     values: nn.Parameter
     parts: tuple[Part, ...] = ()
+    share: Any = None  # which part of a whole it is (`parallel/share.py`); None: the whole
     num_plain_rows = 0  # at its end, that are not quantised when others are: few, and sensitive
 
     def __init__(self, values: Tensor, *, can_quantize: bool = True) -> None:

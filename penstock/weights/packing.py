@@ -137,8 +137,8 @@ class WeightParts:
 
     def _read(self, tensor: StoredTensor, placement: Placement) -> Part:
         if tensor.read_codes is None:
-            return self._plain(placement.converted(tensor.load(placement.rows)))
-        codes = tensor.read_codes(placement.rows).to(self._device)
+            return self._plain(placement.converted(tensor.load_part(placement.source)))
+        codes = tensor.load_codes(placement.source).to(self._device)
         order = _row_order(placement)
         if can_pack(codes) and (placement.convert is None or order is not None):
             return pack(codes, order)
@@ -180,9 +180,8 @@ def _row_order(placement: Placement) -> Tensor | None:
     """The stored row for each of ours, if the conversion only reorders rows; else None."""
     if placement.convert is None or len(placement.shape) != 2:
         return None
-    num_rows = len(range(placement.shape[0])[placement.rows or slice(None)])
-    numbers = torch.arange(num_rows)[:, None]
+    rows = placement.source[0] if placement.source else slice(None)
+    numbers = torch.arange(len(range(placement.shape[0])[rows]))[:, None]
     order = placement.convert(numbers)
-    return (
-        order.flatten() if order.shape == numbers.shape and not order.is_floating_point() else None
-    )
+    is_order = order.shape[1:] == numbers.shape[1:] and not order.is_floating_point()
+    return order.flatten() if is_order else None
