@@ -14,16 +14,14 @@ from gguf_files import random_state, write_gguf
 from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, write
 from penstock.errors import ConfigError
 from penstock.models import build_model
-from penstock.models.source import ModelSource
 from penstock.ops.weight import Weight
-from penstock.parallel.ranks import ALONE, Ranks
+from penstock.parallel.ranks import Ranks
 from penstock.weights.gguf_blocks import READERS
-from penstock.weights.load import load_model
 from penstock.weights.packing import can_pack
 from penstock.weights.slices import cut_values, shares_of
 from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, load_weights, prompt
 from step_inputs import ByHand
-from thread_ranks import on_ranks
+from thread_ranks import on_ranks, random_model
 
 LLAMA_4 = {**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 2}
 QWEN3_MOE = {
@@ -54,19 +52,6 @@ FAMILIES = {
     "qwen3_next": NEXT,
     "fewer KV and key heads than ranks": WIDE,
 }
-
-
-def random_model(config: dict[str, Any], ranks: Ranks = ALONE) -> Any:
-    return load_model(
-        ModelSource(name="small", path=None, config=config),
-        device="cpu",
-        dtype="float32",
-        random_weights=True,
-        seed=3,
-        on_phase=lambda phase: None,
-        with_drafting_head=True,
-        ranks=ranks,
-    )
 
 
 @torch.inference_mode()

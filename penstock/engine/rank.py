@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.engine.rank_wire import (
     Begin,
@@ -33,6 +34,9 @@ from penstock.engine.rank_wire import (
 )
 from penstock.errors import CapacityError, EngineDeadError, PenstockError
 from penstock.wire import ErrorFields
+
+if TYPE_CHECKING:
+    from penstock.engine.runner import Runner
 
 log = logging.getLogger("penstock.engine")
 
@@ -80,13 +84,17 @@ def _run(rank: int, channel: RankChannel, inbox: queue.SimpleQueue[ToRank]) -> N
     gc.collect()
     gc.freeze()  # a collection that scans all of torch's objects again would delay a step
     while True:
-        match inbox.get():
-            case LaunchStep(plan, is_masked):
-                runner.follow(plan, is_masked)
-            case ComputeLogits(plan):
-                runner.logits(plan)
-            case SetLastTokens(rows, token_ids, context_lens):
-                runner.set_last_tokens(rows, token_ids, context_lens)
+        obey(runner, inbox.get())
+
+
+def obey(runner: Runner, message: ToRank) -> None:
+    match message:
+        case LaunchStep(plan, is_masked):
+            runner.follow(plan, is_masked)
+        case ComputeLogits(plan):
+            runner.logits(plan)
+        case SetLastTokens(rows, token_ids, context_lens):
+            runner.set_last_tokens(rows, token_ids, context_lens)
 
 
 def _read_messages(channel: RankChannel, inbox: queue.SimpleQueue[ToRank]) -> None:
