@@ -277,10 +277,13 @@ class ServeConfig:
     )
     replicas: int = setting(
         1,
-        "engine processes to serve with, each on a GPU of its own where there are GPUs",
+        "engine processes to serve with, each on a GPU of its own where there are GPUs, or on --tp "
+        "of them",
         aliases=("--data-parallel-size",),
     )
-    gpus: tuple[int, ...] = setting((), "GPUs to use, one engine process on each")
+    gpus: tuple[int, ...] = setting(
+        (), "GPUs to use, one engine process on each, or on each --tp of them"
+    )
     routing: str = setting(
         "prefix",
         "how to choose an engine for a request: the least busy or one that has its prefix cached, "

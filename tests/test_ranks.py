@@ -155,5 +155,5 @@ def test_cut_blocks_mean_what_they_meant_in_the_whole(kind: str) -> None:
 def test_heads_that_cannot_be_split_are_refused_by_number() -> None:
     with pytest.raises(ConfigError) as error:
         build_model(LLAMA, torch.float32, torch.device("meta"), ranks=Ranks(0, 4))
-    assert error.value.what == "tp is 4, and the model has attention heads 6"
+    assert error.value.what == "tp is 4, and the model has 6 attention heads"
     assert error.value.todo == "Use --tp 2 or 3."

@@ -28,15 +28,13 @@ from penstock.weights.load import load_model
 Result = TypeVar("Result")
 
 
-def on_ranks(
-    size: int, run: Callable[[Ranks], Result], *, whole_experts: bool = False
-) -> list[Result]:
+def on_ranks(size: int, run: Callable[[Ranks], Result]) -> list[Result]:
     """What `run` returns on each rank."""
     store = dist.HashStore()
 
     def one(rank: int) -> Result:
         links = GroupLinks(store, rank, size, torch.device("cpu"))
-        return run(Ranks(rank, size, whole_experts, links))
+        return run(Ranks(rank, size, links))
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(one, range(size)))

@@ -29,7 +29,7 @@ class DenseMLP(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        own = ranks.part(intermediate_size, "an MLP width of")
+        own = ranks.part(intermediate_size, "inner columns in an MLP")
         on = {"ranks": ranks, "dtype": dtype, "device": device}
         self.gate_up = Linear(
             hidden_size,
@@ -82,7 +82,7 @@ class SparseMLP(nn.Module):
         self.router = new_weight(
             num_experts, hidden_size, dtype=dtype, device=device, can_quantize=False
         )
-        own = ranks.part(expert_size, "an expert width of")
+        own = ranks.part(expert_size, "inner columns in an expert")
         both = (own, scaled(own, 1, expert_size))
         self.gate_up = _new_share(
             Share((num_experts, 2 * expert_size, hidden_size), (None, both, None)), dtype, device
@@ -101,7 +101,7 @@ class SparseMLP(nn.Module):
             self.shared_gate = new_weight(
                 1, hidden_size, dtype=dtype, device=device, can_quantize=False
             )
-            own = ranks.part(shared_expert_size, "a shared expert's width of")
+            own = ranks.part(shared_expert_size, "inner columns in the shared expert")
             both = (own, scaled(own, 1, shared_expert_size))
             self.shared_gate_up = _new_share(
                 Share((2 * shared_expert_size, hidden_size), (both, None)), dtype, device

@@ -37,7 +37,6 @@ class Links(Protocol):
 class Ranks:
     rank: int = 0
     size: int = 1
-    whole_experts: bool = False  # experts by rank, not a slice of each
     links: Links | None = None  # None: alone, or a model that only states its shapes
 
     @property

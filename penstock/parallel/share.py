@@ -43,7 +43,7 @@ def equal_part(count: int, rank: int, num_ranks: int, name: str) -> range:
     """Whose parts are neighbours and of one size."""
     if count % num_ranks:
         raise ConfigError(
-            f"tp is {num_ranks}, and the model has {name} {count}",
+            f"tp is {num_ranks}, and the model has {count} {name}",
             f"Every rank gets an equal part, and {count} is not a multiple of {num_ranks}.",
             _advice(count, num_ranks),
         )
