@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,32 @@ def test_cut_blocks_mean_what_they_meant_in_the_whole(kind: str) -> None:
         assert can_pack(part)
         expected = whole[2:5, first:end].nan_to_num(nan=0.5)  # random scales may be no numbers
         assert torch.equal(part.dequantize().nan_to_num(nan=0.5), expected)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_rank_reads_its_part_of_a_file_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fused: bool
+) -> None:
+    wide = {"moe_intermediate_size": 4096, "shared_expert_intermediate_size": 4096}
+    config = {**HYBRID_MOE, **wide, "head_dim": 512, "num_experts": 4, "num_hidden_layers": 4}
+    state = random_state(config) if is_fused else plain_state(config)
+    assert ("model.layers.0.mlp.experts.down_proj" in state) == is_fused
+    path = write(tmp_path / "model", state, config)
+    num_read, read = 0, os.preadv
+
+    def counted(file: int, buffers: Any, offset: int) -> int:
+        nonlocal num_read
+        found = read(file, buffers, offset)
+        num_read += found
+        return found
+
+    monkeypatch.setattr(os, "preadv", counted)
+    model = load_weights(path, ranks=Ranks(1, 4))
+    kept = sum(values.numel() * 4 for values in model.parameters())
+    assert kept < 0.3 * (path / "model.safetensors").stat().st_size
+    assert num_read < 1.1 * kept, "but for rows that are shorter than a page of a disk"
+    monkeypatch.undo()
+    assert_parts_of_the_whole(path, 4)
 
 
 def test_heads_that_cannot_be_split_are_refused_by_number() -> None:
