@@ -74,6 +74,12 @@ class EngineConfig:
     )
     weights_seed: int = setting(0, "seed of --random-weights")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    tp: int = setting(
+        1,
+        "GPUs, or processes of a CPU, that one model is spread over (tensor parallel): each has a "
+        "part of the heads, of the inner widths and of the vocabulary",
+        aliases=("--tensor-parallel-size", "-tp"),
+    )
     dtype: str = setting("auto", "type of weights and activations", choices=DTYPES)
     kv_dtype: str = setting(
         "auto",
@@ -182,6 +188,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         positive: dict[str, float | None] = {
+            "tp": self.tp,
             "max_rows": self.max_rows,
             "page_size": self.page_size,
             "max_model_len": self.max_model_len,
@@ -270,10 +277,13 @@ class ServeConfig:
     )
     replicas: int = setting(
         1,
-        "engine processes to serve with, each on a GPU of its own where there are GPUs",
+        "engine processes to serve with, each on a GPU of its own where there are GPUs, or on --tp "
+        "of them",
         aliases=("--data-parallel-size",),
     )
-    gpus: tuple[int, ...] = setting((), "GPUs to use, one engine process on each")
+    gpus: tuple[int, ...] = setting(
+        (), "GPUs to use, one engine process on each, or on each --tp of them"
+    )
     routing: str = setting(
         "prefix",
         "how to choose an engine for a request: the least busy or one that has its prefix cached, "

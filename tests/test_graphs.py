@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from penstock import ops
 from penstock.config import EngineConfig
 from penstock.engine import runner as runner_module
-from penstock.engine.engine import check_page_size
+from penstock.engine.device_part import check_page_size
 from penstock.engine.graphs import (
     DecodeGraphs,
     DecodeStep,

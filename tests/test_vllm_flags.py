@@ -64,17 +64,18 @@ def test_the_command_of_the_page_is_understood(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
-def test_one_gpu_a_model_is_accepted_and_more_are_refused_with_what_to_do(
+def test_a_model_is_spread_by_tp_and_in_no_other_way(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = ["step"] if command in ("bench", "generate", "batch") else []  # what they are asked to do
-    parse([command, *own, "--tensor-parallel-size", "1"])
+    parse([command, *own, "--tensor-parallel-size", "2", "-pp", "1"])
     assert capsys.readouterr().err == ""
-    exit_code, said = fails(capsys, command, *own, "--tensor-parallel-size=2")
+    exit_code, said = fails(capsys, command, *own, "--pipeline-parallel-size=2")
     assert exit_code == 2
     assert said.splitlines() == [
-        "error: --tensor-parallel-size 2 is vLLM's and not supported",
-        "  Only 1 is accepted. A model runs on one GPU. Use --gpus 0,1 for one engine on each GPU.",
+        "error: --pipeline-parallel-size 2 is vLLM's and not supported",
+        "  Only 1 is accepted. A model is spread over GPUs by --tp alone: each has a part of every "
+        "layer.",
         "  See docs/vllm.md.",
     ]
 

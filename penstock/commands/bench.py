@@ -97,6 +97,12 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_output(arguments.json, "--json")
     config = _engine_config(arguments)
     source = find_model(config.model)
+    if config.tp > 1:
+        raise ConfigError(
+            f"--tp is {config.tp}, and bench {arguments.what} times the kernels of one rank",
+            "It checks each op against its reference first, which the other ranks cannot follow.",
+            "Use `penstock bench serve`, which times a server with --tp.",
+        )
     _require_positions(arguments, config, source)
     with PhaseList() as phases:
         with timed("libraries", phases):

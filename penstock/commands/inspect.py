@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.commands.console import human_bytes, human_count, print_table
 from penstock.commands.flags import add_flags, add_model_argument, read_settings
+from penstock.commands.layouts import GPUS, describe_layouts, print_layouts, read_gpus
 from penstock.commands.roofline import Roofline, text_config
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import CapacityError
@@ -29,6 +30,7 @@ EXAMPLES = [
     "penstock inspect Qwen3.5-35B-A3B        a preset: no weights are needed",
     "penstock inspect ~/models/Qwen3.5-4B    a folder with a config.json",
     "penstock inspect model-Q4_K_M.gguf      a GGUF file: how its weights are stored",
+    "penstock inspect Qwen3.5-397B-A17B --gpus 8xH200    how to spread it over GPUs",
     "penstock inspect Qwen3.5-4B --json      for a program",
 ]
 
@@ -51,16 +53,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(
         parser, EngineConfig, title="the model", only=("model", "dtype", "kv_dtype", "state_dtype")
     )
+    parser.add_argument(
+        "--gpus",
+        metavar="NxNAME",
+        help=f"what each layout of such GPUs should give, such as 8xH200 ({', '.join(GPUS)})",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
+    gpus = None if arguments.gpus is None else read_gpus(arguments.gpus)
     report = inspect_model(config)
+    if gpus is not None:
+        report["layouts"] = describe_layouts(find_model(config.model), config, gpus)
     if arguments.json:
         print(json.dumps(report))
     else:
         _print_report(report)
+        if gpus is not None:
+            print_layouts(report["layouts"], gpus)
     return 0
 
 

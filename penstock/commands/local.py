@@ -26,7 +26,7 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
         with timed("libraries", phases):
             from penstock.engine.device import leave_a_core
             from penstock.llm import LLM
-        leave_a_core()
+        leave_a_core(settings.get("tp", 1))
         return LLM(settings.pop("model", ""), on_phase=phases, **text, **settings)
 
 

@@ -71,6 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     settings |= {"random_weights": True, "prefix_cache": False, "graphs": False}
     settings |= {"max_rows": max(arguments.batch), "max_model_len": arguments.context + 1}
     config: EngineConfig = from_mapping(EngineConfig, settings)
+    if config.tp > 1:
+        raise ConfigError(
+            f"--tp is {config.tp}, and tune times the kernels of one GPU", "", "Omit --tp."
+        )
     with PhaseList() as phases:
         with timed("libraries", phases):
             from penstock.engine.device import pick_device, select_device

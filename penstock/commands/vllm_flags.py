@@ -42,7 +42,7 @@ def _refused(*names: str, why: str, is_switch: bool = False) -> VllmFlag:
     return VllmFlag(names, why, (), is_switch)
 
 
-_ONE_GPU = "A model runs on one GPU. Use --gpus 0,1 for one engine on each GPU."
+_ONLY_TP = "A model is spread over GPUs by --tp alone: each has a part of every layer."
 _NO_DOWNLOAD = "Penstock downloads nothing. Use the folder of the checkpoint."
 _NO_LORA = "Penstock has no adapters. Merge the adapter into the checkpoint."
 _NO_TLS = "Penstock serves plain HTTP. Put a proxy with TLS in front of it."
@@ -70,8 +70,7 @@ VLLM_FLAGS = (
     ),
     _unneeded("--distributed-executor-backend", why="Engines are always processes of their own."),
     _unneeded("--swap-space", why="A preempted request is computed again."),
-    VllmFlag(("--tensor-parallel-size", "-tp"), _ONE_GPU, ("1",)),
-    VllmFlag(("--pipeline-parallel-size", "-pp"), _ONE_GPU, ("1",)),
+    VllmFlag(("--pipeline-parallel-size", "-pp"), _ONLY_TP, ("1",)),
     VllmFlag(
         ("--load-format",),
         "The format is read from the checkpoint; for dummy use --random-weights.",
@@ -81,7 +80,7 @@ VLLM_FLAGS = (
     VllmFlag(("--cpu-offload-gb",), "Weights must fit into the GPU.", ("0",)),
     _refused("--trust-remote-code", why="Code of a checkpoint is never run.", is_switch=True),
     _refused("--no-enable-chunked-prefill", why="Prefills are always in chunks.", is_switch=True),
-    _refused("--enable-expert-parallel", why=_ONE_GPU, is_switch=True),
+    _refused("--enable-expert-parallel", why=_ONLY_TP, is_switch=True),
     _refused("--speculative-config", why="Use --speculate mtp or ngram."),
     _refused("--enable-lora", why=_NO_LORA, is_switch=True),
     _refused("--lora-modules", why=_NO_LORA),

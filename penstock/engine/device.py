@@ -70,12 +70,13 @@ def used_and_total_bytes(device: torch.device) -> tuple[int, int]:
     return used_pages * page_bytes, num_pages * page_bytes
 
 
-def leave_a_core() -> None:
-    """Uses all cores but one, unless OMP_NUM_THREADS says otherwise: for processes that are ours.
+def leave_a_core(num_ranks: int = 1) -> None:
+    """Uses all cores but one, or its part of them, unless OMP_NUM_THREADS says otherwise: for
+    processes that are ours.
 
     torch's threads spin while they wait for each other. When one of them has no core to itself,
     every operation waits for the operating system's next time slice: tokens came twenty times
     slower.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
+        torch.set_num_threads(max(1, ((os.cpu_count() or 1) - 1) // num_ranks))

@@ -101,10 +101,11 @@ class DryRun:
             launch()
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
+            if not is_out_of_memory(error) or not self.model.ranks.is_alone:
+                raise  # other ranks wait for what this one has not launched
             return None
-        return torch.cuda.max_memory_allocated(self.device) - before
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        return self.model.ranks.most(peak, self.device)
 
     def _launch_prompts(self, num_tokens: int) -> None:
         """Prompts whose tokens are all scored."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,18 +22,19 @@ import torch
 from penstock import ops
 from penstock.config import EngineConfig
 from penstock.digests import PageDigests
-from penstock.engine.device import on_device, pick_device, used_and_total_bytes
+from penstock.engine.device import on_device, used_and_total_bytes
+from penstock.engine.device_part import DevicePart, load_part, rank_device
 from penstock.engine.grammar_masks import ConstrainedRow, StepMasks
-from penstock.engine.memory import MemoryPlan, build_runner
+from penstock.engine.memory import MemoryPlan
 from penstock.engine.policy import Policy
+from penstock.engine.rank_group import RankGroup
 from penstock.engine.runner import PendingStep
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.gguf.folder import folder_of
-from penstock.layers.packing import pack_weights
 from penstock.models.source import ModelSource, find_model
+from penstock.parallel.links import GroupLinks
 from penstock.progress import OnPhase, timed
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, StepPlan, TokenDelta
-from penstock.weights.load import load_model
 from penstock.weights.storage_report import Storage
 
 log = logging.getLogger("penstock.engine")
@@ -48,16 +50,15 @@ class Engine:
         tokenizer_file: Path | None = None,  # the tokenizer that grammars are compiled for
     ) -> None:
         """Takes a model whose weights are loaded, and plans the memory for its cache."""
-        is_gpu = model.device.type == "cuda"
-        config = _find_drafter(config, model, name)
-        check_page_size(config, model.device)
-        if not is_gpu and not config.deterministic:
-            pack_weights(model, keep=model.head.weight)
-        with on_device(model.device):
-            memory, self.runner = build_runner(model, config, name, on_phase)
-        self.info = _describe(model, name, memory, config.kv_dtype)
+        self._begin(DevicePart.of(model, config, name, on_phase), name, tokenizer_file)
+
+    def _begin(self, part: DevicePart, name: str, tokenizer_file: Path | None) -> None:
+        config, self.runner = part.config, part.runner
+        is_gpu = part.model.device.type == "cuda"
+        self.info = _describe(part.model, name, part.memory, config.kv_dtype)
         new_buffer = self.runner.rows.host_buffer
-        self.policy = Policy(config, memory, self.info, tokenizer_file, new_buffer)
+        self.policy = Policy(config, part.memory, self.info, tokenizer_file, new_buffer)
+        self.other_ranks: RankGroup | None = None
         self._overlap = is_gpu if config.overlap is None else config.overlap
         self._pending: PendingStep | None = None
         # Called with the ids of requests before they first run.
@@ -77,22 +78,38 @@ class Engine:
         on_phase: OnPhase = lambda _: None,
         tokenizer: str | None = None,  # a folder or a tokenizer.json, if not the model's own
     ) -> Engine:
-        device = pick_device(config.device)
-        is_auto = config.speculate == "auto" and not device.startswith("cuda")
-        may_use_head = is_auto or config.speculation.kind == "mtp"
-        with on_device(torch.device(device)):
-            with timed("weights", on_phase) as report:
-                model = load_model(
-                    source,
-                    device=device,
-                    dtype=config.dtype,
-                    random_weights=config.random_weights,
-                    seed=config.weights_seed,
-                    on_phase=report,
-                    quantization=config.quantization,
-                    with_drafting_head=may_use_head,
-                )
-            return cls(model, config, source.name, on_phase, _tokenizer_file(tokenizer, source))
+        engine = cls.__new__(cls)
+        tokenizer_file = _tokenizer_file(tokenizer, source)
+        if config.tp == 1:
+            part = load_part(source, config, 0, None, on_phase)
+            engine._begin(part, source.name, tokenizer_file)
+            return engine
+        rank_device(config, 0)  # refuses what it can before processes start
+        with timed("ranks", on_phase):
+            group = RankGroup.start(source, config)
+        try:
+            part = load_part(source, config, 0, group.meeting_file, on_phase)
+        except Exception as error:
+            reason = group.explain(error) if isinstance(error, RuntimeError) else error
+            group.close()
+            raise reason from error
+        engine._begin(part, source.name, tokenizer_file)
+        engine._lead(group)
+        return engine
+
+    def _lead(self, group: RankGroup) -> None:
+        """From here on, the other ranks do what this one does."""
+        self.other_ranks = group
+        self.runner.tell_others = group.send
+        links = self.runner.rows.ranks.links
+        if self.runner.rows.device.type == "cuda" and isinstance(links, GroupLinks):
+            group.on_failure = lambda _: links.abort()
+        weakref.finalize(self, group.close)  # also when the process ends
+
+    def close(self) -> None:
+        """Ends the processes of other ranks. Without any, there is nothing to end."""
+        if self.other_ranks is not None:
+            self.other_ranks.close()
 
     def submit(self, request: Request) -> None:
         self.policy.submit(request)
@@ -110,6 +127,16 @@ class Engine:
         return self.policy.has_work or self._pending is not None
 
     def step(self) -> list[TokenDelta]:
+        if self.other_ranks is None:
+            return self._step()
+        try:
+            return self._step()
+        except RuntimeError as error:  # of a collective, if a rank is gone
+            reason = self.other_ranks.explain(error)
+            self.close()
+            raise reason from error
+
+    def _step(self) -> list[TokenDelta]:
         policy, started_at = self.policy, time.perf_counter()
         if self._pending is not None and policy.scheduler.holds_planning:
             self._commit_pending()
@@ -178,30 +205,6 @@ class Engine:
         return self.policy.cache.sessions.drop(session_id)
 
 
-def _find_drafter(config: EngineConfig, model: Any, name: str) -> EngineConfig:
-    """What `auto` means for a model: a drafting head drafts on a CPU, where that was measured."""
-    # Many checkpoints have no drafting head although their config.json counts one.
-    has_head = getattr(model, "mtp", None) is not None
-    if config.speculate == "auto":
-        drafts = has_head and model.device.type == "cpu"
-        return replace(config, speculate="mtp" if drafts else "off")
-    if config.speculation.kind == "mtp" and not has_head:
-        raise ConfigError(
-            f"speculate is {config.speculate!r}, and {name} has no drafting head",
-            "Its checkpoint stores no tensors named mtp.",
-            "Use --speculate ngram, which needs no head, or --speculate off.",
-        )
-    if config.speculation.num_drafts and model.device.type == "cuda":
-        if config.graphs:
-            raise ConfigError(
-                f"speculate is {config.speculate!r} and graphs are on",
-                "Steps with drafts are not captured as graphs.",
-                "Set only one of them.",
-            )
-        return replace(config, graphs=False)
-    return config
-
-
 def _describe(model: Any, name: str, memory: MemoryPlan, kv_dtype: str) -> EngineInfo:
     pools, dtype = memory.pools, str(model.dtype).removeprefix("torch.")
     return EngineInfo(
@@ -241,12 +244,3 @@ def _storage_of(model: Any) -> dict[str, Any]:
         "stored_as": tuple(storage.schemes),
         "bits_per_weight": round(storage.bits_per_weight, 2),
     }
-
-
-def check_page_size(config: EngineConfig, device: torch.device) -> None:
-    if device.type == "cuda" and config.page_size % ops.LEAST_KEYS:
-        raise ConfigError(
-            f"page_size is {config.page_size} and the model runs on a GPU",
-            f"Its kernels read {ops.LEAST_KEYS} keys of a page at once.",
-            f"Use a multiple of {ops.LEAST_KEYS}; 64 is the default.",
-        )

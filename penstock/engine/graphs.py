@@ -26,6 +26,7 @@ from penstock import ops
 from penstock.engine.row_table import RowTable, SamplingMode
 from penstock.layers.inputs import LayerCache, RowSpan, StepInputs
 from penstock.ops import Weight
+from penstock.parallel.ranks import Ranks
 from penstock.progress import OnPhase, Phase
 from penstock.types import CacheSpec, RowPlan
 
@@ -39,6 +40,7 @@ WHOLE_ROWS = 8  # most rows of a greedy step that is one graph
 
 class Model(Protocol):
     layers: nn.ModuleList
+    ranks: Ranks
 
     def __call__(
         self, inputs: StepInputs, caches: Caches, only_last: bool = False
@@ -49,6 +51,9 @@ class Model(Protocol):
     def logits(
         self, hidden: Tensor, *, deterministic: bool
     ) -> Tensor: ...  # [L, H] -> [L, vocab] float32
+
+    def likeliest(self, hidden: Tensor, *, deterministic: bool) -> Tensor:  # [L, H] -> [L] int64
+        """The argmax of `logits`, without a whole row of them on any rank."""
 
     def final_norm(self, hidden: Tensor) -> Tensor: ...  # [L, H] -> [L, H]
 
@@ -88,6 +93,9 @@ class DecodeStep:
         self._loaded = plans
 
     def logits(self) -> Tensor:  # [size, vocab] float32
+        return self.model.logits(self.hidden(), deterministic=self.deterministic)
+
+    def hidden(self) -> Tensor:  # [size, H]
         table = self.rows
         rows, _, state_slots, initial_slots = self.packed.unbind()
         token_ids, positions, kv_index, context_lens, page_table = ops.decode_rows(
@@ -106,17 +114,22 @@ class DecodeStep:
             blocks=self._no_blocks,
             deterministic=self.deterministic,
         )
-        hidden = self.model(inputs, self.caches)
-        return self.model.logits(hidden, deterministic=self.deterministic)
+        return self.model(inputs, self.caches)
 
     def choose(self, logits: Tensor, mode: SamplingMode) -> Tensor:  # [size] int64
         """Samples the next tokens and leaves them in the row table for the next step."""
+        return self._advance(self.rows.draw(logits, self.packed[0], mode))
+
+    def _advance(self, token_ids: Tensor) -> Tensor:
         table, rows, num_new = self.rows, self.packed[0], self.packed[1]
-        token_ids = table.draw(logits, rows, mode)
         ops.advance_rows(rows, num_new, token_ids, table.last_token, table.context_len)
         return token_ids
 
     def run(self, mode: SamplingMode) -> Tensor:  # [size] int64, or [size, vocab] float32
+        if mode == "greedy" and not self.model.ranks.is_alone:
+            return self._advance(
+                self.model.likeliest(self.hidden(), deterministic=self.deterministic)
+            )
         logits = self.logits()
         return logits if mode == "logits" else self.choose(logits, mode)
 
@@ -137,15 +150,16 @@ class DecodeStep:
 class DecodeGraphs:
     """The captured steps of an engine, by size and mode.
 
-    A greedy step of few rows is one graph. Any other step is two, one for the logits and a small
-    one for sampling: captures take seconds of every start, the transition between two graphs only
-    microseconds of a step.
+    A greedy step of few rows is one graph, and on several ranks every greedy step: its logits stay
+    where they are. Any other step is two, one for the logits and a small one for sampling: captures
+    take seconds of every start, the transition between two graphs only microseconds of a step.
     """
 
     def __init__(
         self, model: Model, caches: list[LayerCache], rows: RowTable, deterministic: bool
     ) -> None:
         sizes = graph_sizes(rows.max_rows)
+        self._most_whole_rows = WHOLE_ROWS if model.ranks.is_alone else rows.max_rows
         self._steps = {size: DecodeStep(model, caches, rows, size, deterministic) for size in sizes}
         warmup_caches = warmup_layers(model, caches)
         self._new_warmup_step = partial(
@@ -156,7 +170,7 @@ class DecodeGraphs:
     @property
     def num_captures(self) -> int:
         """The number of whole steps; a sampling graph is only a few kernels."""
-        return sum(1 + _is_whole(size, "greedy") for size in self._steps)
+        return sum(1 + self._is_whole(size, "greedy") for size in self._steps)
 
     @property
     def warmup(self) -> Warmup:
@@ -177,7 +191,7 @@ class DecodeGraphs:
             for mode in SAMPLING_MODES:
                 whole, choice = partial(step.run, mode), partial(step.choose, logits, mode)
                 self._captured[size, mode] = capture(
-                    whole if _is_whole(size, mode) else choice, pool
+                    whole if self._is_whole(size, mode) else choice, pool
                 )
             self._captured[size, "logits"] = graph, borrow(logits)
 
@@ -191,15 +205,14 @@ class DecodeGraphs:
     ) -> Tensor:  # [rows] int64, or [rows, vocab] float32
         """Valid until the next replay; copy it on the same stream."""
         self._steps[size].load(rows)
-        if not _is_whole(size, mode):
+        if not self._is_whole(size, mode):
             self._captured[size, "logits"][0].replay()
         graph, output = self._captured[size, mode]
         graph.replay()
         return output[: len(rows)]
 
-
-def _is_whole(size: int, mode: SamplingMode) -> bool:
-    return mode == "logits" or (mode == "greedy" and size <= WHOLE_ROWS)
+    def _is_whole(self, size: int, mode: SamplingMode) -> bool:
+        return mode == "logits" or (mode == "greedy" and size <= self._most_whole_rows)
 
 
 def _launch_modes(step: DecodeStep) -> None:
@@ -207,6 +220,8 @@ def _launch_modes(step: DecodeStep) -> None:
     logits = step.logits()
     for mode in SAMPLING_MODES:
         step.choose(logits, mode)
+    if not step.model.ranks.is_alone:
+        step.run("greedy")
 
 
 def warmup_layers(model: Model, caches: Sequence[LayerCache]) -> Caches:
@@ -245,12 +260,16 @@ class Warmup:
         return cls([launches[key] for key in ahead], after)
 
 
-def warm_up(kinds: Sequence[Warmup]) -> None:
+def warm_up(kinds: Sequence[Warmup], ranks: Ranks) -> None:
     """Launches all steps that there is memory for; a step without memory never runs later
-    either.
-    """
+    either. Ranks launch in one order, and all of them: others wait for each launch."""
     ahead = [launch for kind in kinds for launch in kind.ahead]
     after = [launch for kind in kinds for launch in kind.after]
+    if not ranks.is_alone:
+        with torch.inference_mode():
+            for launch in [*ahead, *after]:
+                launch()
+        return
     for launch in [*launch_in_threads(ahead), *after]:
         _has_launched(launch)
 

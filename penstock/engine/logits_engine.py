@@ -94,7 +94,7 @@ class LogitsEngine:
         for row, token in zip(rows, tokens):
             row.tokens.append(token)
         numbers, lengths = [row.row or 0 for row in rows], [row.num_tokens for row in rows]
-        self.engine.runner.rows.set_last_tokens(numbers, tokens, lengths)
+        self.engine.runner.set_last_tokens(numbers, tokens, lengths)
         return self._run(rows, are_decodes=True)
 
     def remove(self, request_ids: Sequence[Hashable]) -> None:

@@ -22,6 +22,7 @@ from penstock.engine.pools import GB, PoolSizes, size_pools
 from penstock.engine.runner import Runner
 from penstock.errors import CapacityError
 from penstock.ops.weight import bytes_of
+from penstock.parallel.ranks import Ranks
 from penstock.progress import OnPhase, Phase, timed
 
 # GPUs of at least so many GB: tokens in a step of one request, and in a step of several.
@@ -134,7 +135,8 @@ def plan_memory(
             kv_dtype=config.kv_dtype,
         )
         return plan, pools
-    free_at_first = _usable_bytes(config, device)
+    ranks: Ranks = model.ranks  # all plan with the memory of the one that has least
+    free_at_first = ranks.least(_usable_bytes(config, device), device)
     draft = _draft_pools(model, config, name, free_at_first)
     on_phase(Phase("cache", "compiling kernels"))
     most, shared = _step_tokens(config, device)
@@ -145,7 +147,7 @@ def plan_memory(
         raise _too_tight(name, device, free_at_first)
     graph_bytes = dry_run.graph_bytes(step.num_tokens) if config.graphs is not False else 0
     del dry_run
-    free = _usable_bytes(config, device)
+    free = ranks.least(_usable_bytes(config, device), device)
     reserve = max(int(RESERVE_SHARE * free), LEAST_RESERVE_BYTES)
     left = free - step.num_bytes - graph_bytes - reserve
     budget = (

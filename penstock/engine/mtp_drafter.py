@@ -57,8 +57,8 @@ class MTPDrafter:
             table.drafts[rows, place] = token_ids = self._likeliest(hidden)
 
     def _likeliest(self, hidden: Tensor) -> Tensor:  # [R, H] -> [R] int64
-        logits: Tensor = self.model.draft_logits(hidden, deterministic=self.deterministic)
-        return logits.argmax(-1)
+        token_ids: Tensor = self.model.likeliest_draft(hidden, deterministic=self.deterministic)
+        return token_ids
 
     def follow(
         self,

@@ -29,6 +29,7 @@ from penstock.engine.pools import PoolSizes
 from penstock.engine.step_inputs import PADDING_LEN, DraftPlaces, pack_step, span_of
 from penstock.layers.inputs import AttentionRows, RowSpan, StepInputs
 from penstock.ops import cut_blocks
+from penstock.parallel.ranks import ALONE, Ranks
 from penstock.types import Admission, PageUpdate, RowPlan, SamplingParams, StepPlan
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -107,7 +108,9 @@ class RowTable:
         vocab_size: int,
         device: torch.device,
         num_drafts: int = 0,  # that a row may have in a step
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.max_rows = max_rows
         self.padding_row = max_rows  # belongs to no sequence: it pads a step of a fixed size
         self.page_size = page_size
@@ -151,6 +154,7 @@ class RowTable:
             vocab_size=model.vocab_size,
             device=model.device,
             num_drafts=num_drafts,
+            ranks=model.ranks,
         )
 
     def sampling_param(self, name: str, rows: Tensor) -> Tensor:  # [L] float32
@@ -200,8 +204,15 @@ class RowTable:
         self, logits: Tensor, rows: Tensor, mode: SamplingMode, ahead: Tensor | int = 0
     ) -> Tensor:  # [L] int64
         """Samples the next tokens of `rows`, with each row's own parameters, so many places
-        ahead.
-        """
+        ahead. Rank 0 does; others receive them."""
+        token_ids = (
+            self._draw(logits, rows, mode, ahead) if self.ranks.decides else torch.empty_like(rows)
+        )
+        return self.ranks.of_rank_0(token_ids)
+
+    def _draw(
+        self, logits: Tensor, rows: Tensor, mode: SamplingMode, ahead: Tensor | int
+    ) -> Tensor:
         if mode == "greedy":
             return logits.argmax(-1)
         return ops.sample(
@@ -239,7 +250,7 @@ class RowTable:
         params = [[getattr(one.sampling, name) for name in _SAMPLING_PARAMS] for one in admissions]
         self.sampling_params[rows] = self.upload(params, torch.float32)
         for admission in admissions:
-            if admission.sampling.has_penalties:
+            if admission.sampling.has_penalties and self.ranks.decides:
                 self._remember_history(admission)
 
     def _remember_history(self, admission: Admission) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -27,6 +27,7 @@ from penstock.engine.mtp_drafter import MTPDrafter
 from penstock.engine.pooling import PooledRows, pool_rows
 from penstock.engine.pools import PoolSizes
 from penstock.engine.prefill_graphs import PrefillGraphs
+from penstock.engine.rank_wire import ComputeLogits, LaunchStep, SetLastTokens, ToRank
 from penstock.engine.row_table import RowTable, SampleInputs, SamplingNeeds
 from penstock.engine.step_inputs import StepSize
 from penstock.layers.inputs import KVCache, LayerCache, StepInputs
@@ -39,6 +40,8 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Scores = tuple[Tensor, Tensor, Tensor]  # logprobs [T], top logprobs [T, k], top ids [T, k]
 FillMasks = Callable[[], StepMasks]
+# What `PendingStep` takes behind the plan.
+StepResults = tuple[SamplingNeeds, list[Tensor], dict[int, Scores], list[PooledRows], Tensor | None]
 
 # The most that a step must give, from the least: tokens of unchanged logits; logits; hidden states
 # of the last tokens, to pool; hidden states of all tokens, to score, average, verify or draft.
@@ -184,6 +187,8 @@ class Runner:
     graphs: DecodeGraphs | None = None
     prefill_graphs: PrefillGraphs | None = None
     drafter: MTPDrafter | None = None
+    # Sends what other ranks must do as well, before it is done here.
+    tell_others: Callable[[ToRank], None] | None = None
 
     @classmethod
     def for_pools(cls, model: Any, config: EngineConfig, pools: PoolSizes) -> Runner:
@@ -218,7 +223,8 @@ class Runner:
     def warm_up(self, max_step_tokens: int) -> None:
         """Launches every kernel once, if there is memory for its step: a capture cannot compile
         kernels."""
-        warm_up([graphs.warmup for graphs in self.graphs_to_capture(max_step_tokens)])
+        given = [graphs.warmup for graphs in self.graphs_to_capture(max_step_tokens)]
+        warm_up(given, self.model.ranks)
         for cache in self.caches:
             cache.zero_padding()  # warm-up steps wrote over each other there
         torch._C._cuda_clearCublasWorkspaces()  # each warm-up thread allocated one
@@ -236,11 +242,21 @@ class Runner:
     @_on_its_device
     def launch(self, plan: StepPlan, fill_masks: FillMasks | None = None) -> PendingStep:
         """`fill_masks` is called while the device computes the logits that its masks are for."""
+        if self.tell_others is not None:
+            self.tell_others(LaunchStep(plan, fill_masks is not None))
+        return PendingStep(plan, *self._step(plan, fill_masks is not None, fill_masks))
+
+    @_on_its_device
+    def follow(self, plan: StepPlan, is_masked: bool) -> None:
+        """The same step on another rank than 0, whose results nobody reads."""
+        self._step(plan, is_masked, None)
+
+    def _step(self, plan: StepPlan, is_masked: bool, fill_masks: FillMasks | None) -> StepResults:
         self.rows.update(plan)
         needs = self.rows.sampling_needs(plan)
         # A decode that nobody drafts for is none of a drafter's business.
         follows = self.drafter is not None and (plan.has_drafts or not plan.is_decode)
-        wanted = _wanted(plan, needs, is_masked=fill_masks is not None)
+        wanted = _wanted(plan, needs, is_masked)
         if plan.has_drafts:
             self.rows.set_drafts(plan.rows)
             if self.drafter is not None:
@@ -248,7 +264,7 @@ class Runner:
         launched = self._launch(plan, "all states" if follows else wanted, needs)
         masks = None if fill_masks is None else fill_masks()
         if launched.token_ids is not None:
-            return PendingStep(plan, needs, [launched.token_ids])
+            return needs, [launched.token_ids], {}, [], None
         assert launched.logits is not None
         sampling = self.rows.sample_inputs(plan)
         tensors, num_new = self._sample(launched.logits, sampling, needs, masks)
@@ -257,15 +273,24 @@ class Runner:
             assert launched.states is not None
             states = launched.states
             self.drafter.follow(plan.rows, states.inputs, states.hidden, tensors[0], num_new)
-        return PendingStep(plan, needs, tensors, launched.scores, launched.pooled, num_new)
+        return needs, tensors, launched.scores, launched.pooled, num_new
 
     @_on_its_device
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
         """One step whose tokens the caller chooses."""
+        if self.tell_others is not None:
+            self.tell_others(ComputeLogits(plan))
         self.rows.update(plan)
         logits = self._launch(plan, "logits", self.rows.sampling_needs(plan)).logits
         assert logits is not None
         return logits if self.graphs is None else logits.clone()  # the next replay overwrites them
+
+    def set_last_tokens(
+        self, rows: Sequence[int], token_ids: Sequence[int], context_lens: Sequence[int]
+    ) -> None:
+        if self.tell_others is not None:
+            self.tell_others(SetLastTokens(tuple(rows), tuple(token_ids), tuple(context_lens)))
+        self.rows.set_last_tokens(rows, token_ids, context_lens)
 
     def _launch(self, plan: StepPlan, wanted: Wanted, needs: SamplingNeeds) -> Launched:
         for way in WAYS:
@@ -346,10 +371,11 @@ class Runner:
         """Samples the next tokens and leaves them in the row table for the next step. The second is
         how many tokens each row gained, if it may be more than one."""
         rows, table, drafts = sampling.rows, self.rows, sampling.drafts
-        num_top = needs.num_top_logprobs
+        decides = table.ranks.decides  # the others receive what it draws
+        num_top = needs.num_top_logprobs if decides else None
         # The steps below edit logits in place.
         raw = logits.clone() if num_top is not None else logits
-        if needs.has_penalties:
+        if needs.has_penalties and decides:
             assert table.in_prompt is not None
             logits = ops.penalize_repeats(
                 logits,

@@ -59,10 +59,12 @@ from penstock.wire import (
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
+    from penstock.engine.rank_group import RankGroup
 
 log = logging.getLogger("penstock.engine")
 
 WARM_UP_TOKENS = 3
+RANK_GRACE_S = 2.0  # for a step to notice that a rank is gone
 MAX_INTAKE_S = 0.005  # for new requests between two steps: running replies wait for them
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
@@ -186,10 +188,12 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
     with timed("libraries", report):
         from penstock.engine.device import leave_a_core, select_device
         from penstock.engine.engine import Engine
-    leave_a_core()
     config = msgspec.json.decode(config_json, type=WorkerConfig)
+    leave_a_core(config.tp)
     select_device(config.device)
     engine = Engine.from_config(config, report, config.tokenizer)
+    if engine.other_ranks is not None:
+        _die_with_a_rank(engine.other_ranks, channel)
     with timed("warm-up", report):
         warm_up(engine)
     if config.warm_prompt:
@@ -199,6 +203,20 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
     with timed("grammars", report):  # later, it would delay all replies
         engine.warm_up_grammars()
     return engine
+
+
+def _die_with_a_rank(group: RankGroup, channel: EngineChannel) -> None:
+    """The main thread sees a failed collective and says why it ends. One that waits in a device
+    call for ever is not waited for."""
+    abort = group.on_failure
+
+    def end(error: PenstockError) -> None:
+        abort(error)
+        time.sleep(RANK_GRACE_S)
+        _say_goodbye(channel, error)
+        os._exit(1)
+
+    group.on_failure = end
 
 
 def warm_up(engine: Engine, prompt: tuple[int, ...] = (0,), tenant: str = "") -> None:

@@ -13,6 +13,8 @@ from penstock.layers.inputs import KVCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.parameter import norm_parameter
 from penstock.ops import paged_attention, rope_and_store
+from penstock.parallel.ranks import ALONE, Ranks
+from penstock.parallel.share import scaled
 from penstock.types import KVSpec
 
 
@@ -33,12 +35,17 @@ class Attention(nn.Module):
         gated: bool,  # the output is multiplied by sigmoid of a projection as wide as the queries
         interleaved_rope: bool,  # rotates (2j, 2j + 1) instead of (j, j + rot/2)
         window: int,  # tokens a query sees, itself included; 0 is all
+        ranks: Ranks = ALONE,  # each has some heads; of few KV heads, some have the same one
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
+        heads = ranks.part(num_heads, "attention heads")
+        kv_heads = ranks.shared_part(num_kv_heads, "KV heads")
+        whole_query, whole_kv = num_heads * head_dim, num_kv_heads * head_dim
+        whole_gate = whole_query if gated else 0
+        self.num_heads = num_heads = len(heads)
+        self.num_kv_heads = num_kv_heads = len(kv_heads)
         self.head_dim = head_dim
         self.eps = eps
         self.gated = gated
@@ -47,11 +54,34 @@ class Attention(nn.Module):
         self.query_size = num_heads * head_dim
         self.gate_size = self.query_size if gated else 0
         self.kv_size = num_kv_heads * head_dim
-        qkv_size = self.query_size + self.gate_size + 2 * self.kv_size
-        self.qkv = Linear(hidden_size, qkv_size, bias=qkv_bias, eps=eps, dtype=dtype, device=device)
+        before_kv = whole_query + whole_gate
+        queries = scaled(heads, head_dim)
+        self.qkv = Linear(
+            hidden_size,
+            before_kv + 2 * whole_kv,
+            bias=qkv_bias,
+            eps=eps,
+            outputs=(
+                queries,
+                *([scaled(heads, head_dim, whole_query)] if gated else []),
+                scaled(kv_heads, head_dim, before_kv),
+                scaled(kv_heads, head_dim, before_kv + whole_kv),
+            ),
+            ranks=ranks,
+            dtype=dtype,
+            device=device,
+        )
         self.q_norm = norm_parameter(head_dim, device) if qk_norm else None
         self.k_norm = norm_parameter(head_dim, device) if qk_norm else None
-        self.out = Linear(self.query_size, hidden_size, bias=out_bias, dtype=dtype, device=device)
+        self.out = Linear(
+            whole_query,
+            hidden_size,
+            bias=out_bias,
+            inputs=(queries,),
+            ranks=ranks,
+            dtype=dtype,
+            device=device,
+        )
 
     @property
     def cache_spec(self) -> KVSpec:

@@ -9,6 +9,8 @@ from penstock.layers.inputs import StateCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.parameter import norm_parameter, parameter
 from penstock.ops import gated_delta_net
+from penstock.parallel.ranks import ALONE, Ranks
+from penstock.parallel.share import Share, scaled
 from penstock.types import StateSpec
 
 
@@ -25,10 +27,30 @@ class DeltaNet(nn.Module):
         value_dim: int,
         conv_kernel: int,
         eps: float,
+        ranks: Ranks = ALONE,  # each has some value heads, and the key heads that belong to them
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        keys = ranks.shared_part(num_key_heads, "DeltaNet key heads")
+        heads = ranks.part(num_value_heads, "DeltaNet value heads")
+        whole_key, whole_value = num_key_heads * key_dim, num_value_heads * value_dim
+        values = scaled(heads, value_dim)
+        channels = (
+            scaled(keys, key_dim),
+            scaled(keys, key_dim, whole_key),
+            scaled(heads, value_dim, 2 * whole_key),
+        )
+        whole_channels = 2 * whole_key + whole_value
+        before_b = whole_channels + whole_value
+        projected = (
+            *channels,
+            scaled(heads, value_dim, whole_channels),
+            scaled(heads, 1, before_b),
+            scaled(heads, 1, before_b + num_value_heads),
+        )
+        whole_heads = num_value_heads
+        num_key_heads, num_value_heads = len(keys), len(heads)
         self.num_key_heads = num_key_heads
         self.eps = eps
         value_size = num_value_heads * value_dim
@@ -40,14 +62,28 @@ class DeltaNet(nn.Module):
             conv_channels=conv_channels,
             conv_width=conv_kernel,
         )
-        num_rows = conv_channels + value_size + 2 * num_value_heads
-        self.in_proj = Linear(hidden_size, num_rows, eps=eps, dtype=dtype, device=device)
+        self.in_proj = Linear(
+            hidden_size,
+            before_b + 2 * whole_heads,
+            eps=eps,
+            outputs=projected,
+            ranks=ranks,
+            dtype=dtype,
+            device=device,
+        )
         self.in_proj.weight.num_plain_rows = 2 * num_value_heads  # b and a
         self.conv = parameter(conv_kernel, conv_channels, dtype=dtype, device=device)
         self.a_log = parameter(num_value_heads, dtype=torch.float32, device=device)
         self.dt_bias = parameter(num_value_heads, dtype=torch.float32, device=device)
         self.gated_norm = norm_parameter(value_dim, device)
-        self.out = Linear(value_size, hidden_size, dtype=dtype, device=device)
+        self.out = Linear(
+            whole_value, hidden_size, inputs=(values,), ranks=ranks, dtype=dtype, device=device
+        )
+        self.shares: dict[str, Share] = {}  # of plain parameters
+        if not ranks.is_alone:
+            per_head = Share((whole_heads,), ((heads,),))
+            conv = Share((conv_kernel, whole_channels), (None, channels))
+            self.shares = {"conv": conv, "a_log": per_head, "dt_bias": per_head}
 
     def forward(
         self, hidden: Tensor, inputs: StepInputs, cache: StateCache

@@ -1,4 +1,8 @@
-"""A linear layer with what is fused to it: norm or activation before, bias and residual after."""
+"""A linear layer with what is fused to it: norm or activation before, bias and residual after.
+
+On several ranks, one holds some of its outputs, or some of its inputs: then the products of all
+ranks are added.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from torch import Tensor, nn
 
 from penstock.layers.parameter import new_weight, norm_parameter, parameter
 from penstock.ops import Weight, linear, norm_linear, swiglu_linear
+from penstock.parallel.ranks import ALONE, Ranks
+from penstock.parallel.share import Kept, Share
 
 
 class Linear(nn.Module):
@@ -23,16 +29,29 @@ class Linear(nn.Module):
         bias: bool = False,
         eps: float | None = None,
         swiglu: bool = False,
+        outputs: Kept | None = None,  # of so many, that this rank computes
+        inputs: Kept | None = None,  # of so many, that it has: the products are then added
+        ranks: Ranks = ALONE,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
         assert not (swiglu and (bias or eps is not None)), "no model combines these"
+        share = None
+        if not ranks.is_alone and (outputs is not None or inputs is not None):
+            share = Share((num_outputs, num_inputs), (outputs, inputs))
+            num_outputs, num_inputs = share.own_shape
+        self.ranks = ranks if inputs is not None else ALONE
         self.eps = eps
         self.swiglu = swiglu
         self.norm = None if eps is None else norm_parameter(num_inputs, device)
-        self.weight = weight or new_weight(num_outputs, num_inputs, dtype=dtype, device=device)
+        self.weight = weight or new_weight(
+            num_outputs, num_inputs, dtype=dtype, device=device, share=share
+        )
         self.bias = parameter(num_outputs, dtype=dtype, device=device) if bias else None
+        self.shares: dict[str, Share] = {}  # of plain parameters
+        if bias and share is not None and outputs is not None:
+            self.shares["bias"] = Share(share.shape[:1], (outputs,))
 
     def forward(
         self,
@@ -54,6 +73,11 @@ class Linear(nn.Module):
                 out_dtype=out_dtype,
                 deterministic=deterministic,
             )
+        bias = self.bias
+        if not self.ranks.decides:  # these are added once
+            bias = residual = None
         if self.swiglu:
-            return swiglu_linear(x, self.weight, residual, deterministic=deterministic)
-        return linear(x, self.weight, self.bias, residual, deterministic=deterministic)
+            out = swiglu_linear(x, self.weight, residual, deterministic=deterministic)
+        else:
+            out = linear(x, self.weight, bias, residual, deterministic=deterministic)
+        return out if self.ranks.is_alone else self.ranks.add(out, deterministic=deterministic)

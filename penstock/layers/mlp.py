@@ -11,6 +11,8 @@ from penstock.layers.inputs import StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.parameter import new_weight, norm_parameter
 from penstock.ops import Weight, new_counters, norm_route, sparse_mlp
+from penstock.parallel.ranks import ALONE, Ranks
+from penstock.parallel.share import Share, scaled
 
 
 class DenseMLP(nn.Module):
@@ -22,14 +24,27 @@ class DenseMLP(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         eps: float,
+        ranks: Ranks = ALONE,  # each has a slice of the inner width
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        own = ranks.part(intermediate_size, "inner columns in an MLP")
+        on = {"ranks": ranks, "dtype": dtype, "device": device}
         self.gate_up = Linear(
-            hidden_size, 2 * intermediate_size, eps=eps, dtype=dtype, device=device
+            hidden_size,
+            2 * intermediate_size,
+            eps=eps,
+            outputs=(own, scaled(own, 1, intermediate_size)),
+            **on,  # type: ignore[arg-type]
         )
-        self.down = Linear(intermediate_size, hidden_size, swiglu=True, dtype=dtype, device=device)
+        self.down = Linear(
+            intermediate_size,
+            hidden_size,
+            swiglu=True,
+            inputs=(own,),
+            **on,  # type: ignore[arg-type]
+        )
 
     def forward(self, hidden: Tensor, inputs: StepInputs) -> Tensor:  # [T, H] -> [T, H]
         deterministic = inputs.deterministic
@@ -54,10 +69,12 @@ class SparseMLP(nn.Module):
         shared_expert_size: int,  # 0: no shared expert
         normalize: bool,  # make the weights of a token's experts sum to one
         eps: float,
+        ranks: Ranks = ALONE,  # each has a slice of every expert
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        self.ranks = ranks
         self.experts_per_token = experts_per_token
         self.normalize = normalize
         self.eps = eps
@@ -65,10 +82,14 @@ class SparseMLP(nn.Module):
         self.router = new_weight(
             num_experts, hidden_size, dtype=dtype, device=device, can_quantize=False
         )
-        self.gate_up = new_weight(
-            num_experts, 2 * expert_size, hidden_size, dtype=dtype, device=device
+        own = ranks.part(expert_size, "inner columns in an expert")
+        both = (own, scaled(own, 1, expert_size))
+        self.gate_up = _new_share(
+            Share((num_experts, 2 * expert_size, hidden_size), (None, both, None)), dtype, device
         )
-        self.down = new_weight(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
+        self.down = _new_share(
+            Share((num_experts, hidden_size, expert_size), (None, None, (own,))), dtype, device
+        )
         self.register_buffer("counters", new_counters(num_experts, device), persistent=False)
         self.slots: Tensor | None = (
             None  # [E] int32  where each expert is in the stacks; None: in order
@@ -80,11 +101,13 @@ class SparseMLP(nn.Module):
             self.shared_gate = new_weight(
                 1, hidden_size, dtype=dtype, device=device, can_quantize=False
             )
-            self.shared_gate_up = new_weight(
-                2 * shared_expert_size, hidden_size, dtype=dtype, device=device
+            own = ranks.part(shared_expert_size, "inner columns in the shared expert")
+            both = (own, scaled(own, 1, shared_expert_size))
+            self.shared_gate_up = _new_share(
+                Share((2 * shared_expert_size, hidden_size), (both, None)), dtype, device
             )
-            self.shared_down = new_weight(
-                hidden_size, shared_expert_size, dtype=dtype, device=device
+            self.shared_down = _new_share(
+                Share((hidden_size, shared_expert_size), (None, (own,))), dtype, device
             )
             self.shared_gate_up.is_with_experts = self.shared_down.is_with_experts = True
 
@@ -102,16 +125,24 @@ class SparseMLP(nn.Module):
             self.slots,
             deterministic=deterministic,
         )
-        return sparse_mlp(
+        out = sparse_mlp(
             x,
             weights,
             ids,
             self.gate_up,
             self.down,
-            hidden,
+            hidden if self.ranks.decides else torch.zeros_like(hidden),  # it is added once
             shared_weight,
             self.shared_gate_up,
             self.shared_down,
             self.counters,
             deterministic=deterministic,
         )
+        return out if self.ranks.is_alone else self.ranks.add(out, deterministic=deterministic)
+
+
+def _new_share(share: Share, dtype: torch.dtype, device: torch.device | str) -> Weight:
+    is_whole = share.own_shape == share.shape
+    return new_weight(
+        *share.own_shape, dtype=dtype, device=device, share=None if is_whole else share
+    )

@@ -8,6 +8,7 @@ from torch import nn
 from penstock.ops import Weight
 from penstock.ops.cpu.memory import new_tensor
 from penstock.ops.weight import are_deferred
+from penstock.parallel.share import Share
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
@@ -15,10 +16,17 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn
 
 
 def new_weight(
-    *shape: int, dtype: torch.dtype, device: torch.device | str, can_quantize: bool = True
+    *shape: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    can_quantize: bool = True,
+    share: Share | None = None,
 ) -> Weight:
+    assert share is None or share.own_shape == shape
     place = "meta" if are_deferred() else device
-    return Weight(parameter(*shape, dtype=dtype, device=place).data, can_quantize=can_quantize)
+    weight = Weight(parameter(*shape, dtype=dtype, device=place).data, can_quantize=can_quantize)
+    weight.share = share
+    return weight
 
 
 def norm_parameter(size: int, device: torch.device | str) -> nn.Parameter:

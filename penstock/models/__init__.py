@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# model_type of config.json -> module with `build(config, dtype, device, with_drafting_head)`
+    from penstock.parallel.ranks import Ranks
+
+# model_type of config.json -> module with `build(config, dtype, device, with_drafting_head, ranks)`
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "penstock.models.llama",
     "mistral": "penstock.models.llama",
@@ -40,10 +42,14 @@ def build_model(
     device: torch.device,
     *,
     with_drafting_head: bool = True,
+    ranks: Ranks | None = None,  # None: alone
 ) -> nn.Module:
-    """The model that config.json describes, with uninitialised parameters on the device."""
+    """The model that config.json describes, or a rank's part of it, with uninitialised parameters
+    on the device."""
+    from penstock.parallel.ranks import ALONE
+
     module = importlib.import_module(ARCHITECTURES[model_type_of(config)])
-    model: nn.Module = module.build(config, dtype, device, with_drafting_head)
+    model: nn.Module = module.build(config, dtype, device, with_drafting_head, ranks or ALONE)
     return model
 
 

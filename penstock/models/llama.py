@@ -20,8 +20,9 @@ from penstock.layers.attention import Attention
 from penstock.layers.inputs import KVCache, LayerCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
-from penstock.layers.parameter import new_weight, parameter
+from penstock.layers.parameter import parameter
 from penstock.layers.rope import Rope, inverse_frequencies
+from penstock.layers.vocabulary import Vocabulary
 from penstock.models import model_type_of
 from penstock.models.placement import Placement
 from penstock.models.reading import (
@@ -34,6 +35,7 @@ from penstock.models.reading import (
     unusable,
 )
 from penstock.ops import rms_norm
+from penstock.parallel.ranks import ALONE, Ranks
 from penstock.types import CacheSpec
 
 
@@ -248,7 +250,12 @@ def _unsupported(key: str, value: object) -> CheckpointError:
 
 class LlamaLayer(nn.Module):
     def __init__(
-        self, config: LlamaConfig, index: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: LlamaConfig,
+        index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
         self.attention = Attention(
@@ -263,6 +270,7 @@ class LlamaLayer(nn.Module):
             gated=False,
             interleaved_rope=config.is_plain,
             window=config.windows[index],
+            ranks=ranks,
             dtype=dtype,
             device=device,
         )
@@ -276,6 +284,7 @@ class LlamaLayer(nn.Module):
                 shared_expert_size=0,
                 normalize=config.normalize_experts,
                 eps=config.eps,
+                ranks=ranks,
                 dtype=dtype,
                 device=device,
             )
@@ -284,6 +293,7 @@ class LlamaLayer(nn.Module):
                 hidden_size=config.hidden_size,
                 intermediate_size=config.intermediate_size,
                 eps=config.eps,
+                ranks=ranks,
                 dtype=dtype,
                 device=device,
             )
@@ -306,17 +316,25 @@ class Llama(nn.Module):
         r"(.*\.)?(inv_freq|(freqs|rope)_(cis|cos|sin)|(cos|sin)_cached)",
     )
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+    ) -> None:
         super().__init__()
         self.config = config
+        self.ranks = ranks
+        self.vocabulary = Vocabulary(config.vocab_size, ranks)
         self.dtype = dtype
         self.device = device
         self.vocab_size = config.vocab_size
         self.max_position = config.max_position
-        self.embedding = new_weight(
-            config.vocab_size, config.hidden_size, dtype=dtype, device=device
-        )
-        layers = [LlamaLayer(config, index, dtype, device) for index in range(config.num_layers)]
+        self.embedding = self.vocabulary.new_weight(config.hidden_size, dtype, device)
+        layers = [
+            LlamaLayer(config, index, dtype, device, ranks) for index in range(config.num_layers)
+        ]
         self.layers = nn.ModuleList(layers)
         self._cache_specs: list[CacheSpec] = [layer.attention.cache_spec for layer in layers]
         self.has_head = not config.num_labels
@@ -326,6 +344,8 @@ class Llama(nn.Module):
             config.vocab_size,
             weight=self.embedding if config.is_tied or not self.has_head else None,
             eps=config.eps,
+            outputs=(self.vocabulary.own,),
+            ranks=ranks,
             dtype=dtype,
             device=device,
         )
@@ -342,7 +362,8 @@ class Llama(nn.Module):
         self, inputs: StepInputs, caches: Sequence[LayerCache | None], only_last: bool = False
     ) -> Tensor:  # [T, H], or [R, H]
         """The residual stream after the last layer, before the final norm."""
-        hidden, rope = self.embedding.rows(inputs.token_ids), self.rope.table
+        hidden = self.vocabulary.embed(self.embedding, inputs.token_ids)
+        rope = self.rope.table
         for layer, cache in zip(self.layers, caches, strict=True):
             if cache is not None:
                 hidden = layer(hidden, inputs, cache, rope, only_last and layer is self.layers[-1])
@@ -352,7 +373,13 @@ class Llama(nn.Module):
         self, hidden: Tensor, *, deterministic: bool = False
     ) -> Tensor:  # [L, vocab] float32
         """Also for a model without a head, with its embedding: every step is then the same."""
-        return self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
+        own = self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
+        return self.vocabulary.join(own)
+
+    def likeliest(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L] int64
+        """The argmax of `logits`, which no rank then needs as a whole."""
+        own = self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
+        return self.vocabulary.likeliest(own)
 
     def label_logits(self, hidden: Tensor) -> Tensor:  # [L, labels] float32
         assert self.classifier is not None
@@ -479,7 +506,11 @@ def _fused_expert_places(config: LlamaConfig, ours: str) -> Places:
 
 
 def build(
-    config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, with_drafting_head: bool
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    with_drafting_head: bool,
+    ranks: Ranks = ALONE,
 ) -> Llama:
     """No release of these families has a drafting head."""
-    return Llama(LlamaConfig.from_dict(config), dtype, device)
+    return Llama(LlamaConfig.from_dict(config), dtype, device, ranks)

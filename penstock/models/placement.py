@@ -16,8 +16,9 @@ class Placement:
     shape: tuple[int, ...]  # of the tensor in the checkpoint
     index: tuple[slice | int, ...] = ()  # the part of the parameter it fills; () is all of it
     convert: Callable[[Tensor], Tensor] | None = None  # applied before it is copied
-    rows: slice | None = None  # rows of the stored tensor to read, before `convert`; None is all
+    # The part of the stored tensor to read, before `convert`, by dimension; () is all of it.
+    source: tuple[slice, ...] = ()
 
     def converted(self, values: Tensor) -> Tensor:
-        """The rows that were read, converted for copying."""
+        """The part that was read, converted for copying."""
         return values if self.convert is None else self.convert(values)

@@ -19,13 +19,14 @@ from penstock.layers.delta_net import DeltaNet
 from penstock.layers.inputs import KVCache, LayerCache, StateCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
-from penstock.layers.parameter import new_weight
 from penstock.layers.rope import Rope, inverse_frequencies
+from penstock.layers.vocabulary import Vocabulary
 from penstock.models.placement import Placement
 from penstock.models.qwen3_5_config import Qwen3_5Config
 from penstock.models.qwen3_5_mtp import MTP
 from penstock.models.qwen3_5_placements import IGNORED, FindPlacements, find_placements, stores_mtp
 from penstock.ops import linear, rms_norm
+from penstock.parallel.ranks import ALONE, Ranks
 from penstock.types import CacheSpec
 
 
@@ -34,26 +35,31 @@ def build(
     dtype: torch.dtype,
     device: torch.device | str,
     with_drafting_head: bool,
+    ranks: Ranks = ALONE,
 ) -> Qwen3_5:
     read = Qwen3_5Config.from_dict(config)
-    return Qwen3_5(
-        dataclasses.replace(read, has_mtp=read.has_mtp and with_drafting_head), dtype, device
-    )
+    read = dataclasses.replace(read, has_mtp=read.has_mtp and with_drafting_head)
+    return Qwen3_5(read, dtype, device, ranks=ranks)
 
 
 class Layer(nn.Module):
     """One mixer, DeltaNet or attention, and one MLP."""
 
     def __init__(
-        self, config: Qwen3_5Config, index: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: Qwen3_5Config,
+        index: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
         self.mixer: Attention | DeltaNet
         if config.is_attention[index]:
-            self.mixer = make_attention(config, dtype, device)
+            self.mixer = make_attention(config, dtype, device, ranks)
         else:
-            self.mixer = make_delta_net(config, dtype, device)
-        self.mlp = make_mlp(config, config.is_sparse[index], dtype, device)
+            self.mixer = make_delta_net(config, dtype, device, ranks)
+        self.mlp = make_mlp(config, config.is_sparse[index], dtype, device, ranks)
 
     def forward(
         self,
@@ -85,18 +91,20 @@ class Qwen3_5(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         find_placements: FindPlacements = find_placements,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
         self.config = config
+        self.ranks = ranks
+        self.vocabulary = Vocabulary(config.vocab_size, ranks)
         self._find_placements = find_placements
         self.dtype = dtype
         self.device = torch.device(device)
         self.vocab_size = config.vocab_size
         self.max_position = config.max_position
-        self.embedding = new_weight(
-            config.vocab_size, config.hidden_size, dtype=dtype, device=device
-        )
-        layers = [Layer(config, index, dtype, device) for index in range(len(config.is_attention))]
+        self.embedding = self.vocabulary.new_weight(config.hidden_size, dtype, device)
+        num_layers = len(config.is_attention)
+        layers = [Layer(config, index, dtype, device, ranks) for index in range(num_layers)]
         self.layers = nn.ModuleList(layers)
         self._cache_specs: list[CacheSpec] = [layer.mixer.cache_spec for layer in layers]
         self.head = Linear(
@@ -104,18 +112,21 @@ class Qwen3_5(nn.Module):
             config.vocab_size,
             weight=self.embedding if config.is_tied else None,
             eps=config.eps,
+            outputs=(self.vocabulary.own,),
+            ranks=ranks,
             dtype=dtype,
             device=device,
         )
         self.rope = Rope(
             inverse_frequencies(config.rope_theta, config.rotary_dim), config.max_position, device
         )
-        self.mtp = make_mtp(config, dtype, device) if config.has_mtp else None
+        self.mtp = make_mtp(config, dtype, device, ranks) if config.has_mtp else None
 
     def forward(
         self, inputs: StepInputs, caches: Sequence[LayerCache | None], only_last: bool = False
     ) -> Tensor:  # [T, H], or [R, H]
-        hidden, rope = self.embedding.rows(inputs.token_ids), self.rope.table
+        hidden = self.vocabulary.embed(self.embedding, inputs.token_ids)
+        rope = self.rope.table
         for layer, cache in zip(self.layers, caches, strict=True):
             if cache is not None:
                 hidden = layer(hidden, inputs, cache, rope, only_last and layer is self.layers[-1])
@@ -124,7 +135,13 @@ class Qwen3_5(nn.Module):
     def logits(
         self, hidden: Tensor, *, deterministic: bool = False
     ) -> Tensor:  # [L, vocab] float32
-        return self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
+        own = self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
+        return self.vocabulary.join(own)
+
+    def likeliest(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L] int64
+        """The argmax of `logits`, which no rank then needs as a whole."""
+        own = self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
+        return self.vocabulary.likeliest(own)
 
     def draft(
         self,
@@ -135,7 +152,8 @@ class Qwen3_5(nn.Module):
         cache: KVCache,
     ) -> Tensor:  # [T, H]  for `draft_logits`, and for the next draft
         assert self.mtp is not None
-        return self.mtp(inputs, next_token_ids, hidden, cache, self.embedding, self.rope.table)
+        embedded = self.vocabulary.embed(self.embedding, next_token_ids)
+        return self.mtp(inputs, embedded, hidden, cache, self.rope.table)
 
     def final_norm(self, hidden: Tensor) -> Tensor:  # [T, H] -> [T, H]
         assert self.head.norm is not None
@@ -144,7 +162,14 @@ class Qwen3_5(nn.Module):
     def draft_logits(
         self, hidden: Tensor, *, deterministic: bool = False
     ) -> Tensor:  # [L, vocab] float32
-        return linear(hidden, self.head.weight, deterministic=deterministic).float()
+        own = linear(hidden, self.head.weight, deterministic=deterministic).float()
+        return self.vocabulary.join(own)
+
+    def likeliest_draft(
+        self, hidden: Tensor, *, deterministic: bool = False
+    ) -> Tensor:  # [L] int64
+        own = linear(hidden, self.head.weight, deterministic=deterministic).float()
+        return self.vocabulary.likeliest(own)
 
     def cache_specs(self) -> list[CacheSpec]:
         return list(self._cache_specs)
@@ -162,7 +187,7 @@ class Qwen3_5(nn.Module):
 
 
 def make_attention(
-    config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str
+    config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str, ranks: Ranks
 ) -> Attention:
     return Attention(
         hidden_size=config.hidden_size,
@@ -176,13 +201,14 @@ def make_attention(
         gated=True,
         interleaved_rope=False,
         window=0,
+        ranks=ranks,
         dtype=dtype,
         device=device,
     )
 
 
 def make_delta_net(
-    config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str
+    config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str, ranks: Ranks
 ) -> DeltaNet:
     return DeltaNet(
         hidden_size=config.hidden_size,
@@ -192,19 +218,25 @@ def make_delta_net(
         value_dim=config.value_dim,
         conv_kernel=config.conv_kernel,
         eps=config.eps,
+        ranks=ranks,
         dtype=dtype,
         device=device,
     )
 
 
 def make_mlp(
-    config: Qwen3_5Config, is_sparse: bool, dtype: torch.dtype, device: torch.device | str
+    config: Qwen3_5Config,
+    is_sparse: bool,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ranks: Ranks,
 ) -> DenseMLP | SparseMLP:
     if config.experts is None or not is_sparse:
         return DenseMLP(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             eps=config.eps,
+            ranks=ranks,
             dtype=dtype,
             device=device,
         )
@@ -216,16 +248,19 @@ def make_mlp(
         shared_expert_size=config.experts.shared_expert_size,
         normalize=True,
         eps=config.eps,
+        ranks=ranks,
         dtype=dtype,
         device=device,
     )
 
 
-def make_mtp(config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str) -> MTP:
+def make_mtp(
+    config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str, ranks: Ranks
+) -> MTP:
     return MTP(
         hidden_size=config.hidden_size,
-        attention=make_attention(config, dtype, device),
-        mlp=make_mlp(config, config.experts is not None, dtype, device),
+        attention=make_attention(config, dtype, device, ranks),
+        mlp=make_mlp(config, config.experts is not None, dtype, device, ranks),
         eps=config.eps,
         dtype=dtype,
         device=device,

@@ -1,6 +1,6 @@
 """The drafting head of Qwen3.5: one attention layer that guesses the token after the next.
 
-It has its own layer and KV; embedding, head and rope are the main model's and come as arguments.
+It has its own layer and KV; embedding, head and rope are the main model's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.layers.inputs import KVCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
 from penstock.layers.parameter import norm_parameter
-from penstock.ops import Weight, rms_norm
+from penstock.ops import rms_norm
 from penstock.types import KVSpec
 
 
@@ -44,13 +44,12 @@ class MTP(nn.Module):
     def forward(
         self,
         inputs: StepInputs,  # positions of the tokens whose hidden states are given
-        next_token_ids: Tensor,  # [T]  the token after each of them
+        embedded: Tensor,  # [T, H]  the token after each of them
         hidden: Tensor,  # [T, H]  after the main model's final norm, or what this returned before
         cache: KVCache,
-        embedding: Weight,  # [vocab, H]
         rope: Tensor,  # [max_len, 2, rot/2]
     ) -> Tensor:  # [T, H]  normed: the head reads it as it is
-        embedded = rms_norm(embedding.rows(next_token_ids), self.embedding_norm, self.eps)
+        embedded = rms_norm(embedded, self.embedding_norm, self.eps)
         seen = rms_norm(hidden, self.hidden_norm, self.eps)
         joined = self.fc(torch.cat((embedded, seen), dim=-1), deterministic=inputs.deterministic)
         attended = self.attention(joined, inputs, cache, rope)

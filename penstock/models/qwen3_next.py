@@ -16,6 +16,7 @@ from penstock.models.qwen3_5 import Qwen3_5
 from penstock.models.qwen3_5_config import Qwen3_5Config
 from penstock.models.qwen3_next_placements import find_placements
 from penstock.models.reading import MAX_LAYERS, read_size, read_sparse_layers
+from penstock.parallel.ranks import ALONE, Ranks
 
 # Defaults for missing keys. Releases have a drafting head and no key for it.
 DEFAULTS = {"rope_theta": 10_000.0, "mtp_num_hidden_layers": 1}
@@ -26,10 +27,11 @@ def build(
     dtype: torch.dtype,
     device: torch.device | str,
     with_drafting_head: bool,
+    ranks: Ranks = ALONE,
 ) -> Qwen3_5:
     read = read_config(config)
     read = dataclasses.replace(read, has_mtp=read.has_mtp and with_drafting_head)
-    return Qwen3_5(read, dtype, device, find_placements)
+    return Qwen3_5(read, dtype, device, find_placements, ranks)
 
 
 def read_config(config: Mapping[str, Any]) -> Qwen3_5Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ class Weight(nn.Module):
 
     values: nn.Parameter
     parts: tuple[Part, ...] = ()
+    share: Any = None  # which part of a whole it is (`parallel/share.py`); None: the whole
     num_plain_rows = 0  # at its end, that are not quantised when others are: few, and sensitive
     is_with_experts = False  # a shared expert's: it is stored as they are, for the same kernels
 

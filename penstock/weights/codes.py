@@ -7,6 +7,7 @@ kernels store the same numbers in fewer bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -59,6 +60,60 @@ class Codes:
         ordered[..., self.columns.long()] = weight
         return ordered
 
+    def cut(self, rows: slice, columns: slice) -> Codes:
+        """Some rows and columns of each matrix, exactly. Where a group is cut, smaller ones repeat
+        its scale; where not even that can be, as when columns are in an order of their own, each
+        column has a group to itself, and `can_pack` refuses the result."""
+        codes = self
+        if rows != slice(None):
+            codes = codes._cut_rows(*rows.indices(codes.values.shape[-2])[:2])
+        if columns != slice(None):
+            codes = codes._cut_columns(*columns.indices(codes.values.shape[-1])[:2])
+        return codes
+
+    def _cut_rows(self, first: int, end: int) -> Codes:
+        height = self.block[0]
+        if first % height == 0 or first // height == (end - 1) // height:
+            blocks = torch.arange(first // height, -(-end // height))
+        else:
+            height, blocks = 1, torch.arange(first, end) // height
+
+        def chosen(numbers: Tensor) -> Tensor:
+            return numbers if numbers.shape[-2] == 1 else numbers[..., blocks, :]
+
+        return replace(
+            self,
+            values=self.values[..., first:end, :].contiguous(),
+            block=(height, self.block[1]),
+            scales=self.scales.mapped(chosen),
+            zeros=None if self.zeros is None else chosen(self.zeros),
+            offsets=None if self.offsets is None else self.offsets.mapped(chosen),
+        )
+
+    def _cut_columns(self, first: int, end: int) -> Codes:
+        width = self.block[1]
+        if self.columns is None:
+            kept: slice | Tensor = slice(first, end)
+            if first % width and first // width != (end - 1) // width:
+                width = math.gcd(width, first)
+            groups = torch.arange(first, end, width) // self.block[1]
+            columns = None
+        else:
+            inside = (self.columns >= first) & (self.columns < end)
+            kept = inside.nonzero().flatten()
+            width = _widest_groups(kept // width, width)
+            groups = kept[::width] // self.block[1]
+            columns = self.columns[kept] - first
+        return replace(
+            self,
+            values=self.values[..., kept].contiguous(),
+            block=(self.block[0], width),
+            scales=_choose_groups(self.scales, groups),
+            zeros=None if self.zeros is None else self.zeros[..., groups],
+            offsets=None if self.offsets is None else _choose_groups(self.offsets, groups),
+            columns=columns,
+        )
+
     def _each_block(
         self, change: Callable[[Tensor, Tensor], Tensor], weight: Tensor, per_block: Tensor
     ) -> Tensor:
@@ -73,3 +128,25 @@ class Codes:
             return weight
         spread = per_block.repeat_interleave(columns, -1)[..., :num_columns]
         return change(weight, spread.repeat_interleave(rows, -2)[..., :num_rows, :])
+
+
+def _choose_groups(scales: Scales, groups: Tensor) -> Scales:
+    fine = scales.fine[..., groups]
+    if scales.coarse is None or scales.coarse.shape[-1] == 1:
+        return replace(scales, fine=fine)
+    repeat = scales.repeat
+    is_aligned = torch.equal(groups, torch.arange(len(groups)) + groups[0])
+    repeat = math.gcd(repeat, int(groups[0])) if is_aligned else 1
+    coarse = scales.coarse[..., groups[::repeat] // scales.repeat]
+    return replace(scales, fine=fine, coarse=coarse, repeat=repeat)
+
+
+def _widest_groups(group_of: Tensor, width: int) -> int:
+    """The most columns, at most `width`, of which every so many are of one group."""
+    while width > 1:
+        padded = torch.nn.functional.pad(group_of, (0, -len(group_of) % width), value=-1)
+        rows = padded.view(-1, width)
+        if bool(((rows == rows[:, :1]) | (rows < 0)).all()):
+            return width
+        width = width // 2 if width % 2 == 0 else 1
+    return 1

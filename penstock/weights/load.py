@@ -28,12 +28,15 @@ from penstock.models.placement import Placement
 from penstock.models.source import ModelSource
 from penstock.ops import Weight
 from penstock.ops.weight import deferred_weights
+from penstock.parallel.ranks import ALONE, Ranks
+from penstock.parallel.share import Share
 from penstock.progress import OnPhase, Phase
 from penstock.weights.checkpoint import list_some
 from penstock.weights.on_the_fly import quantize_weight
 from penstock.weights.packing import WeightParts
 from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.random_weights import fill_parameter
+from penstock.weights.slices import cut, cut_values, shares_of
 from penstock.weights.storage_report import describe_storage
 from penstock.weights.stored import StoredTensor
 
@@ -55,8 +58,9 @@ def load_model(
     on_phase: OnPhase,
     quantization: str = "none",  # of weights that the checkpoint does not quantise
     with_drafting_head: bool = False,  # takes memory, and plain steps do not read it
+    ranks: Ranks = ALONE,
 ) -> nn.Module:
-    """The model of a source on a device, ready to run."""
+    """The model of a source on a device, or a rank's part of it, ready to run."""
     if source.path is None and not random_weights:
         raise CheckpointError(
             f"{source.name} is a preset: a shape without weights",
@@ -64,7 +68,13 @@ def load_model(
         )
     stored = [] if random_weights else open_weights(source, find_format(source))
     torch_dtype = resolve_dtype(dtype, source.config, device)
-    build = partial(build_model, source.config, torch_dtype, with_drafting_head=with_drafting_head)
+    build = partial(
+        build_model,
+        source.config,
+        torch_dtype,
+        with_drafting_head=with_drafting_head,
+        ranks=ranks,
+    )
     _check_fits(source, torch_dtype, torch.device(device), build, stored, quantization)
     progress = _Progress(on_phase)
     with deferred_weights():
@@ -134,9 +144,12 @@ def _check_fits(
         ) from error
     needed = sum(parameter.numel() * parameter.element_size() for parameter in sizing.parameters())
     placed = sizing.placements([tensor.name for tensor in stored]) if stored else {}  # type: ignore[operator]
+    shares = shares_of(sizing)
     for tensor in stored:
         if tensor.read_codes is not None and tensor.name in placed:
-            needed -= max(0, math.prod(tensor.shape) * dtype.itemsize - tensor.num_bytes)
+            share = shares.get(placed[tensor.name].parameter)
+            saved = max(0, math.prod(tensor.shape) * dtype.itemsize - tensor.num_bytes)
+            needed -= int(saved * (1.0 if share is None else share.fraction))
     for name in _weights_to_round(sizing, quantization):  # codes take the place of most
         weight = weights_of(sizing)[name]
         needed -= weight.num_bytes - weight.shape.numel() * ROUNDED_BITS[quantization] // 8
@@ -153,20 +166,32 @@ def _fill(
     model: nn.Module, seed: int, progress: _Progress, device: torch.device, quantization: str
 ) -> None:
     named = list(model.named_parameters())
+    shares = shares_of(model)
     weights = weights_of(model)
     rounded = _weights_to_round(model, quantization)
     progress.start(sum(p.numel() * p.element_size() for _, p in named), f"random, seed {seed}, ")
     for name, parameter in named:
         weight_name = name.removesuffix(".values")
         weight = weights.get(weight_name)
+        share = shares.get(weight_name)
         if weight is None:
-            fill_parameter(name, parameter.data, seed)
+            _fill_share(name, parameter.data, share, seed)
         else:
             weight.allocate(device)
-            fill_parameter(name, weight.values.data, seed)
+            _fill_share(name, weight.values.data, share, seed)
             if weight_name in rounded:
                 quantize_weight(weight, rounded[weight_name])
         progress.advance(parameter.numel() * parameter.element_size())
+
+
+def _fill_share(name: str, values: Tensor, share: Share | None, seed: int) -> None:
+    """The same numbers on any number of ranks: a rank draws the whole, and keeps its part."""
+    if share is None or values.is_meta:
+        fill_parameter(name, values, seed)
+        return
+    whole = torch.empty(share.shape, dtype=values.dtype, device=values.device)
+    fill_parameter(name, whole, seed)
+    values.copy_(cut_values(whole, share))
 
 
 def _weights_to_round(model: nn.Module, quantization: str) -> dict[str, str]:
@@ -197,7 +222,17 @@ def _copy(
     stored = _without_idle_biases(stored, placements)
     wanted = match_tensors(path, stored, placements, model.ignored)  # type: ignore[arg-type]
     model.storage = describe_storage(wanted)  # type: ignore[assignment]
-    progress.start(sum(tensor.num_bytes for tensor in wanted))
+    shares = shares_of(model)
+    pieces = {
+        tensor.name: cut(placements[tensor.name], shares.get(placements[tensor.name].parameter))
+        for tensor in wanted
+    }
+    wanted = [tensor for tensor in wanted if pieces[tensor.name]]
+    num_bytes = {
+        tensor.name: _bytes_read(tensor, shares.get(placements[tensor.name].parameter))
+        for tensor in wanted
+    }
+    progress.start(sum(num_bytes.values()))
     quantized = _weights_that_stay_quantized(model, wanted, placements, device)
     weights = weights_of(model)
     rounded = {
@@ -208,31 +243,31 @@ def _copy(
     for name in weights.keys() - quantized.keys() - rounded.keys():
         weights[name].allocate(device)
     parameters = targets_of(model)
-    _assert_covered(parameters, placements.values())
+    _assert_covered(parameters, [piece for some in pieces.values() for piece in some])
     num_left = Counter(placements[tensor.name].parameter for tensor in wanted)
     expanded = [tensor for tensor in wanted if placements[tensor.name].parameter not in quantized]
     _tell_expansion(expanded, model.dtype)  # type: ignore[arg-type]
     filled_by: dict[tuple[str, str], StoredTensor] = {}
     for tensor in wanted:
-        placement = placements[tensor.name]
-        name = placement.parameter
-        place = (name, repr(placement.index))
-        if place in filled_by:
-            _check_equal(path, filled_by[place], tensor, placement, parameters[name].dtype)
-        elif name in quantized:
-            quantized[name].add(tensor, placement)
-        else:
-            if name in rounded:
-                weights[name].allocate(device)
-            target = weights[name].values.data if name in weights else parameters[name]
-            _fill_place(target[placement.index], tensor, placement)
+        name = placements[tensor.name].parameter
+        for placement in pieces[tensor.name]:
+            place = (name, repr(placement.index))
+            if place in filled_by:
+                _check_equal(path, filled_by[place], tensor, placement, parameters[name].dtype)
+            elif name in quantized:
+                quantized[name].add(tensor, placement)
+            else:
+                if name in rounded:
+                    weights[name].allocate(device)
+                target = weights[name].values.data if name in weights else parameters[name]
+                _fill_place(target[placement.index], tensor, placement)
+            filled_by.setdefault(place, tensor)
         num_left[name] -= 1
         if name in quantized and not num_left[name]:
             quantized.pop(name).finish()
         if name in rounded and not num_left[name]:
             quantize_weight(weights[name], rounded[name])
-        filled_by.setdefault(place, tensor)
-        progress.advance(tensor.num_bytes)
+        progress.advance(num_bytes[tensor.name])
 
 
 def _weights_that_stay_quantized(
@@ -290,13 +325,24 @@ def _fill_place(target: Tensor, tensor: StoredTensor, placement: Placement) -> N
     """Copies a tensor into place. Expanding grows it up to sixteenfold, so it goes a few rows at a
     time.
     """
-    if tensor.read_codes is None or placement.convert is not None or placement.rows is not None:
-        target.copy_(placement.converted(tensor.load(placement.rows)))
+    source = placement.source
+    is_cut = len(source) > 1
+    if placement.convert is not None or (tensor.read_codes is None and not is_cut):
+        target.copy_(placement.converted(tensor.load_part(source)))
         return
+    first_row, end, _ = (source[0] if source else slice(None)).indices(tensor.shape[0])
     num_rows = max(1, EXPANDED_ELEMENTS // math.prod(tensor.shape[1:]))
-    for first in range(0, tensor.shape[0], num_rows):
-        rows = slice(first, first + num_rows)
-        target[rows].copy_(tensor.read_codes(rows).to(target.device).dequantize())
+    for first in range(first_row, end, num_rows):
+        some = (slice(first, min(first + num_rows, end)), *source[1:])
+        if tensor.read_codes is None:
+            values = tensor.load_part(some)
+        else:
+            values = tensor.load_codes(some).to(target.device).dequantize()
+        target[first - first_row : first - first_row + num_rows].copy_(values)
+
+
+def _bytes_read(tensor: StoredTensor, share: Share | None) -> int:
+    return int(tensor.num_bytes * (1.0 if share is None else share.fraction))
 
 
 def targets_of(model: nn.Module) -> dict[str, Tensor]:
@@ -311,7 +357,8 @@ def _check_equal(
 ) -> None:
     """Two tensors for one place (a stored tied head) must be equal."""
     one, other = (
-        placement.converted(tensor.load(placement.rows)).to(dtype) for tensor in (first, second)
+        placement.converted(tensor.load_part(placement.source)).to(dtype)
+        for tensor in (first, second)
     )
     if not torch.equal(one, other):
         raise CheckpointError(

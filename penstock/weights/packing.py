@@ -160,8 +160,8 @@ class WeightParts:
 
     def _read_one(self, tensor: StoredTensor, placement: Placement) -> Part:
         if tensor.read_codes is None:
-            return self._plain(placement.converted(tensor.load(placement.rows)))
-        codes = tensor.read_codes(placement.rows).to(self._device)
+            return self._plain(placement.converted(tensor.load_part(placement.source)))
+        codes = tensor.load_codes(placement.source).to(self._device)
         order = _row_order(placement)
         if can_pack(codes) and (placement.convert is None or order is not None):
             return pack(codes, order)
@@ -181,13 +181,14 @@ class WeightParts:
 def can_read_at_once(sources: list[Source]) -> bool:
     """Whether the rows of these tensors are alike, and read in the order of the file or another."""
     kinds = {(tensor.raw and tensor.raw.kind, tensor.shape) for tensor, _ in sources}
-    orders = [(placement.convert, placement.rows) for _, placement in sources]
-    (convert, _), placement = orders[0], sources[0][1]
+    are_whole = all(not (placement.convert or placement.source) for _, placement in sources)
+    placement = sources[0][1]
     return (
         len(kinds) == 1
         and sources[0][0].raw is not None
-        and (len(sources) == 1 or set(orders) == {(None, None)})
-        and (convert is None or _row_order(placement) is not None)
+        and (are_whole or len(sources) == 1)
+        and len(placement.source) < 2  # no part of its columns
+        and (placement.convert is None or _row_order(placement) is not None)
     )
 
 
@@ -195,7 +196,8 @@ def read_at_once(sources: list[Source], device: torch.device) -> QuantizedRows:
     """Their rows, one tensor after the other: bytes go to the device, and become codes there."""
     tensor, placement = sources[0]
     assert tensor.raw is not None
-    num_rows = len(range(tensor.shape[0])[placement.rows or slice(None)])
+    wanted = placement.source[0] if placement.source else None
+    num_rows = len(range(tensor.shape[0])[wanted or slice(None)])
     raw = torch.empty(
         (len(sources), num_rows, tensor.raw.row_bytes),
         dtype=torch.uint8,
@@ -204,7 +206,7 @@ def read_at_once(sources: list[Source], device: torch.device) -> QuantizedRows:
 
     def read(source: Source, own: Tensor) -> None:
         assert source[0].raw is not None
-        source[0].raw.read(source[1].rows, own)
+        source[0].raw.read(wanted, own)
 
     with ThreadPoolExecutor(NUM_READERS) as pool:
         list(pool.map(read, sources, raw))
@@ -247,9 +249,8 @@ def _row_order(placement: Placement) -> Tensor | None:
     """The stored row for each of ours, if the conversion only reorders rows; else None."""
     if placement.convert is None or len(placement.shape) != 2:
         return None
-    num_rows = len(range(placement.shape[0])[placement.rows or slice(None)])
-    numbers = torch.arange(num_rows)[:, None]
+    rows = placement.source[0] if placement.source else slice(None)
+    numbers = torch.arange(len(range(placement.shape[0])[rows]))[:, None]
     order = placement.convert(numbers)
-    return (
-        order.flatten() if order.shape == numbers.shape and not order.is_floating_point() else None
-    )
+    is_order = order.shape[1:] == numbers.shape[1:] and not order.is_floating_point()
+    return order.flatten() if is_order else None

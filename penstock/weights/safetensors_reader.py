@@ -9,11 +9,13 @@ models.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from penstock.weights.stored import StoredTensor
 MAX_HEADER_BYTES = 100_000_000
 PIECE_BYTES = 32 * 2**20  # a large tensor is read in pieces of this size, several at a time
 NUM_READERS = 4
+DISK_PAGE_BYTES = 4096
 
 DTYPES = {
     "F64": torch.float64,
@@ -63,8 +66,16 @@ def open_safetensors(path: Path) -> list[StoredTensor]:
                 f"{path.name} is truncated: {name} ends at byte {data_start + end:,}, the file at "
                 f"{size:,}"
             )
-        read = _reader(path, data_start + start, dtype, shape)
-        tensors.append(StoredTensor(name, shape, dtype, read))
+        offset = data_start + start
+        tensors.append(
+            StoredTensor(
+                name,
+                shape,
+                dtype,
+                read=_reader(path, offset, dtype, shape),
+                read_part=partial(_read_part, path, offset, dtype, shape),
+            )
+        )
     return tensors
 
 
@@ -132,6 +143,33 @@ def _reader(
         return raw.view(dtype).reshape(own_shape)
 
     return read
+
+
+def _read_part(
+    path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...], source: tuple[slice, ...]
+) -> Tensor:
+    """A part between bounds of each dimension: its runs of bytes, and nothing between them unless
+    they are so short that a disk reads what is between anyway."""
+    whole = [slice(None)] * (len(shape) - len(source))
+    wanted = [range(size)[one] for size, one in zip(shape, [*source, *whole])]
+    read = list(wanted)
+    strides = [math.prod(shape[place + 1 :]) * dtype.itemsize for place in range(len(shape))]
+    inner = len(shape) - 1  # the outermost dimension of a run
+    while inner and len(read[inner]) == shape[inner]:
+        inner -= 1
+    while inner and len(read[inner]) * strides[inner] < DISK_PAGE_BYTES:
+        read[inner] = range(shape[inner])
+        inner -= 1
+    own_shape = [len(one) for one in read]
+    run_bytes = len(read[inner]) * strides[inner]
+    raw = torch.empty(math.prod(own_shape) * dtype.itemsize, dtype=torch.uint8)
+    buffer = raw.numpy().data
+    for number, places in enumerate(itertools.product(*read[:inner])):
+        first = offset + read[inner].start * strides[inner]
+        first += sum(place * stride for place, stride in zip(places, strides))
+        read_into(path, first, buffer[number * run_bytes : (number + 1) * run_bytes])
+    cut = [slice(own.start - had.start, own.stop - had.start) for own, had in zip(wanted, read)]
+    return raw.view(dtype).reshape(own_shape)[tuple(cut)].contiguous()
 
 
 def read_into(path: Path, offset: int, buffer: memoryview) -> None:

@@ -36,10 +36,31 @@ class StoredTensor:
     stored_bytes: int | None = None  # that it takes in the file, where that is not the dtype's
     read_codes: Callable[[slice | None], Codes] | None = None  # of a quantised tensor
     raw: RawRows | None = None  # of a quantised tensor whose rows have their scales among them
+    # Returns a part of the tensor and reads no more of the file than it must.
+    read_part: Callable[[tuple[slice, ...]], Tensor] | None = None
 
     def load(self, rows: slice | None = None) -> Tensor:
         """The tensor, or only these rows of it."""
         return self.read(rows)
+
+    def load_part(self, source: tuple[slice, ...]) -> Tensor:
+        """The part between these bounds; dimensions without any are whole."""
+        if len(source) < 2:
+            return self.read(source[0] if source else None)
+        if self.read_part is not None:
+            return self.read_part(source)
+        return self.read(source[0])[(slice(None), *source[1:])].contiguous()
+
+    def load_codes(self, source: tuple[slice, ...]) -> Codes:
+        """The same of a quantised tensor, without expanding it."""
+        assert self.read_codes is not None
+        codes = self.read_codes(source[0] if source else None)
+        if len(source) < 2:
+            return codes
+        rows, columns = (source[1], slice(None)) if len(source) == 2 else source[1:]
+        if len(self.shape) == 2:
+            rows, columns = slice(None), source[1]
+        return codes.cut(rows, columns)
 
     @property
     def num_bytes(self) -> int:

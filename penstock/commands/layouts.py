@@ -1,0 +1,138 @@
+"""What a model takes on each of several GPUs, and what each layout of them should give.
+
+Of N GPUs a layout makes N / tp engines of tp ranks. Times are floors, not measurements: the bytes
+that a rank must read at its memory's speed, and its all-reduces at a stated cost. Kernels that wait
+for each other, sampling and the host come on top.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.commands.console import human_bytes, print_table
+from penstock.commands.roofline import Roofline
+from penstock.config import EngineConfig
+from penstock.errors import CapacityError, ConfigError, nearest
+
+if TYPE_CHECKING:
+    from penstock.models.source import ModelSource
+
+CONTEXT = 4096  # tokens of a request
+BATCHES = (1, 64)  # requests in a step of one engine
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    memory_bytes: float
+    bytes_per_s: float  # of its memory
+    link_bytes_per_s: float  # to another one, in one direction
+    all_reduce_s: float  # of a small tensor, with the wait for the slowest rank
+
+
+_LINKED, _PCIE = (450e9, 10e-6), (25e9, 30e-6)
+# The H200's memory speed is measured (docs/performance.md); others are 90 % of what makers state.
+GPUS = {
+    "B200": Gpu(180e9, 7.2e12, 900e9, 10e-6),
+    "H200": Gpu(141e9, 4.3e12, *_LINKED),
+    "H100": Gpu(80e9, 3.0e12, *_LINKED),
+    "A100": Gpu(80e9, 1.8e12, 300e9, 12e-6),
+    "L40S": Gpu(48e9, 0.78e12, *_PCIE),
+    "RTX4090": Gpu(24e9, 0.9e12, *_PCIE),
+}
+
+
+def read_gpus(text: str) -> tuple[int, str]:
+    """Such as 8xH200."""
+    match = re.fullmatch(r"([1-9]\d{0,2})x(\w+)", text)
+    name = match[2].upper() if match else ""
+    if match is None or name not in GPUS:
+        raise ConfigError(
+            f"--gpus is {text!r}",
+            f"It is a number and a name, such as 8xH200; known are {', '.join(GPUS)}.",
+            nearest(name, GPUS),
+        )
+    return int(match[1]), name
+
+
+def describe_layouts(
+    source: ModelSource, config: EngineConfig, gpus: tuple[int, str]
+) -> list[dict[str, Any]]:
+    """One for each number of ranks that divides the GPUs and the model."""
+    count, name = gpus
+    found = []
+    for tp in (size for size in range(1, count + 1) if count % size == 0):
+        try:
+            found.append({"tp": tp, "replicas": count // tp, **_layout(source, config, tp, name)})
+        except ConfigError as error:
+            found.append({"tp": tp, "replicas": count // tp, "why_not": error.why})
+        except CapacityError as error:
+            found.append({"tp": tp, "replicas": count // tp, "why_not": error.what})
+    return found
+
+
+def _layout(source: ModelSource, config: EngineConfig, tp: int, name: str) -> dict[str, Any]:
+    import torch
+
+    from penstock.engine.device_cache import find_kv_dtype
+    from penstock.engine.memory import estimate_memory
+    from penstock.models import build_model
+    from penstock.parallel.ranks import Ranks
+    from penstock.weights.load import resolve_dtype
+
+    gpu = GPUS[name]
+    dtype = resolve_dtype(config.dtype, source.config, "cuda")
+    model: Any = build_model(source.config, dtype, torch.device("meta"), ranks=Ranks(0, tp))
+    kv_bytes = find_kv_dtype(config.kv_dtype, dtype).itemsize
+    roofline = Roofline.of(model, source.config, dtype.itemsize, config.state_bytes, kv_bytes)
+    if roofline.weight_bytes > gpu.memory_bytes:
+        raise CapacityError(
+            f"A rank's weights take {human_bytes(roofline.weight_bytes)}; one {name} has "
+            f"{human_bytes(int(gpu.memory_bytes))}"
+        )
+    memory = estimate_memory(
+        model, config, roofline.weight_bytes, int(gpu.memory_bytes), is_gpu=True
+    )
+    pools = memory.pools
+    num_tokens = max(pools.num_pages - 1, 0) * memory.page_size
+    steps = {str(batch): _step_s(roofline, gpu, len(model.layers), tp, batch) for batch in BATCHES}
+    return {
+        "weight_bytes": roofline.weight_bytes,
+        "kv_tokens": num_tokens,
+        "requests": min(pools.max_rows, num_tokens // CONTEXT if num_tokens else pools.max_rows),
+        "max_model_len": pools.max_model_len,
+        "step_s": steps,
+    }
+
+
+def _step_s(roofline: Roofline, gpu: Gpu, num_layers: int, tp: int, batch: int) -> float:
+    read_s = roofline.decode_bytes(batch, CONTEXT) / gpu.bytes_per_s
+    if tp == 1:
+        return read_s
+    # Two of a layer, one of the embedding, one to find the token: a ring sends each byte twice.
+    num_bytes = batch * roofline.hidden_size * roofline.element_bytes
+    sent_s = 2 * (tp - 1) / tp * num_bytes / gpu.link_bytes_per_s
+    return read_s + (2 * num_layers + 2) * (gpu.all_reduce_s + sent_s)
+
+
+def print_layouts(layouts: list[dict[str, Any]], gpus: tuple[int, str]) -> None:
+    count, name = gpus
+    print(f"On {count} x {name}, at {CONTEXT:,} tokens a request; times are floors:")
+    rows = []
+    for layout in layouts:
+        place = [f"{layout['replicas']} x {layout['tp']}"]
+        if "why_not" in layout:
+            rows.append([*place, layout["why_not"], *[""] * (2 + 2 * len(BATCHES))])
+            continue
+        cells = [human_bytes(layout["weight_bytes"]), f"{layout['kv_tokens']:,}"]
+        cells.append(f"{layout['replicas'] * layout['requests']:,}")
+        for batch in BATCHES:
+            seconds = layout["step_s"][str(batch)]
+            all_tokens = layout["replicas"] * batch / seconds
+            cells += [f"{1e3 * seconds:.2f}", f"{all_tokens:,.0f}"]
+        rows.append([*place, *cells])
+    header = ["engines x tp", "weights a GPU", "KV tokens an engine", "requests"]
+    for batch in BATCHES:
+        header += [f"ms at {batch}", "tok/s of all"]
+    print_table(header, rows)

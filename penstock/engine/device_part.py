@@ -1,0 +1,131 @@
+"""What one rank has on its device: its part of the model, and a runner over it.
+
+The same on every rank, and on an engine that is alone. Rank 0 has the policy beside it
+(`engine.py`); other ranks follow its plans (`rank.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock import ops
+from penstock.config import EngineConfig
+from penstock.engine.device import on_device, pick_device
+from penstock.engine.memory import MemoryPlan, build_runner
+from penstock.engine.runner import Runner
+from penstock.errors import ConfigError
+from penstock.layers.packing import pack_weights
+from penstock.models.source import ModelSource
+from penstock.parallel.links import GroupLinks
+from penstock.parallel.ranks import ALONE, Ranks
+from penstock.progress import OnPhase, timed
+from penstock.weights.load import load_model
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePart:
+    model: Any
+    config: EngineConfig  # with the drafter that the model has
+    memory: MemoryPlan
+    runner: Runner
+
+    @classmethod
+    def of(cls, model: Any, config: EngineConfig, name: str, on_phase: OnPhase) -> DevicePart:
+        """For a model whose weights are loaded: plans the memory, and allocates its cache."""
+        config = _find_drafter(config, model, name)
+        check_page_size(config, model.device)
+        if model.device.type == "cpu" and not config.deterministic:
+            pack_weights(model, keep=model.head.weight)
+        with on_device(model.device):
+            memory, runner = build_runner(model, config, name, on_phase)
+        return cls(model, config, memory, runner)
+
+
+def load_part(
+    source: ModelSource,
+    config: EngineConfig,
+    rank: int,
+    meeting_file: Path | None,  # None: alone
+    on_phase: OnPhase = lambda _: None,
+) -> DevicePart:
+    device = rank_device(config, rank)
+    ranks = ALONE
+    with on_device(torch.device(device)):
+        if meeting_file is not None:
+            links = GroupLinks.of_file(meeting_file, rank, config.tp, torch.device(device))
+            ranks = Ranks(rank, config.tp, links=links)
+        is_auto = config.speculate == "auto" and not device.startswith("cuda")
+        with timed("weights", on_phase) as report:
+            model = load_model(
+                source,
+                device=device,
+                dtype=config.dtype,
+                random_weights=config.random_weights,
+                seed=config.weights_seed,
+                on_phase=report,
+                quantization=config.quantization,
+                with_drafting_head=is_auto or config.speculation.kind == "mtp",
+                ranks=ranks,
+            )
+        return DevicePart.of(model, config, source.name, on_phase)
+
+
+def rank_device(config: EngineConfig, rank: int) -> str:
+    """Rank r runs on the r-th GPU that is visible."""
+    if config.tp == 1:
+        return pick_device(config.device)
+    device = pick_device(config.device)
+    if not device.startswith("cuda"):
+        return device
+    if device != "cuda":
+        raise ConfigError(
+            f"device is {config.device} and tp is {config.tp}",
+            "Each rank has a GPU of its own.",
+            "Use --device cuda; CUDA_VISIBLE_DEVICES says which GPUs it means.",
+        )
+    num_devices = torch.cuda.device_count()
+    if num_devices < config.tp:
+        raise ConfigError(
+            f"tp is {config.tp}, and torch sees {num_devices} CUDA devices",
+            "Each rank has a GPU of its own.",
+            f"Use --tp {num_devices} or less, or make more GPUs visible.",
+        )
+    return f"cuda:{rank}"
+
+
+def _find_drafter(config: EngineConfig, model: Any, name: str) -> EngineConfig:
+    """What `auto` means for a model: a drafting head drafts on a CPU, where that was measured."""
+    # Many checkpoints have no drafting head although their config.json counts one.
+    has_head = getattr(model, "mtp", None) is not None
+    if config.speculate == "auto":
+        drafts = has_head and model.device.type == "cpu"
+        return dataclasses.replace(config, speculate="mtp" if drafts else "off")
+    if config.speculation.kind == "mtp" and not has_head:
+        raise ConfigError(
+            f"speculate is {config.speculate!r}, and {name} has no drafting head",
+            "Its checkpoint stores no tensors named mtp.",
+            "Use --speculate ngram, which needs no head, or --speculate off.",
+        )
+    if config.speculation.num_drafts and model.device.type == "cuda":
+        if config.graphs:
+            raise ConfigError(
+                f"speculate is {config.speculate!r} and graphs are on",
+                "Steps with drafts are not captured as graphs.",
+                "Set only one of them.",
+            )
+        return dataclasses.replace(config, graphs=False)
+    return config
+
+
+def check_page_size(config: EngineConfig, device: torch.device) -> None:
+    if device.type == "cuda" and config.page_size % ops.LEAST_KEYS:
+        raise ConfigError(
+            f"page_size is {config.page_size} and the model runs on a GPU",
+            f"Its kernels read {ops.LEAST_KEYS} keys of a page at once.",
+            f"Use a multiple of {ops.LEAST_KEYS}; 64 is the default.",
+        )

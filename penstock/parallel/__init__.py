@@ -1,0 +1,1 @@
+"""One model over several devices: who keeps what (`share`), how ranks talk (`ranks`, `links`)."""

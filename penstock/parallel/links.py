@@ -1,0 +1,74 @@
+"""Collectives of torch.distributed: gloo between CPUs, NCCL between GPUs of one machine.
+
+The groups are objects of their own: no default group is set, so that two engines of one process do
+not meet. NCCL's calls are launched on the current stream, where a CUDA graph captures them.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
+
+JOIN_TIMEOUT_S = 300.0  # until all ranks are there
+# A rank that is silent is found out by pings, long before: a step may take minutes on a CPU.
+STEP_TIMEOUT_S = 3600.0
+
+
+class GroupLinks:
+    """`store` is where ranks find each other: a `FileStore`, or a `HashStore` between threads."""
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
+        store.set_timeout(timedelta(seconds=JOIN_TIMEOUT_S))
+        self._group: Any = _new_group(store, rank, size, device)
+
+    @classmethod
+    def of_file(cls, path: Path, rank: int, size: int, device: torch.device) -> GroupLinks:
+        return cls(dist.FileStore(str(path), size), rank, size, device)
+
+    def add(self, values: Tensor) -> None:
+        self._group.allreduce([values], _options(AllreduceOptions(), dist.ReduceOp.SUM)).wait()
+
+    def maximize(self, values: Tensor) -> None:
+        self._group.allreduce([values], _options(AllreduceOptions(), dist.ReduceOp.MAX)).wait()
+
+    def gather(self, values: Tensor, out: Tensor) -> None:
+        options = _options(AllgatherOptions())
+        self._group._allgather_base(out.flatten(), values.flatten(), options).wait()
+
+    def send_all(self, values: Tensor) -> None:
+        options = _options(BroadcastOptions())
+        options.rootRank, options.rootTensor = 0, 0
+        self._group.broadcast([values], options).wait()
+
+    def abort(self) -> None:
+        """Ends collectives that wait for a rank that is gone; gloo notices by itself."""
+        if hasattr(self._group, "abort"):
+            self._group.abort()
+
+
+def _new_group(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    timeout = timedelta(seconds=STEP_TIMEOUT_S)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    # The ranks of a CPU are on this machine, whatever its name resolves to.
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
+
+
+def _options(options: Any, operation: Any = None) -> Any:
+    if operation is not None:
+        options.reduceOp = operation
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False  # on the current stream, not on one of the group's own
+    return options

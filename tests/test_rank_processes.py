@@ -1,0 +1,88 @@
+"""Ranks as processes: they start and end with their engine, and its error names the one that
+failed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.engine import rank_group
+from penstock.errors import ConfigError, EngineDeadError
+from penstock.llm import LLM
+from penstock.types import SamplingParams
+from serving import MESSAGES, Server, child_pids, command_of, eventually, is_alive, start_server
+from two_layers import two_layers
+
+SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
+PROMPT = "Once upon a time there was"
+
+
+def rank_pids(parent: int) -> list[int]:
+    return [pid for pid in child_pids(parent) if b"penstock.engine.rank" in command_of(pid)]
+
+
+def new_llm(tp: int) -> LLM:
+    return LLM(two_layers(), device="cpu", memory_gb=0.05, max_model_len=512, tp=tp)
+
+
+def test_ranks_say_what_one_says_and_end_with_their_engine() -> None:
+    (expected,) = new_llm(1).generate(PROMPT, SHORT)
+    llm = new_llm(2)
+    (pid,) = rank_pids(os.getpid())
+    (found,) = llm.generate(PROMPT, SHORT)
+    assert found.token_ids == expected.token_ids
+    llm.engine.close()
+    assert not is_alive(pid)
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (signal.SIGKILL, "Its process ended (killed by SIGKILL)."),
+        (signal.SIGSTOP, "It has not answered for"),
+    ],
+)
+def test_a_rank_that_is_lost_is_named_and_nothing_is_left(
+    sent: signal.Signals, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_group, "PING_INTERVAL_S", 0.2)
+    llm = new_llm(2)
+    monkeypatch.setattr(rank_group, "MAX_SILENCE_S", 1.0)
+    (pid,) = rank_pids(os.getpid())
+    os.kill(pid, sent)
+    with pytest.raises(EngineDeadError) as error:
+        llm.generate(PROMPT, SHORT)
+    assert error.value.what == "Rank 1 of 2 stopped"
+    assert why in error.value.why
+    assert not is_alive(pid)
+
+
+def test_a_model_that_cannot_be_split_leaves_no_process() -> None:
+    with pytest.raises(ConfigError, match="tp is 3, and the model has 4 DeltaNet key heads"):
+        new_llm(3)
+    assert rank_pids(os.getpid()) == []
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    engine = {"model": two_layers(), "tp": 2}
+    with start_server(engine=engine, serve={"hang_timeout": 10.0}) as running:
+        yield running
+
+
+def test_a_server_replaces_an_engine_whose_rank_died(server: Server) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 8, "ignore_eos": True}
+    before = server.post(body).json()["choices"][0]["message"]["content"]
+    (old,) = rank_pids(server.engine_pid)
+    os.kill(old, signal.SIGKILL)
+    assert eventually(lambda: "Rank 1 of 2 stopped" in server.health().text, timeout_s=30.0)
+    assert eventually(lambda: server.health().status_code == 200, timeout_s=60.0)
+    assert server.post(body).json()["choices"][0]["message"]["content"] == before
+    (new,) = rank_pids(server.engine_pid)
+    os.kill(server.engine_pid, signal.SIGKILL)
+    assert eventually(lambda: not is_alive(new), timeout_s=10.0)
+    assert not is_alive(old)

@@ -1,0 +1,186 @@
+"""One model over several ranks: its parts are those of the whole, and so are its logits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from gguf_files import random_state, write_gguf
+from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, write
+from penstock.errors import ConfigError
+from penstock.models import build_model
+from penstock.ops.weight import Weight
+from penstock.parallel.ranks import Ranks
+from penstock.weights.gguf_blocks import READERS
+from penstock.weights.packing import can_pack
+from penstock.weights.slices import cut_values, shares_of
+from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, load_weights, prompt
+from step_inputs import ByHand
+from thread_ranks import on_ranks, random_model
+
+LLAMA_4 = {**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 2}
+QWEN3_MOE = {
+    **LLAMA_4,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+QWEN2 = {**LLAMA_4, "model_type": "qwen2", "vocab_size": 321}  # biases; a vocabulary of odd size
+NEXT = {
+    **{key: value for key, value in HYBRID_MOE.items() if key != "layer_types"},
+    "model_type": "qwen3_next",
+    "intermediate_size": 96,
+    "mtp_num_hidden_layers": 0,
+}
+MTP = {**HYBRID_MOE, "mtp_num_hidden_layers": 1}
+WIDE = {**HYBRID_DENSE, "num_key_value_heads": 1, "linear_num_key_heads": 1}
+FAMILIES = {
+    "llama": LLAMA_4,
+    "qwen2": QWEN2,
+    "qwen3_moe": QWEN3_MOE,
+    "hybrid dense": HYBRID_DENSE,
+    "hybrid moe": MTP,
+    "qwen3_next": NEXT,
+    "fewer KV and key heads than ranks": WIDE,
+}
+
+
+@torch.inference_mode()
+def logits_of(model: Any) -> Tensor:
+    """Of two prompts in one step, one of them in chunks, and of decodes of both."""
+    by_hand = ByHand(model)
+    first, second = list(prompt(70)), list(prompt(33, seed=1))
+    found = by_hand.run(by_hand.row(0, first[:65]), by_hand.row(1, second))
+    found += by_hand.run(by_hand.row(0, first[65:], 65), by_hand.row(1, [7], 33))
+    found += by_hand.run(by_hand.row(0, [9], 70), by_hand.row(1, [8], 34))
+    return torch.cat(found)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_compute_the_logits_of_one(name: str) -> None:
+    config = FAMILIES[name]
+    expected = logits_of(random_model(config))
+    first, second = on_ranks(2, lambda ranks: logits_of(random_model(config, ranks)))
+    assert_close(first, expected)
+    assert torch.equal(first, second), "every rank goes on from the same numbers"
+
+
+def values_of(model: Any) -> dict[str, Tensor]:
+    weights = {
+        name: module.dequantize().float()
+        for name, module in model.named_modules()
+        if isinstance(module, Weight)
+    }
+    plain = {
+        name: values.float()
+        for name, values in model.named_parameters()
+        if not name.endswith(".values")
+    }
+    return {**weights, **plain}
+
+
+def assert_parts_of_the_whole(path: Path, size: int) -> None:
+    whole = values_of(load_weights(path))
+    for rank in range(size):
+        model = load_weights(path, ranks=Ranks(rank, size))
+        shares, found = shares_of(model), values_of(model)
+        assert found.keys() == whole.keys()
+        for name, values in found.items():
+            share = shares.get(name)
+            expected = whole[name] if share is None else cut_values(whole[name], share)
+            assert torch.equal(values, expected), f"{name} of rank {rank}"
+
+
+PACKED = {**HYBRID_MOE, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+PACKED = {**PACKED, "linear_value_head_dim": 32, "mtp_num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_keep_the_numbers_of_a_packed_checkpoint(
+    tmp_path: Path, name: str, size: int
+) -> None:
+    """Also where a rank's columns end inside a group: 4 ranks cut groups of 32 columns into 16."""
+    form = FORMATS[name]
+    state = plain_state(PACKED)
+    packed, _ = pack_state(state, form)
+    if name == "mlx":
+        packed = in_mlx_form(packed, "language_model.")
+    path = write(tmp_path / "model", packed, {**PACKED, form.key: form.quantization})
+    assert_parts_of_the_whole(path, size)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_ranks_keep_the_numbers_of_a_gguf_file(tmp_path: Path, kind: str) -> None:
+    config = {**PACKED, "hidden_size": 256, "moe_intermediate_size": 512}
+    config |= {"shared_expert_intermediate_size": 512, "mtp_num_hidden_layers": 0}
+    config |= {"linear_value_head_dim": 128, "vocab_size": 320, "num_hidden_layers": 2}
+    config |= {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2}
+    config |= {"num_experts_per_tok": 1}
+    state = random_state(config)
+    assert_parts_of_the_whole(
+        write_gguf(tmp_path / "model.gguf", "qwen35moe", config, state, matrices=kind), 2
+    )
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_cut_blocks_mean_what_they_meant_in_the_whole(kind: str) -> None:
+    """Two levels of scales, cut at the edge of a block and inside one."""
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    random = torch.Generator().manual_seed(1)
+    blocks = torch.randint(256, (6, 4, size), dtype=torch.uint8, generator=random)
+    codes = READERS[kind](blocks)
+    whole = codes.dequantize()
+    length = whole.shape[-1]
+    for first, end in ((0, length // 2), (length // 2, length), (length // 8 * 3, length // 8 * 5)):
+        part = codes.cut(slice(2, 5), slice(first, end))
+        assert can_pack(part)
+        expected = whole[2:5, first:end].nan_to_num(nan=0.5)  # random scales may be no numbers
+        assert torch.equal(part.dequantize().nan_to_num(nan=0.5), expected)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_rank_reads_its_part_of_a_file_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fused: bool
+) -> None:
+    wide = {"moe_intermediate_size": 4096, "shared_expert_intermediate_size": 4096}
+    config = {**HYBRID_MOE, **wide, "head_dim": 512, "num_experts": 4, "num_hidden_layers": 4}
+    state = random_state(config) if is_fused else plain_state(config)
+    assert ("model.layers.0.mlp.experts.down_proj" in state) == is_fused
+    path = write(tmp_path / "model", state, config)
+    num_read, read = 0, os.preadv
+
+    def counted(file: int, buffers: Any, offset: int) -> int:
+        nonlocal num_read
+        found = read(file, buffers, offset)
+        num_read += found
+        return found
+
+    monkeypatch.setattr(os, "preadv", counted)
+    model = load_weights(path, ranks=Ranks(1, 4))
+    kept = sum(values.numel() * 4 for values in model.parameters())
+    assert kept < 0.3 * (path / "model.safetensors").stat().st_size
+    assert num_read < 1.1 * kept, "but for rows that are shorter than a page of a disk"
+    monkeypatch.undo()
+    assert_parts_of_the_whole(path, 4)
+
+
+def test_heads_that_cannot_be_split_are_refused_by_number() -> None:
+    with pytest.raises(ConfigError) as error:
+        build_model(LLAMA, torch.float32, torch.device("meta"), ranks=Ranks(0, 4))
+    assert error.value.what == "tp is 4, and the model has 6 attention heads"
+    assert error.value.todo == "Use --tp 2 or 3."
