@@ -30,7 +30,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def on_gpu(rows: QuantizedRows) -> Part:
-    moved = rows._mapped(lambda tensor: tensor.cuda())
+    moved = rows.mapped(lambda tensor: tensor.cuda())
     return tile(moved) if can_tile(moved) else moved.dequantize().bfloat16()
 
 

@@ -27,9 +27,9 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.gguf.folder import folder_of
 from penstock.layers.packing import pack_weights
 from penstock.models.source import ModelSource, find_model
+from penstock.offload.load import load_with_experts
 from penstock.progress import OnPhase, timed
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, StepPlan, TokenDelta
-from penstock.weights.load import load_model
 from penstock.weights.storage_report import Storage
 
 log = logging.getLogger("penstock.engine")
@@ -76,15 +76,7 @@ class Engine:
         device = pick_device(config.device)
         with on_device(torch.device(device)):
             with timed("weights", on_phase) as report:
-                model = load_model(
-                    source,
-                    device=device,
-                    dtype=config.dtype,
-                    random_weights=config.random_weights,
-                    seed=config.weights_seed,
-                    on_phase=report,
-                    quantization=config.quantization,
-                )
+                model = load_with_experts(source, config, device, report)
             return cls(model, config, source.name, on_phase, _tokenizer_file(tokenizer, source))
 
     def submit(self, request: Request) -> None:

@@ -108,6 +108,30 @@ def sparse_mlp(
         )
     else:
         outputs = run_experts_grouped(x, ids, gate_up, down, deterministic=deterministic)
+    return add_experts(
+        outputs,
+        weights,
+        x,
+        residual,
+        shared_weight,
+        shared_gate_up,
+        shared_down,
+        deterministic=deterministic,
+    )
+
+
+def add_experts(
+    outputs: Tensor,  # [T, k, H]  of the chosen experts
+    weights: Tensor,  # [T, k] float32
+    x: Tensor,  # [T, H]  normed
+    residual: Tensor,  # [T, H]
+    shared_weight: Tensor | None,  # [T, 1] float32
+    shared_gate_up: Weight | None,  # [2I', H]
+    shared_down: Weight | None,  # [H, I']
+    *,
+    deterministic: bool,
+) -> Tensor:  # [T, H]
+    """The last step of `sparse_mlp`: everything is summed in float32."""
     total = (outputs.float() * weights[..., None]).sum(1)
     if shared_weight is not None:
         assert shared_gate_up is not None
