@@ -516,6 +516,10 @@ class EngineInfo:
     ] = ()  # how its files store weights, such as Q4_K: what holds the most first
     bits_per_weight: float = 0.0  # in its files; 0: it has none
     kv_dtype: str = ""
+    num_experts: int = 0  # of all layers, where the device does not hold all of them
+    expert_slots: int = 0  # on the device
+    expert_slot_bytes: int = 0
+    experts_per_token: int = 0  # if fewer than the model was trained with
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,3 +553,5 @@ class EngineStats:
     num_sessions: int = 0
     session_bytes: int = 0
     num_kv_tokens: int = 0  # capacity of all pages together
+    # Hits, misses and what tiers moved, where the device does not hold all experts.
+    experts: Mapping[str, int] = field(default_factory=dict)

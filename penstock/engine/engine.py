@@ -8,6 +8,7 @@ depend on them; the device computes the logits meanwhile. The engine knows token
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +28,8 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.gguf.folder import folder_of
 from penstock.layers.packing import pack_weights
 from penstock.models.source import ModelSource, find_model
-from penstock.offload.load import load_with_experts
+from penstock.offload.load import load_with_experts, without_graphs
+from penstock.offload.store import ExpertStore
 from penstock.progress import OnPhase, timed
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, StepPlan, TokenDelta
 from penstock.weights.storage_report import Storage
@@ -46,12 +48,15 @@ class Engine:
     ) -> None:
         """Takes a model whose weights are loaded, and plans the memory for its cache."""
         is_gpu = model.device.type == "cuda"
+        self._experts: ExpertStore | None = getattr(model, "expert_store", None)
+        if self._experts is not None:
+            config = without_graphs(config)
         check_page_size(config, model.device)
         if not is_gpu and not config.deterministic:
             pack_weights(model, keep=model.head.weight)
         with on_device(model.device):
             memory, self.runner = build_runner(model, config, name, on_phase)
-        self.info = _describe(model, name, memory, config.kv_dtype)
+        self.info = _describe(model, name, memory, config)
         new_buffer = self.runner.rows.host_buffer
         self.policy = Policy(config, memory, self.info, tokenizer_file, new_buffer)
         self._overlap = is_gpu if config.overlap is None else config.overlap
@@ -143,7 +148,10 @@ class Engine:
             log.info("no grammars: %s", error)
 
     def stats(self) -> EngineStats:
-        return self.policy.stats()
+        stats = self.policy.stats()
+        if self._experts is None:
+            return stats
+        return dataclasses.replace(stats, experts=self._experts.stats())
 
     def sessions(self) -> list[SessionInfo]:
         return self.policy.cache.sessions.describe()
@@ -154,13 +162,13 @@ class Engine:
         return self.policy.cache.sessions.drop(session_id)
 
 
-def _describe(model: Any, name: str, memory: MemoryPlan, kv_dtype: str) -> EngineInfo:
+def _describe(model: Any, name: str, memory: MemoryPlan, config: EngineConfig) -> EngineInfo:
     pools, dtype = memory.pools, str(model.dtype).removeprefix("torch.")
     return EngineInfo(
         model_name=name,
         device=str(model.device),
         dtype=dtype,
-        kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
+        kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
         max_model_len=pools.max_model_len,
         vocab_size=model.vocab_size,
         max_rows=pools.max_rows,
@@ -172,8 +180,21 @@ def _describe(model: Any, name: str, memory: MemoryPlan, kv_dtype: str) -> Engin
         hidden_size=model.config.hidden_size,
         has_head=model.has_head,
         num_labels=model.num_labels,
+        experts_per_token=config.experts_per_token or 0,
         **_storage_of(model),
+        **_experts_of(model),
     )
+
+
+def _experts_of(model: Any) -> dict[str, Any]:
+    store: ExpertStore | None = getattr(model, "expert_store", None)
+    if store is None:
+        return {}
+    return {
+        "num_experts": store.num_experts,
+        "expert_slots": store.num_slots,
+        "expert_slot_bytes": store.num_bytes,
+    }
 
 
 def _tokenizer_file(tokenizer: str | None, source: ModelSource) -> Path | None:

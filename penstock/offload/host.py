@@ -28,6 +28,10 @@ Found = tuple[Key, list[Tensor]]
 class HostExperts(Protocol):
     counters: Counter[str]
 
+    @property
+    def place(self) -> str:
+        """Where experts are, in words."""
+
     def layout_of(self, layer: int) -> ExpertLayout: ...
 
     def read(self, keys: Sequence[Key], before_reading: Callable[[], None]) -> Iterator[Found]:
@@ -45,6 +49,7 @@ class StackedExperts:
     def __init__(self, layouts: Sequence[ExpertLayout], stacks: Sequence[list[Tensor]]) -> None:
         self._layouts, self._stacks = layouts, stacks
         self.counters: Counter[str] = Counter(ram_hits=0)
+        self.place = "RAM"
 
     def layout_of(self, layer: int) -> ExpertLayout:
         return self._layouts[layer]
@@ -87,8 +92,9 @@ class FiledExperts:
         return self._index.layouts[self._index.layers[layer].layout]
 
     @property
-    def ram_bytes(self) -> int:
-        return sum(memory.num_bytes for memory in self._memory)
+    def place(self) -> str:
+        num_bytes = sum(memory.num_bytes for memory in self._memory)
+        return f"{self._index.folder}, over {num_bytes / 1e9:.2f} GB of RAM"
 
     def read(self, keys: Sequence[Key], before_reading: Callable[[], None]) -> Iterator[Found]:
         memory = self._memory[self._index.layers[keys[0][0]].layout]

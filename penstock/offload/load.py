@@ -64,7 +64,35 @@ def load_with_experts(
             model = load(find_host_weights=_stack_names)
             _move_to_slots(model, config)
     _limit_experts(model, config)
+    if experts := describe_experts(model, config):
+        on_phase(Phase("weights", experts, 1.0))
     return model
+
+
+def describe_experts(model: Any, config: EngineConfig) -> str:
+    """What is unusual about its experts, for the start of an engine; "": nothing."""
+    said = []
+    store: ExpertStore | None = getattr(model, "expert_store", None)
+    if store is not None:
+        size = f"{store.num_bytes / 1e9:.2f} GB"
+        said.append(
+            f"{store.num_slots:,} of {store.num_experts:,} experts in slots on {model.device} "
+            f"({size}), the others in {store.host.place}"
+        )
+    if config.experts_per_token is not None:
+        said.append(f"{config.experts_per_token} experts per token, by --experts-per-token")
+    return "\n".join(said)
+
+
+def without_graphs(config: EngineConfig) -> EngineConfig:
+    """A graph cannot wait for an expert that is not on the device."""
+    if config.graphs:
+        raise ConfigError(
+            "graphs is on, and the device does not hold all experts",
+            "A captured step cannot fetch an expert.",
+            "Omit --graphs, or give --expert-cache room for all experts.",
+        )
+    return dataclasses.replace(config, graphs=False)
 
 
 def _refuse_ram(config: EngineConfig) -> None:

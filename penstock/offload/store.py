@@ -52,6 +52,7 @@ class ExpertStore:
     def __init__(self, host: HostExperts, device: torch.device) -> None:
         self.host, self.device = host, device
         self.pools: list[SlotPool] = []
+        self.num_experts = 0
         self._counters: Counter[str] = Counter(hits=0, misses=0, fetched_bytes=0)
         self._wait_us = 0
         self._copies = _Copies(device)
@@ -79,6 +80,10 @@ class ExpertStore:
         finally:
             for key in slot_of:  # an error: these slots hold something else
                 pool.residency.forget(key)
+
+    @property
+    def num_slots(self) -> int:
+        return sum(pool.num_slots for pool in self.pools)
 
     @property
     def num_bytes(self) -> int:
@@ -215,6 +220,7 @@ def attach(
         key: sum(mlps[layer].router.shape[0] for layer in layers)
         for key, layers in layers_of.items()
     }
+    store.num_experts = sum(counts.values())
     total = sum(counts[key] * layouts[key].slot_bytes(dtype) for key in layouts)
     for key, layout in layouts.items():
         share = min(1.0, slot_bytes / total)

@@ -160,9 +160,13 @@ def sum_stats(reports: Sequence[ReplicaReport]) -> EngineStats | None:
     if not parts:
         return None
     prefix: Counter[str] = Counter()
+    experts: Counter[str] = Counter()
     for part in parts:
         prefix.update(part.prefix)
-    counts = [field.name for field in fields(EngineStats) if field.name != "prefix"]
+        experts.update(part.experts)
+    counts = {field.name for field in fields(EngineStats)} - {"prefix", "experts"}
     return EngineStats(
-        prefix=prefix, **{name: sum(getattr(part, name) for part in parts) for name in counts}
+        prefix=prefix,
+        experts=experts,
+        **{name: sum(getattr(part, name) for part in parts) for name in counts},
     )
