@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": "continue one text and print it",
     "batch": "answer a file of requests into another file",
     "quantize": "make an FP8, INT8 or INT4 checkpoint of a model",
+    "convert": "put a model's experts into files, for a GPU that has no room for them",
     "inspect": "show the size of a model and what fits this machine",
     "bench": "time decode steps and prefills against the memory floor, or a server under load",
     "tune": "measure the tiles of the kernels on this GPU",
@@ -58,6 +59,7 @@ Try it; without a model these use a tiny one that comes along:
   penstock batch requests.jsonl               a file of requests, answered into another
   penstock eval gates                         what the model behind that server can do
   penstock quantize MODEL -o OUT              the same model in a quarter of the bytes
+  penstock convert MODEL -o OUT               for a GPU with no room for all experts
   penstock inspect Qwen3.5-35B-A3B            parameters, bytes, what fits here
   penstock forge --budget 10m                 an engine.py for the model in target/
 

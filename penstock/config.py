@@ -8,6 +8,7 @@ never changed after it is built; properties derive other values from it. Imports
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,18 @@ class EngineConfig:
         "type of the recurrent states of hybrid models; float16 halves their size",
         choices=tuple(STATE_DTYPES),
         aliases=("--mamba-ssm-cache-dtype",),
+    )
+    expert_cache: str | None = setting(
+        None,
+        "memory of the device for experts, such as 6GB; the others stay in RAM or in converted "
+        "files (default: room for all of them, or of a converted model for what fits)",
+    )
+    expert_ram: str | None = setting(
+        None,
+        "RAM for experts of a converted model, such as 40GB (default: the system's page cache)",
+    )
+    experts_per_token: int | None = setting(
+        None, "experts that a token uses (default: as the model was trained; fewer change answers)"
     )
     max_model_len: int | None = setting(
         None, "longest context in tokens (default: what the model and memory allow)"
@@ -195,6 +208,9 @@ class EngineConfig:
             "max_step_tokens": self.max_step_tokens,
             "mixed_step_tokens": self.mixed_step_tokens,
             "memory_gb": self.memory_gb,
+            "experts_per_token": self.experts_per_token,
+            "expert_cache": read_bytes("expert_cache", self.expert_cache),
+            "expert_ram": read_bytes("expert_ram", self.expert_ram),
             "session_minutes": self.session_minutes,
         }
         for name, value in positive.items():
@@ -250,6 +266,14 @@ class EngineConfig:
     def state_bytes(self) -> int:
         """Bytes of one element of a recurrent state."""
         return STATE_DTYPES[self.state_dtype]
+
+    @property
+    def expert_cache_bytes(self) -> int | None:
+        return read_bytes("expert_cache", self.expert_cache)
+
+    @property
+    def expert_ram_bytes(self) -> int | None:
+        return read_bytes("expert_ram", self.expert_ram)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -563,6 +587,19 @@ def _keys_in(path: Path) -> tuple[str, ...]:
             "Write one key per line, or omit --api-key-file.",
         )
     return keys
+
+
+def read_bytes(name: str, text: str | None) -> int | None:
+    """`6GB` or `512MB`, in powers of ten; a number alone counts GB."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(TB|GB|MB|kB|KB|)", text.strip())
+    if match is None:
+        raise ConfigError(
+            f"{name} is {text!r}", "It is an amount of memory.", "Write 6GB or 512MB."
+        )
+    power = {"T": 12, "G": 9, "": 9, "M": 6, "K": 3}[match[2][:1].upper()]
+    return int(float(match[1]) * 10**power)
 
 
 def from_mapping(cls: type[Any], values: dict[str, Any]) -> Any:

@@ -536,6 +536,10 @@ class EngineInfo:
     ] = ()  # how its files store weights, such as Q4_K: what holds the most first
     bits_per_weight: float = 0.0  # in its files; 0: it has none
     kv_dtype: str = ""
+    num_experts: int = 0  # of all layers, where the device does not hold all of them
+    expert_slots: int = 0  # on the device
+    expert_slot_bytes: int = 0
+    experts_per_token: int = 0  # if fewer than the model was trained with
 
 
 @dataclass(frozen=True, slots=True)
@@ -593,3 +597,5 @@ class EngineStats:
     memory_used: int = 0  # bytes in use on its device, by others too; on a CPU, by its process
     memory_total: int = 0  # bytes of its device
     drafts: DraftStats | None = None  # None: nothing drafts
+    # Hits, misses and what tiers moved, where the device does not hold all experts.
+    experts: Mapping[str, int] = field(default_factory=dict)

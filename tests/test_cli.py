@@ -95,16 +95,16 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "error: penstock has no command 'srve'\n"
             "  Did you mean 'serve'?\n"
-            "  The commands are serve, chat, top, generate, batch, quantize, inspect, bench, tune, eval, "
-            "forge.\n",
+            "  The commands are serve, chat, top, generate, batch, quantize, convert, inspect, bench, tune, "
+            "eval, forge.\n",
         ),
         (
             ["--versoin"],
             2,
             "error: penstock has no flag '--versoin'\n"
             "  Did you mean '--version'?\n"
-            "  The commands are serve, chat, top, generate, batch, quantize, inspect, bench, tune, eval, "
-            "forge.\n",
+            "  The commands are serve, chat, top, generate, batch, quantize, convert, inspect, bench, tune, "
+            "eval, forge.\n",
         ),
         (
             ["serve", "--max-row", "4"],
@@ -329,7 +329,9 @@ def parse(settings: type[Any], *words: str) -> argparse.Namespace:
 
 SAMPLES = {"int": "7", "float": "0.5", "bool": "1", "str": "x"}
 SAMPLES |= {"tuple[int, ...]": "7", "tuple[str, ...]": "x"}
-OWN_SAMPLES = {"min_priority": "-7", "speculate": "mtp:2"}  # of settings that take few values
+# Of settings that take few values.
+OWN_SAMPLES = {"min_priority": "-7", "speculate": "mtp:2"}
+OWN_SAMPLES |= {"expert_cache": "6GB", "expert_ram": "40GB"}
 
 
 @pytest.mark.parametrize("settings", [EngineConfig, ServeConfig])

@@ -26,7 +26,7 @@ def packed(N: int, K: int, device: str, seed: int = 0, channels: bool = False) -
     block = (1, K) if channels else (128, 128)
     scales = torch.rand(-(-N // block[0]), -(-K // block[1]), generator=generator) * 1e-3 + 1e-4
     rows = pack(Codes(values.to(torch.float8_e4m3fn), 8, block, Scales(scales)))
-    return rows._mapped(lambda tensor: tensor.to(device))
+    return rows.mapped(lambda tensor: tensor.to(device))
 
 
 def tokens(T: int, K: int, device: str, dtype: torch.dtype, seed: int = 1) -> Tensor:

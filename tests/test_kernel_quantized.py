@@ -31,7 +31,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 def on_gpu(rows: QuantizedRows) -> Part:
     """As a dense layer has them, or a stack of experts."""
-    moved = rows._mapped(lambda tensor: tensor.cuda())
+    moved = rows.mapped(lambda tensor: tensor.cuda())
     if not can_tile(moved):
         return moved.dequantize().bfloat16()
     return tile(moved, keeps_rows=moved.low.dim() == 2)

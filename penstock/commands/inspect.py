@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.console import human_bytes, human_count, print_table
-from penstock.commands.flags import add_flags, add_model_argument, read_settings
+from penstock.commands.flags import (
+    UsageError,
+    add_flags,
+    add_model_argument,
+    read_number,
+    read_settings,
+)
 from penstock.commands.layouts import GPUS, describe_layouts, print_layouts, read_gpus
+from penstock.commands.offload_estimate import CONTEXT, GB, Need, Tiers, estimate
 from penstock.commands.roofline import Roofline, text_config
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import CapacityError
@@ -32,8 +39,10 @@ EXAMPLES = [
     "penstock inspect model-Q4_K_M.gguf      a GGUF file: how its weights are stored",
     "penstock inspect Qwen3.5-397B-A17B --gpus 8xH200    how to spread it over GPUs",
     "penstock inspect Qwen3.5-4B --json      for a program",
+    "penstock inspect Qwen3.5-397B-A17B --gpu-gb 24 --ram-gb 64 --disk-gbs 5    on such a machine",
 ]
 
+TIERS = ("gpu", "ram", "disk")
 CONTEXTS = (1024, 4096, 16384, 65536, 262144)
 _MEMORY_SHARE = 0.9  # the share of free memory that an engine takes
 
@@ -58,13 +67,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NxNAME",
         help=f"what each layout of such GPUs should give, such as 8xH200 ({', '.join(GPUS)})",
     )
+    machine = parser.add_argument_group("a machine to run it on, with experts in RAM and on disk")
+    for flag, default, what in (
+        ("--gpu-gb", None, "memory of its GPU"),
+        ("--ram-gb", 0.0, "its RAM"),
+        ("--disk-gbs", None, "GB/s of its disk; without it, nothing is read from disk"),
+        ("--link-gbs", 25.0, "GB/s from RAM to the GPU"),
+        ("--gpu-gbs", 900.0, "GB/s of the GPU's memory"),
+    ):
+        note = f" (default: {default:g})" if default is not None else ""
+        machine.add_argument(flag, type=read_number, default=default, metavar="X", help=what + note)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
     gpus = None if arguments.gpus is None else read_gpus(arguments.gpus)
-    report = inspect_model(config)
+    report = inspect_model(config, read_tiers(arguments))
     if gpus is not None:
         report["layouts"] = describe_layouts(find_model(config.model), config, gpus)
     if arguments.json:
@@ -76,7 +95,31 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def inspect_model(config: EngineConfig) -> dict[str, Any]:
+def read_tiers(arguments: argparse.Namespace) -> Tiers | None:
+    """The machine that was described, if one was."""
+    given = {
+        name: getattr(arguments, name)
+        for name in ("gpu_gb", "ram_gb", "disk_gbs", "link_gbs", "gpu_gbs")
+    }
+    for name, value in given.items():
+        if value is not None and not value >= (0 if name == "ram_gb" else 1e-3):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} is {value:g}", "It must be more than 0.")
+    if given["gpu_gb"] is None:
+        if given["ram_gb"] or given["disk_gbs"] is not None:
+            raise UsageError("--ram-gb and --disk-gbs describe a machine", "Give --gpu-gb, too.")
+        return None
+    disk = given["disk_gbs"]
+    return Tiers(
+        GB * given["gpu_gb"],
+        GB * given["ram_gb"],
+        GB * given["gpu_gbs"],
+        GB * given["link_gbs"],
+        None if disk is None else GB * disk,
+    )
+
+
+def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str, Any]:
     source = find_model(config.model)
     import torch
 
@@ -95,7 +138,9 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
     memory = _plan_memory(model, config, roofline.weight_bytes, machine)
     free = int(machine.free_bytes * _MEMORY_SHARE) - roofline.weight_bytes
     longest = text_config(source.config).get("max_position_embeddings", CONTEXTS[-1])
+    on_machine = {} if tiers is None else {"on_machine": _on_machine(roofline, storage, tiers)}
     return {
+        **on_machine,
         "model": source.name,
         "dtype": str(torch_dtype).removeprefix("torch."),
         "parameters": {
@@ -128,6 +173,39 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
             if context <= longest
         },
     }
+
+
+def _on_machine(
+    roofline: Roofline, storage: dict[str, Any] | None, tiers: Tiers
+) -> list[dict[str, Any]]:
+    """As it is stored or, without files, at the usual numbers of bits."""
+    widths: dict[str, tuple[float, float]] = {  # bits of an expert's weight, and of others
+        name: (bits, bits) for name, bits in (("bf16", 16.0), ("fp8", 8.25), ("int4", 4.25))
+    }
+    if storage is not None:
+        of_experts, others = (
+            [group for group in storage["groups"] if (group["part"] == "experts") == wanted]
+            for wanted in (True, False)
+        )
+        widths = {"as stored": (_bits_of(of_experts), _bits_of(others))}
+    counts = roofline.parameters
+    rows = []
+    for name, (expert_bits, dense_bits) in widths.items():
+        experts = counts.experts * expert_bits / 8
+        need = Need(
+            dense=(counts.total - counts.experts - counts.mtp) * dense_bits / 8,
+            experts=experts,
+            token_experts=counts.experts_read(1) * expert_bits / 8,
+            layer_experts=counts.last_experts * expert_bits / 8,
+            request=roofline.state_bytes_per_request + roofline.kv_bytes_per_token * CONTEXT,
+        )
+        rows.append({"weights": name, **dataclasses.asdict(estimate(need, tiers))})
+    return rows
+
+
+def _bits_of(groups: list[dict[str, Any]]) -> float:
+    num_weights = sum(group["num_weights"] for group in groups)
+    return 8 * sum(group["num_bytes"] for group in groups) / max(num_weights, 1)
 
 
 def _plan_memory(
@@ -192,6 +270,9 @@ def _print_report(report: dict[str, Any]) -> None:
     print_table([report["model"], ""], rows)
     if stored := report["stored"]:
         _print_storage(stored)
+    if on_machine := report.get("on_machine"):
+        _print_on_machine(on_machine)
+        return
     machine = report["machine"]
     free, total = human_bytes(machine["free_bytes"]), human_bytes(machine["total_bytes"])
     print(f"{machine['name']}: {free} free of {total}.")
@@ -209,6 +290,23 @@ def _print_report(report: dict[str, Any]) -> None:
         )
         uses = [[name, human_bytes(num_bytes), holds] for name, num_bytes, holds in memory["uses"]]
         print_table(["memory", "bytes", "holds"], uses)
+
+
+def _print_on_machine(rows: list[dict[str, Any]]) -> None:
+    print("On a machine with these tiers, one request, random routing (the worst case), at most:")
+    print_table(
+        ["weights", "tok/s", "prompt tok/s", "experts on GPU", "in RAM", "on disk", "limit"],
+        [
+            [
+                row["weights"],
+                f"{row['tokens_per_s']:.1f}" if row["tokens_per_s"] else "does not run",
+                f"{row['prompt_tokens_per_s']:,.0f}" if row["tokens_per_s"] else "",
+                *(f"{row['shares'][name]:.0%}" if row["shares"] else "" for name in TIERS),
+                row["limit"],
+            ]
+            for row in rows
+        ],
+    )
 
 
 def _print_storage(stored: dict[str, Any]) -> None:

@@ -21,10 +21,10 @@ from penstock.engine.runner import Runner
 from penstock.errors import ConfigError
 from penstock.layers.packing import pack_weights
 from penstock.models.source import ModelSource
+from penstock.offload.load import load_with_experts, without_graphs
 from penstock.parallel.links import GroupLinks
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, timed
-from penstock.weights.load import load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class DevicePart:
     def of(cls, model: Any, config: EngineConfig, name: str, on_phase: OnPhase) -> DevicePart:
         """For a model whose weights are loaded: plans the memory, and allocates its cache."""
         config = _find_drafter(config, model, name)
+        if getattr(model, "expert_store", None) is not None:
+            config = without_graphs(config)
         check_page_size(config, model.device)
         if model.device.type == "cpu" and not config.deterministic:
             pack_weights(model, keep=model.head.weight)
@@ -61,14 +63,11 @@ def load_part(
             ranks = Ranks(rank, config.tp, links=links)
         is_auto = config.speculate == "auto" and not device.startswith("cuda")
         with timed("weights", on_phase) as report:
-            model = load_model(
+            model = load_with_experts(
                 source,
-                device=device,
-                dtype=config.dtype,
-                random_weights=config.random_weights,
-                seed=config.weights_seed,
-                on_phase=report,
-                quantization=config.quantization,
+                config,
+                device,
+                report,
                 with_drafting_head=is_auto or config.speculation.kind == "mtp",
                 ranks=ranks,
             )

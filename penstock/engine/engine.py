@@ -32,6 +32,7 @@ from penstock.engine.runner import PendingStep
 from penstock.errors import PenstockError
 from penstock.gguf.folder import folder_of
 from penstock.models.source import ModelSource, find_model
+from penstock.offload.store import ExpertStore
 from penstock.parallel.links import GroupLinks
 from penstock.progress import OnPhase, timed
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, StepPlan, TokenDelta
@@ -55,7 +56,8 @@ class Engine:
     def _begin(self, part: DevicePart, name: str, tokenizer_file: Path | None) -> None:
         config, self.runner = part.config, part.runner
         is_gpu = part.model.device.type == "cuda"
-        self.info = _describe(part.model, name, part.memory, config.kv_dtype)
+        self._experts: ExpertStore | None = getattr(part.model, "expert_store", None)
+        self.info = _describe(part.model, name, part.memory, config)
         new_buffer = self.runner.rows.host_buffer
         self.policy = Policy(config, part.memory, self.info, tokenizer_file, new_buffer)
         self.other_ranks: RankGroup | None = None
@@ -190,7 +192,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         used, total = used_and_total_bytes(self.runner.rows.device)
-        return replace(self.policy.stats(), memory_used=used, memory_total=total)
+        stats = replace(self.policy.stats(), memory_used=used, memory_total=total)
+        return stats if self._experts is None else replace(stats, experts=self._experts.stats())
 
     def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int:
         """How many tokens of a prompt of this length the prefix cache would give if it came now."""
@@ -205,13 +208,13 @@ class Engine:
         return self.policy.cache.sessions.drop(session_id)
 
 
-def _describe(model: Any, name: str, memory: MemoryPlan, kv_dtype: str) -> EngineInfo:
+def _describe(model: Any, name: str, memory: MemoryPlan, config: EngineConfig) -> EngineInfo:
     pools, dtype = memory.pools, str(model.dtype).removeprefix("torch.")
     return EngineInfo(
         model_name=name,
         device=str(model.device),
         dtype=dtype,
-        kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
+        kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
         max_model_len=pools.max_model_len,
         vocab_size=model.vocab_size,
         max_rows=pools.max_rows,
@@ -223,8 +226,21 @@ def _describe(model: Any, name: str, memory: MemoryPlan, kv_dtype: str) -> Engin
         hidden_size=model.config.hidden_size,
         has_head=model.has_head,
         num_labels=model.num_labels,
+        experts_per_token=config.experts_per_token or 0,
         **_storage_of(model),
+        **_experts_of(model),
     )
+
+
+def _experts_of(model: Any) -> dict[str, Any]:
+    store: ExpertStore | None = getattr(model, "expert_store", None)
+    if store is None:
+        return {}
+    return {
+        "num_experts": store.num_experts,
+        "expert_slots": store.num_slots,
+        "expert_slot_bytes": store.num_bytes,
+    }
 
 
 def _tokenizer_file(tokenizer: str | None, source: ModelSource) -> Path | None:

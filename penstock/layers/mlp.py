@@ -4,6 +4,9 @@ expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +55,14 @@ class DenseMLP(nn.Module):
         return self.down(gate_up, hidden, deterministic=deterministic)
 
 
+class Offloaded(Protocol):
+    """Experts that are not all on the device, see `penstock/offload/`."""
+
+    @property
+    def run(self) -> Callable[..., Tensor]:
+        """`sparse_mlp`, with experts in slots."""
+
+
 class SparseMLP(nn.Module):
     """A token uses `experts_per_token` of `num_experts` experts, and the shared expert if there is
     one.
@@ -94,6 +105,7 @@ class SparseMLP(nn.Module):
         self.slots: Tensor | None = (
             None  # [E] int32  where each expert is in the stacks; None: in order
         )
+        self.offloaded: Offloaded | None = None
         self.shared_gate: Weight | None = None
         self.shared_gate_up: Weight | None = None
         self.shared_down: Weight | None = None
@@ -125,7 +137,8 @@ class SparseMLP(nn.Module):
             self.slots,
             deterministic=deterministic,
         )
-        out = sparse_mlp(
+        run = sparse_mlp if self.offloaded is None else self.offloaded.run
+        out = run(
             x,
             weights,
             ids,

@@ -108,13 +108,13 @@ class QuantizedRows:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._own_tensors())
+        return sum(tensor.nbytes for tensor in self.own_tensors())
 
     @staticmethod
     def stack(matrices: list[QuantizedRows]) -> QuantizedRows:
         """Stacks the rows of experts, all of one kind and size."""
-        tensors = [iter(matrix._own_tensors()) for matrix in matrices]
-        return matrices[0]._mapped(lambda _: torch.stack([next(one) for one in tensors]))
+        tensors = [iter(matrix.own_tensors()) for matrix in matrices]
+        return matrices[0].mapped(lambda _: torch.stack([next(one) for one in tensors]))
 
     @staticmethod
     def join(parts: Iterable[QuantizedRows], num_rows: int) -> QuantizedRows:
@@ -122,10 +122,10 @@ class QuantizedRows:
         joined, end = None, 0
         for part in parts:
             if joined is None:
-                joined = part._mapped(lambda own: _with_rows(own, num_rows), columns=False)
+                joined = part.mapped(lambda own: _with_rows(own, num_rows), columns=False)
             rows = slice(end, end := end + part.num_rows)
             for own, theirs in zip(
-                joined._own_tensors(columns=False), part._own_tensors(columns=False), strict=True
+                joined.own_tensors(columns=False), part.own_tensors(columns=False), strict=True
             ):
                 own[..., rows, :] = theirs
         assert joined is not None
@@ -135,23 +135,23 @@ class QuantizedRows:
     def unflatten(self, num_matrices: int) -> QuantizedRows:
         """The rows of matrices one after the other, as a stack."""
         assert self.columns is None
-        return self._mapped(lambda tensor: tensor.unflatten(0, (num_matrices, -1)))
+        return self.mapped(lambda tensor: tensor.unflatten(0, (num_matrices, -1)))
 
     def select(self, expert: int) -> QuantizedRows:
         """One matrix of a stack."""
-        return self._mapped(lambda tensor: tensor[expert])
+        return self.mapped(lambda tensor: tensor[expert])
 
     def take(self, first: int, end: int) -> QuantizedRows:
         """Some matrices of a stack."""
-        return self._mapped(lambda tensor: tensor[first:end])
+        return self.mapped(lambda tensor: tensor[first:end])
 
     def slice(self, first: int, end: int) -> QuantizedRows:
-        return self._mapped(lambda tensor: tensor[first:end], columns=False)
+        return self.mapped(lambda tensor: tensor[first:end], columns=False)
 
     def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K] float32
         """The rows of these tokens in an embedding."""
         flat = ids.flatten()
-        chosen = self._mapped(lambda tensor: tensor[flat], columns=False)
+        chosen = self.mapped(lambda tensor: tensor[flat], columns=False)
         return chosen.dequantize().view(*ids.shape, self.num_columns)
 
     def codes(self) -> Tensor:  # [..., N, K] uint8
@@ -182,7 +182,7 @@ class QuantizedRows:
     def _spread(self, by_group: Tensor) -> Tensor:
         return by_group.repeat_interleave(self.group, -1)[..., : self.num_columns]
 
-    def _own_tensors(self, columns: bool = True) -> list[Tensor]:
+    def own_tensors(self, columns: bool = True) -> list[Tensor]:
         """The tensors with one entry per matrix of a stack; all matrices share `levels`."""
         blocks = [one for one in (self.scales, self.offsets) if one is not None]
         found = [
@@ -194,8 +194,8 @@ class QuantizedRows:
             tensor for tensor in (*found, self.columns if columns else None) if tensor is not None
         ]
 
-    def _mapped(self, change: Callable[[Tensor], Tensor], *, columns: bool = True) -> QuantizedRows:
-        """The same with its own tensors changed, in the order of `_own_tensors`."""
+    def mapped(self, change: Callable[[Tensor], Tensor], *, columns: bool = True) -> QuantizedRows:
+        """The same with its own tensors changed, in the order of `own_tensors`."""
 
         def changed(value: Tensor | None) -> Tensor | None:
             return None if value is None else change(value)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,29 @@ from penstock.ops.reference.packed import pack
 from penstock.ops.tiles import TiledRows
 
 Part = QuantizedRows | TiledRows | Tensor  # rows of a weight that are stored in one way
+
+
+def tensors_of(part: Part) -> list[Tensor]:
+    """Everything that differs from matrix to matrix of a stack."""
+    if isinstance(part, Tensor):
+        return [part]
+    if isinstance(part, QuantizedRows):
+        return part.own_tensors()
+    found = (part.codes, part.records, part.columns, part.block_scales)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def map_part(part: Part, change: Callable[[Tensor], Tensor]) -> Part:
+    """The same with these tensors changed, in the order of `tensors_of`."""
+    if isinstance(part, Tensor):
+        return change(part)
+    if isinstance(part, QuantizedRows):
+        return part.mapped(change)
+    names = ("codes", "records", "columns", "block_scales")
+    changed = {
+        name: change(tensor) for name in names if (tensor := getattr(part, name)) is not None
+    }
+    return replace(part, **changed)  # type: ignore[arg-type]
 
 
 class Weight(nn.Module):

@@ -172,6 +172,7 @@ def _lines_of_engines(stats: Mapping[int, EngineStats]) -> Iterator[str]:
         meaning = f"{name.replace('_', ' ')} of the prefix cache"
         numbers = {replica: one.prefix[name] for replica, one in stats.items()}
         yield from _per_replica(f"prefix_{name}_total", "counter", meaning, numbers)
+    yield from _lines_of_experts(stats)
 
 
 def _lines_of_drafts(drafts: Mapping[int, DraftStats]) -> Iterator[str]:
@@ -198,6 +199,29 @@ _DRAFT_NUMBERS = (
     ("decodes_total", "counter", "decodes: one request in one step", "num_decodes"),
     ("decoded_tokens_total", "counter", "tokens that decodes brought", "num_tokens"),
     ("draft_saved_seconds", "gauge", "time that drafts saved, as measured", "saved_s"),
+)
+
+
+def _lines_of_experts(stats: Mapping[int, EngineStats]) -> Iterator[str]:
+    """Only of engines whose device does not hold all experts."""
+    some = {replica: one.experts for replica, one in stats.items() if one.experts}
+    if not some:
+        return
+    for name, meaning in _EXPERT_NUMBERS:
+        numbers = {replica: one.get(name, 0) for replica, one in some.items()}
+        yield from _per_replica(f"expert_{name}_total", "counter", meaning, numbers)
+    waits = {replica: one["wait_us"] / 1e6 for replica, one in some.items()}
+    meaning = "time that steps waited for experts"
+    yield from _per_replica("expert_wait_seconds_total", "counter", meaning, waits)
+
+
+_EXPERT_NUMBERS = (
+    ("hits", "experts of a step that were on the device"),
+    ("misses", "experts of a step that were fetched"),
+    ("fetched_bytes", "bytes of experts that were copied to the device"),
+    ("ram_hits", "fetched experts that were in RAM"),
+    ("disk_reads", "fetched experts that were read from files"),
+    ("disk_bytes", "bytes of experts that were read from files"),
 )
 _ENGINE_NUMBERS = (
     ("requests_waiting", "gauge", "requests that have no row yet", "num_waiting"),

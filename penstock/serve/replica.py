@@ -168,12 +168,15 @@ def sum_stats(reports: Sequence[ReplicaReport]) -> EngineStats | None:
     if not parts:
         return None
     prefix: Counter[str] = Counter()
+    experts: Counter[str] = Counter()
     for part in parts:
         prefix.update(part.prefix)
-    apart = ("prefix", "drafts", "memory_used", "memory_total")
+        experts.update(part.experts)
+    apart = ("prefix", "experts", "drafts", "memory_used", "memory_total")
     counts = [field.name for field in fields(EngineStats) if field.name not in apart]
     return EngineStats(
         prefix=prefix,
+        experts=experts,
         drafts=_sum_drafts([part.drafts for part in parts if part.drafts is not None]),
         **{name: sum(getattr(part, name) for part in parts) for name in counts},
     )

@@ -46,6 +46,30 @@ class ServerState:
         }
 
     @property
+    def experts(self) -> dict[str, Any] | None:
+        """How experts are run; None: all are on the device, and as many as trained run."""
+        info = self.client.info
+        if info is None or not (info.expert_slots or info.experts_per_token):
+            return None
+        found: dict[str, Any] = {}
+        if info.expert_slots:
+            found |= {
+                "slots": info.expert_slots,
+                "slot_bytes": info.expert_slot_bytes,
+                "of_experts": info.num_experts,
+            }
+        if info.experts_per_token:
+            found["per_token"] = info.experts_per_token
+        return found
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint` of answers that the model as trained would not give; "": none."""
+        info = self.client.info
+        count = 0 if info is None else info.experts_per_token
+        return f"experts-per-token-{count}" if count else ""
+
+    @property
     def is_ready(self) -> bool:
         """Whether a new request would be served now."""
         return self.client.is_ready and not self.draining.is_set()

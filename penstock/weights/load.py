@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,8 @@ from penstock.weights.stored import StoredTensor
 
 logger = logging.getLogger(__name__)
 
+FindWeights = Callable[[nn.Module], Collection[str]]
+
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NEWS_INTERVAL_S = 0.2
 ROUNDED_BITS = {"fp8": 9, "int8": 9, "int4": 5}  # that a weight takes at most
@@ -59,6 +61,7 @@ def load_model(
     quantization: str = "none",  # of weights that the checkpoint does not quantise
     with_drafting_head: bool = False,  # takes memory, and plain steps do not read it
     ranks: Ranks = ALONE,
+    find_host_weights: FindWeights = lambda _: (),  # weights that stay in RAM, by name
 ) -> nn.Module:
     """The model of a source on a device, or a rank's part of it, ready to run."""
     if source.path is None and not random_weights:
@@ -75,14 +78,17 @@ def load_model(
         with_drafting_head=with_drafting_head,
         ranks=ranks,
     )
-    _check_fits(source, torch_dtype, torch.device(device), build, stored, quantization)
+    _check_fits(
+        source, torch_dtype, torch.device(device), build, stored, quantization, find_host_weights
+    )
     progress = _Progress(on_phase)
     with deferred_weights():
         model = build(torch.device(device))
+    homes = _find_homes(model, torch.device(device), find_host_weights)
     if random_weights or source.path is None:
-        _fill(model, seed, progress, torch.device(device), quantization)
+        _fill(model, seed, progress, homes, quantization)
     else:
-        _copy(model, source.path, stored, progress, torch.device(device), quantization)
+        _copy(model, source.path, stored, progress, homes, quantization)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)  # the time reported is the time it took
     progress.finish()
@@ -124,6 +130,7 @@ def _check_fits(
     build: Callable[[torch.device], nn.Module],
     stored: list[StoredTensor],
     quantization: str,
+    find_host_weights: FindWeights,
 ) -> None:
     """Refuses a model that does not fit, before any memory is allocated."""
     if device.type == "cuda":
@@ -143,14 +150,18 @@ def _check_fits(
             "Check that the config belongs to this model.",
         ) from error
     needed = sum(parameter.numel() * parameter.element_size() for parameter in sizing.parameters())
+    on_host = set(find_host_weights(sizing)) if device.type == "cuda" else set()
+    needed -= sum(weights_of(sizing)[name].num_bytes for name in on_host)
     placed = sizing.placements([tensor.name for tensor in stored]) if stored else {}  # type: ignore[operator]
     shares = shares_of(sizing)
     for tensor in stored:
-        if tensor.read_codes is not None and tensor.name in placed:
+        is_placed = tensor.name in placed and placed[tensor.name].parameter not in on_host
+        if tensor.read_codes is not None and is_placed:
             share = shares.get(placed[tensor.name].parameter)
             saved = max(0, math.prod(tensor.shape) * dtype.itemsize - tensor.num_bytes)
             needed -= int(saved * (1.0 if share is None else share.fraction))
-    for name in _weights_to_round(sizing, quantization):  # codes take the place of most
+    rounded = _weights_to_round(sizing, quantization)  # codes take the place of most
+    for name in rounded.keys() - on_host:
         weight = weights_of(sizing)[name]
         needed -= weight.num_bytes - weight.shape.numel() * ROUNDED_BITS[quantization] // 8
     if needed > available:
@@ -162,8 +173,20 @@ def _check_fits(
         )
 
 
+def _find_homes(
+    model: nn.Module, device: torch.device, find_host_weights: FindWeights
+) -> dict[str, torch.device]:
+    """The device of each weight."""
+    homes = dict.fromkeys(weights_of(model), device)
+    return homes | dict.fromkeys(find_host_weights(model), torch.device("cpu"))
+
+
 def _fill(
-    model: nn.Module, seed: int, progress: _Progress, device: torch.device, quantization: str
+    model: nn.Module,
+    seed: int,
+    progress: _Progress,
+    homes: Mapping[str, torch.device],
+    quantization: str,
 ) -> None:
     named = list(model.named_parameters())
     shares = shares_of(model)
@@ -177,7 +200,7 @@ def _fill(
         if weight is None:
             _fill_share(name, parameter.data, share, seed)
         else:
-            weight.allocate(device)
+            weight.allocate(homes[weight_name])
             _fill_share(name, weight.values.data, share, seed)
             if weight_name in rounded:
                 quantize_weight(weight, rounded[weight_name])
@@ -215,11 +238,11 @@ def _copy(
     path: Path,
     stored: list[StoredTensor],
     progress: _Progress,
-    device: torch.device,
+    homes: Mapping[str, torch.device],
     quantization: str,
 ) -> None:
     placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
-    stored = _without_idle_biases(stored, placements)
+    stored = without_idle_biases(stored, placements)
     wanted = match_tensors(path, stored, placements, model.ignored)  # type: ignore[arg-type]
     model.storage = describe_storage(wanted)  # type: ignore[assignment]
     shares = shares_of(model)
@@ -233,7 +256,7 @@ def _copy(
         for tensor in wanted
     }
     progress.start(sum(num_bytes.values()))
-    quantized = _weights_that_stay_quantized(model, wanted, placements, device)
+    quantized = _weights_that_stay_quantized(model, wanted, placements, homes)
     weights = weights_of(model)
     rounded = {
         name: scheme
@@ -241,7 +264,7 @@ def _copy(
         if name not in quantized
     }
     for name in weights.keys() - quantized.keys() - rounded.keys():
-        weights[name].allocate(device)
+        weights[name].allocate(homes[name])
     parameters = targets_of(model)
     _assert_covered(parameters, [piece for some in pieces.values() for piece in some])
     num_left = Counter(placements[tensor.name].parameter for tensor in wanted)
@@ -253,12 +276,12 @@ def _copy(
         for placement in pieces[tensor.name]:
             place = (name, repr(placement.index))
             if place in filled_by:
-                _check_equal(path, filled_by[place], tensor, placement, parameters[name].dtype)
+                check_equal(path, filled_by[place], tensor, placement, parameters[name].dtype)
             elif name in quantized:
                 quantized[name].add(tensor, placement)
             else:
                 if name in rounded:
-                    weights[name].allocate(device)
+                    weights[name].allocate(homes[name])
                 target = weights[name].values.data if name in weights else parameters[name]
                 _fill_place(target[placement.index], tensor, placement)
             filled_by.setdefault(place, tensor)
@@ -274,7 +297,7 @@ def _weights_that_stay_quantized(
     model: nn.Module,
     wanted: list[StoredTensor],
     placements: Mapping[str, Placement],
-    device: torch.device,
+    homes: Mapping[str, torch.device],
 ) -> dict[str, WeightParts]:
     """Those of which the checkpoint quantises any rows."""
     weights = weights_of(model)
@@ -282,9 +305,9 @@ def _weights_that_stay_quantized(
         placements[tensor.name].parameter for tensor in wanted if tensor.read_codes is not None
     }
     return {
-        name: WeightParts(weights[name], device)
+        name: WeightParts(weights[name], homes[name])
         for name in sorted(names & weights.keys())
-        if weights[name].can_quantize and device.type in ("cpu", "cuda")
+        if weights[name].can_quantize and homes[name].type in ("cpu", "cuda")
     }
 
 
@@ -305,7 +328,7 @@ def _tell_expansion(wanted: list[StoredTensor], dtype: torch.dtype) -> None:
         )
 
 
-def _without_idle_biases(
+def without_idle_biases(
     stored: list[StoredTensor], placements: Mapping[str, Placement]
 ) -> list[StoredTensor]:
     """Early GPTQ tools store a bias of zeros for every layer that they quantise."""
@@ -352,7 +375,7 @@ def targets_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _check_equal(
+def check_equal(
     path: Path, first: StoredTensor, second: StoredTensor, placement: Placement, dtype: torch.dtype
 ) -> None:
     """Two tensors for one place (a stored tied head) must be equal."""

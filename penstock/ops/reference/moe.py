@@ -118,6 +118,10 @@ def sparse_mlp(
         rounded = rounded_experts(x, ids.numel(), (gate_up, down), shared_stored)
     if rounded:
         outputs = _run_experts_rounded(x, ids, *rounded[:2])
+        if shared_weight is not None and len(rounded) == 4:  # as one expert more
+            shared = _run_experts_rounded(x, torch.zeros_like(ids[:, :1]), *rounded[2:])
+            outputs = torch.cat([outputs, shared], dim=1)
+            weights, shared_weight = torch.cat([weights, shared_weight], dim=1), None
     elif x.is_cuda:
         outputs = run_experts_gathered(
             x,
@@ -128,12 +132,32 @@ def sparse_mlp(
         )
     else:
         outputs = run_experts_grouped(x, ids, gate_up, down, deterministic=deterministic)
+    return add_experts(
+        outputs,
+        weights,
+        x,
+        residual,
+        shared_weight,
+        shared_gate_up,
+        shared_down,
+        deterministic=deterministic,
+    )
+
+
+def add_experts(
+    outputs: Tensor,  # [T, k, H]  of the chosen experts
+    weights: Tensor,  # [T, k] float32
+    x: Tensor,  # [T, H]  normed
+    residual: Tensor,  # [T, H]
+    shared_weight: Tensor | None,  # [T, 1] float32
+    shared_gate_up: Weight | None,  # [2I', H]
+    shared_down: Weight | None,  # [H, I']
+    *,
+    deterministic: bool,
+) -> Tensor:  # [T, H]
+    """The last step of `sparse_mlp`: everything is summed in float32."""
     total = (outputs.float() * weights[..., None]).sum(1)
-    if shared_weight is not None and len(rounded) == 4:
-        shared_ids = torch.zeros_like(ids[:, :1])
-        shared = _run_experts_rounded(x, shared_ids, *rounded[2:])[:, 0]
-        total = total + shared.float() * shared_weight
-    elif shared_weight is not None:
+    if shared_weight is not None:
         assert shared_gate_up is not None
         assert shared_down is not None
         inner = linear(x, shared_gate_up, deterministic=deterministic)

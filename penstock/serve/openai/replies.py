@@ -51,12 +51,15 @@ class OpenAIReplyFormat(ABC):
         has_logprobs: bool = False,
         include_usage: bool = False,
         output: OutputOptions = PLAIN_OUTPUT,
+        fingerprint: str = "",
     ) -> None:
         self._head = {
             "id": f"{self.id_prefix}-{request_id}",
             "created": int(time.time()),
             "model": model,
         }
+        if fingerprint:
+            self._head["system_fingerprint"] = fingerprint
         self._has_logprobs = has_logprobs
         self._include_usage = include_usage
         self._output = output

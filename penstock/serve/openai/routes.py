@@ -138,6 +138,7 @@ class OpenAIRoutes:
             has_logprobs=asked.sampling.logprobs is not None,
             include_usage=asked.include_usage,
             output=asked.output,
+            fingerprint=self._state.fingerprint,
         )
         return Answer(
             start, formatter, asked.is_stream, asked.timeout_s, formatter.new_choice, headers

@@ -1,0 +1,174 @@
+"""A converted checkpoint: its index, and the files of records that it names.
+
+    OUT/experts.json          how everything is stored; written last, so a folder with it is whole
+    OUT/dense.safetensors     what every token needs, under the names of our modules
+    OUT/experts/layer-000.bin [ record of expert 0 | record of expert 1 | ... )
+
+Records are aligned, so that one read of any kind fetches an expert. Opens and checks files; knows
+neither models nor devices.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import CheckpointError
+from penstock.models.source import read_json_object
+from penstock.offload.layout import ExpertLayout, StoredMatrix
+
+INDEX = "experts.json"
+DENSE = "dense.safetensors"
+FOLDER = "experts"
+VERSION = 1
+CONVERT_AGAIN = "Convert the model again: penstock convert MODEL -o OUT."
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecords:
+    """The experts of one layer."""
+
+    module: str  # name of its SparseMLP
+    file: str  # in the folder of the index
+    num_experts: int
+    layout: int  # number of its layout
+    checksums: tuple[int, ...]  # CRC-32 of each record
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    folder: Path
+    made_for: str  # "cpu" or "cuda": the order of codes in a record
+    layouts: tuple[ExpertLayout, ...]
+    layers: tuple[LayerRecords, ...]
+    dense: Mapping[str, StoredMatrix]  # weights that every token needs, by name
+    storage: tuple[Mapping[str, Any], ...]  # how the original files stored the weights
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all experts."""
+        return sum(
+            layer.num_experts * self.layouts[layer.layout].record_bytes for layer in self.layers
+        )
+
+    @property
+    def dense_bytes(self) -> int:
+        return (self.folder / DENSE).stat().st_size
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "made_for": self.made_for,
+            "layers": [asdict(layer) for layer in self.layers],
+            "layouts": [layout.to_json() for layout in self.layouts],
+            "dense": {name: matrix.to_json() for name, matrix in self.dense.items()},
+            "storage": list(self.storage),
+        }
+
+
+def is_converted(path: Path | None) -> bool:
+    return path is not None and (path / INDEX).is_file()
+
+
+def read_index(folder: Path) -> Index:
+    path = folder / INDEX
+    given = read_json_object(path)
+    if given.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {given.get('version')!r}",
+            f"This Penstock reads version {VERSION}.",
+            CONVERT_AGAIN,
+        )
+    try:
+        layers = [
+            LayerRecords(**{**layer, "checksums": tuple(layer["checksums"])})
+            for layer in given["layers"]
+        ]
+        layouts = [ExpertLayout.from_json(layout) for layout in given["layouts"]]
+        dense = {name: StoredMatrix.from_json(one) for name, one in given["dense"].items()}
+        index = Index(
+            folder,
+            given["made_for"],
+            tuple(layouts),
+            tuple(layers),
+            dense,
+            tuple(given["storage"]),
+        )
+        for layer in layers:
+            assert len(layer.checksums) == layer.num_experts
+            assert layer.layout in range(len(layouts))
+            assert Path(layer.file).parent == Path(FOLDER)
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise CheckpointError(
+            f"{path} is damaged", f"{type(error).__name__}: {error}.", CONVERT_AGAIN
+        ) from error
+    return index
+
+
+class RecordFile:
+    """An open file of records. It reads what was opened, even if the name is given to another."""
+
+    def __init__(
+        self, path: Path, num_records: int, record_bytes: int, *, direct: bool = False
+    ) -> None:
+        self.path, self.record_bytes = path, record_bytes
+        size = num_records * record_bytes
+        try:
+            self._file, self.is_direct = _open(path, direct)
+            found = os.fstat(self._file).st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be opened", f"{error.strerror or error}.", CONVERT_AGAIN
+            ) from error
+        if found != size:
+            self.close()
+            kind = "truncated" if found < size else "longer than its index says"
+            raise CheckpointError(
+                f"{path} is {kind}",
+                f"It has {found:,} bytes; {num_records} experts take {size:,}.",
+                f"Copy it again, or run `penstock convert` with --verify. {CONVERT_AGAIN}",
+            )
+
+    def read(self, record: int, buffer: memoryview) -> None:
+        """Fills the buffer with a record. A read that fails once is tried again."""
+        for is_last in (False, True):
+            try:
+                self._read(record, buffer)
+                return
+            except OSError as error:
+                if is_last:
+                    raise CheckpointError(
+                        f"Expert {record} of {self.path} cannot be read",
+                        f"{error.strerror or error}.",
+                        "Check the disk; its log is in `dmesg`.",
+                    ) from error
+
+    def _read(self, record: int, buffer: memoryview) -> None:
+        start, done = record * self.record_bytes, 0
+        while done < self.record_bytes:
+            num_read = os.preadv(self._file, [buffer[done : self.record_bytes]], start + done)
+            if num_read == 0:
+                raise CheckpointError(
+                    f"{self.path} ended at byte {start + done:,} while it was read",
+                    "The file became shorter after it was opened.",
+                    CONVERT_AGAIN,
+                )
+            done += num_read
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _open(path: Path, direct: bool) -> tuple[int, bool]:
+    """Past the page cache if asked, where the file system can."""
+    if direct and hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(path, os.O_RDONLY | os.O_DIRECT), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return os.open(path, os.O_RDONLY), False

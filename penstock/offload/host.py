@@ -1,0 +1,168 @@
+"""Experts on the host: all of them in RAM, or some of them over files.
+
+`read` gives the tensors of experts as they become available: what RAM holds first, then what comes
+from disk, many reads at a time. Knows no device but for the kind of its memory: pinned memory is
+copied to a GPU asynchronously.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.offload.files import Index, RecordFile
+from penstock.offload.layout import RECORD_ALIGNMENT, ExpertLayout
+from penstock.offload.residency import Key, Residency
+
+NUM_READERS = 16  # reads in flight: enough for fast disks to reach their speed
+LEAST_RECORDS = 2 * NUM_READERS  # in RAM, between the disk and the device
+
+Found = tuple[Key, list[Tensor]]
+
+
+class HostExperts(Protocol):
+    counters: Counter[str]
+
+    @property
+    def place(self) -> str:
+        """Where experts are, in words."""
+
+    def layout_of(self, layer: int) -> ExpertLayout: ...
+
+    def read(self, keys: Sequence[Key], before_reading: Callable[[], None]) -> Iterator[Found]:
+        """The tensors of these experts of one layer, each valid until the next `read`.
+
+        `before_reading` is called before memory that was given out is written again.
+        """
+
+    def close(self) -> None: ...
+
+
+class StackedExperts:
+    """All experts in RAM, as the stacks that a checkpoint was loaded into."""
+
+    def __init__(self, layouts: Sequence[ExpertLayout], stacks: Sequence[list[Tensor]]) -> None:
+        self._layouts, self._stacks = layouts, stacks
+        self.counters: Counter[str] = Counter(ram_hits=0)
+        self.place = "RAM"
+
+    def layout_of(self, layer: int) -> ExpertLayout:
+        return self._layouts[layer]
+
+    def read(self, keys: Sequence[Key], before_reading: Callable[[], None]) -> Iterator[Found]:
+        for layer, expert in keys:
+            self.counters["ram_hits"] += 1
+            yield (layer, expert), [tensor[expert] for tensor in self._stacks[layer]]
+
+    def close(self) -> None:
+        self._stacks = ()
+
+
+class FiledExperts:
+    """Experts in converted files, and in RAM those that are used most.
+
+    Without a budget, RAM holds only what is on its way, and the page cache keeps what it can. With
+    one, files are read past the page cache, where the file system can: RAM holds nothing twice.
+    """
+
+    def __init__(self, index: Index, ram_bytes: int | None, *, pin_memory: bool) -> None:
+        self._index = index
+        self._files = [
+            RecordFile(
+                index.folder / layer.file,
+                layer.num_experts,
+                index.layouts[layer.layout].record_bytes,
+                direct=ram_bytes is not None,
+            )
+            for layer in index.layers
+        ]
+        self._memory = [
+            _RecordMemory(layout, num_records, pin_memory)
+            for layout, num_records in zip(index.layouts, _share_out(index, ram_bytes))
+        ]
+        self._readers = ThreadPoolExecutor(NUM_READERS, "experts")
+        self.counters: Counter[str] = Counter(ram_hits=0, disk_reads=0, disk_bytes=0)
+
+    def layout_of(self, layer: int) -> ExpertLayout:
+        return self._index.layouts[self._index.layers[layer].layout]
+
+    @property
+    def place(self) -> str:
+        num_bytes = sum(memory.num_bytes for memory in self._memory)
+        return f"{self._index.folder}, over {num_bytes / 1e9:.2f} GB of RAM"
+
+    def read(self, keys: Sequence[Key], before_reading: Callable[[], None]) -> Iterator[Found]:
+        memory = self._memory[self._index.layers[keys[0][0]].layout]
+        most = memory.residency.num_places
+        for first in range(0, len(keys), most):
+            yield from self._read_some(keys[first : first + most], memory, before_reading)
+
+    def _read_some(
+        self, keys: Sequence[Key], memory: _RecordMemory, before_reading: Callable[[], None]
+    ) -> Iterator[Found]:
+        taken = memory.residency.take(keys)
+        missing = [one for one in taken if one.is_new]
+        reads: dict[Future[None], Key] = {}
+        if missing:
+            before_reading()
+        for key, place in ((one.key, one.place) for one in missing):
+            layer, expert = key
+            buffer = memory.records[place].numpy().data
+            reads[self._readers.submit(self._files[layer].read, expert, buffer)] = key
+            self.counters["disk_reads"] += 1
+            self.counters["disk_bytes"] += memory.layout.record_bytes
+        try:
+            for one in taken:
+                if not one.is_new:
+                    self.counters["ram_hits"] += 1
+                    yield one.key, memory.layout.views(memory.records[one.place])
+            place_of = {one.key: one.place for one in missing}
+            for read in as_completed(reads):
+                read.result()
+                yield reads[read], memory.layout.views(memory.records[place_of[reads[read]]])
+        finally:
+            for read, key in reads.items():
+                if read.exception() is not None:  # waits for it: a place is not freed while read
+                    memory.residency.forget(key)
+            memory.residency.release()
+
+    def close(self) -> None:
+        self._readers.shutdown()
+        for file in self._files:
+            file.close()
+
+
+class _RecordMemory:
+    """Records of one layout in RAM."""
+
+    def __init__(self, layout: ExpertLayout, num_records: int, pin_memory: bool) -> None:
+        self.layout = layout
+        self.residency = Residency(num_records)
+        self.num_bytes = num_records * layout.record_bytes
+        raw = torch.empty(
+            self.num_bytes + RECORD_ALIGNMENT, dtype=torch.uint8, pin_memory=pin_memory
+        )
+        start = -raw.data_ptr() % RECORD_ALIGNMENT
+        self.records = raw[start : start + self.num_bytes].view(num_records, layout.record_bytes)
+
+
+def _share_out(index: Index, ram_bytes: int | None) -> list[int]:
+    """Records in RAM for each layout: by its share of all bytes, or as few as reads need."""
+    counts = [0] * len(index.layouts)
+    for layer in index.layers:
+        counts[layer.layout] += layer.num_experts
+    if ram_bytes is None:
+        return [min(count, LEAST_RECORDS) for count in counts]
+    share = min(1.0, ram_bytes / index.num_bytes)
+    return [min(count, max(int(share * count), LEAST_RECORDS)) for count in counts]
+
+
+def least_ram_bytes(index: Index) -> int:
+    """A smaller budget cannot be kept."""
+    counts = _share_out(index, 0)
+    return sum(n * layout.record_bytes for n, layout in zip(counts, index.layouts))

@@ -1,0 +1,333 @@
+"""Loads a model for an engine, and decides where its experts live: all on the device, or some in
+slots over RAM and files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config import EngineConfig
+from penstock.errors import CapacityError, CheckpointError, ConfigError
+from penstock.layers.mlp import SparseMLP
+from penstock.models import build_model
+from penstock.models.source import ModelSource
+from penstock.offload.convert import order_for_gpu
+from penstock.offload.files import DENSE, Index, is_converted, read_index
+from penstock.offload.host import FiledExperts, HostExperts, StackedExperts, least_ram_bytes
+from penstock.offload.layout import ExpertLayout, StoredMatrix, stack_tensors
+from penstock.offload.store import ExpertStore, attach, least_slots
+from penstock.ops.weight import deferred_weights
+from penstock.parallel.ranks import ALONE, Ranks
+from penstock.progress import OnPhase, Phase
+from penstock.weights.checkpoint import list_some
+from penstock.weights.load import load_model, resolve_dtype, targets_of, weights_of
+from penstock.weights.packing import for_device
+from penstock.weights.safetensors_reader import open_safetensors
+from penstock.weights.storage_report import Storage, StorageGroup
+from penstock.weights.stored import StoredTensor
+
+log = logging.getLogger("penstock.offload")
+
+# Of what is free after the dense weights: the rest is for caches and steps.
+DEVICE_SHARE = {"cuda": 0.7, "cpu": 0.5}
+
+
+def load_with_experts(
+    source: ModelSource,
+    config: EngineConfig,
+    device: str,
+    on_phase: OnPhase,
+    *,
+    with_drafting_head: bool = False,
+    ranks: Ranks = ALONE,
+) -> nn.Module:
+    """The model of a source on a device, or a rank's part of it, ready to run."""
+    _refuse_ranks(source, config, ranks)
+    if is_converted(source.path) and not config.random_weights:
+        model = _load_converted(source, config, torch.device(device), on_phase)
+    else:
+        _refuse_ram(config)
+        load = partial(
+            load_model,
+            source,
+            device=device,
+            dtype=config.dtype,
+            random_weights=config.random_weights,
+            seed=config.weights_seed,
+            on_phase=on_phase,
+            quantization=config.quantization,
+            with_drafting_head=with_drafting_head,
+            ranks=ranks,
+        )
+        if config.expert_cache is None:
+            model = load()
+        else:
+            model = load(find_host_weights=_stack_names)
+            _move_to_slots(model, config)
+    _limit_experts(model, config)
+    if experts := describe_experts(model, config):
+        on_phase(Phase("weights", experts, 1.0))
+    return model
+
+
+def describe_experts(model: Any, config: EngineConfig) -> str:
+    """What is unusual about its experts, for the start of an engine; "": nothing."""
+    said = []
+    store: ExpertStore | None = getattr(model, "expert_store", None)
+    if store is not None:
+        size = f"{store.num_bytes / 1e9:.2f} GB"
+        said.append(
+            f"{store.num_slots:,} of {store.num_experts:,} experts in slots on {model.device} "
+            f"({size}), the others in {store.host.place}"
+        )
+    if config.experts_per_token is not None:
+        said.append(f"{config.experts_per_token} experts per token, by --experts-per-token")
+    return "\n".join(said)
+
+
+def without_graphs(config: EngineConfig) -> EngineConfig:
+    """A graph cannot wait for an expert that is not on the device."""
+    if config.graphs:
+        raise ConfigError(
+            "graphs is on, and the device does not hold all experts",
+            "A captured step cannot fetch an expert.",
+            "Omit --graphs, or give --expert-cache room for all experts.",
+        )
+    return dataclasses.replace(config, graphs=False)
+
+
+def _refuse_ranks(source: ModelSource, config: EngineConfig, ranks: Ranks) -> None:
+    is_kept_elsewhere = config.expert_cache is not None or is_converted(source.path)
+    if is_kept_elsewhere and not ranks.is_alone:
+        raise ConfigError(
+            f"tp is {ranks.size}, and experts are not all on the device",
+            "A rank reads its part of every expert once, when it starts.",
+            "Omit --expert-cache and name a model that is not converted, or use --tp 1.",
+        )
+
+
+def _refuse_ram(config: EngineConfig) -> None:
+    if config.expert_ram is not None:
+        raise ConfigError(
+            f"expert_ram is {config.expert_ram}, and the model is not converted",
+            "Its experts are all on the device or, with --expert-cache, all in RAM.",
+            "Convert it first, to read experts from files: penstock convert MODEL -o OUT.",
+        )
+
+
+def _limit_experts(model: nn.Module, config: EngineConfig) -> None:
+    count = config.experts_per_token
+    if count is None:
+        return
+    mlps = list(sparse_layers(model).values())
+    if not mlps or count > mlps[0].experts_per_token:
+        trained = mlps[0].experts_per_token if mlps else 0
+        raise ConfigError(
+            f"experts_per_token is {count}",
+            f"A token of this model uses {trained}." if mlps else "This model has no experts.",
+            "Give less, or omit it.",
+        )
+    for mlp in mlps:
+        mlp.experts_per_token = count
+
+
+def sparse_layers(model: nn.Module) -> dict[str, SparseMLP]:
+    return {name: one for name, one in model.named_modules() if isinstance(one, SparseMLP)}
+
+
+def _stack_names(model: nn.Module) -> list[str]:
+    return [f"{name}.{stack}" for name in sparse_layers(model) for stack in ("gate_up", "down")]
+
+
+def _move_to_slots(model: Any, config: EngineConfig) -> None:
+    """The stacks of a loaded model stay in RAM; the device gets slots."""
+    mlps = list(sparse_layers(model).values())
+    if not mlps:
+        raise ConfigError(
+            f"expert_cache is {config.expert_cache}, and the model has no experts",
+            todo="Omit it.",
+        )
+    layouts, stacks = [], []
+    for mlp in mlps:
+        if model.device.type == "cuda":
+            order_for_gpu(mlp.gate_up)
+            order_for_gpu(mlp.down)
+        layouts.append(ExpertLayout.of(mlp.gate_up, mlp.down))
+        own = stack_tensors([mlp.gate_up, mlp.down])
+        stacks.append([one.pin_memory() for one in own] if model.device.type == "cuda" else own)
+    _use_slots(model, mlps, StackedExperts(layouts, stacks), config.expert_cache_bytes or 0)
+
+
+def _use_slots(model: Any, mlps: list[SparseMLP], host: HostExperts, slot_bytes: int) -> None:
+    layouts = {(layout := host.layout_of(layer)).key: layout for layer in range(len(mlps))}
+    widest = max(layout.slot_bytes(model.dtype) for layout in layouts.values())
+    least = len(layouts) * widest * least_slots(mlps, range(len(mlps)), model.device)
+    if slot_bytes < least:
+        kind = "all experts of a layer" if model.device.type == "cuda" else "the experts of a token"
+        raise CapacityError(
+            f"{slot_bytes / 1e9:.3g} GB of expert cache are too little",
+            f"It must hold {kind}: {least / 1e9:.3g} GB.",
+            f"Set --expert-cache {-(-least // 10**6)}MB or more.",
+        )
+    store = ExpertStore(host, model.device)
+    try:
+        attach(mlps, store, slot_bytes, model.dtype)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"{slot_bytes / 1e9:.1f} GB of expert cache do not fit on {model.device}",
+            "Other weights are there already.",
+            "Set a smaller --expert-cache.",
+        ) from error
+    model.expert_store = store
+    for mlp in mlps:
+        assert mlp.offloaded is not None
+
+
+def _load_converted(
+    source: ModelSource, config: EngineConfig, device: torch.device, on_phase: OnPhase
+) -> nn.Module:
+    assert source.path is not None
+    if config.quantization != "none":
+        raise ConfigError(
+            f"quantization is {config.quantization}, and {source.name} is a converted model",
+            "Its weights are stored as they will be multiplied.",
+            "Quantise the model first (penstock quantize), then convert that.",
+        )
+    index = read_index(source.path)
+    _check_made_for(index, device)
+    dtype = resolve_dtype(config.dtype, source.config, str(device))
+    with deferred_weights():
+        model: Any = build_model(source.config, dtype, device, with_drafting_head=False)
+    model.placements(list(index.dense))  # drops a drafting head that the files do not have
+    _fill_dense(model, index, device, on_phase)
+    model.storage = Storage(tuple(StorageGroup(**group) for group in index.storage))
+    by_module = sparse_layers(model)
+    layers = tuple(layer for layer in index.layers if layer.module in by_module)
+    if len(layers) < len(by_module):
+        missing = sorted(by_module.keys() - {layer.module for layer in layers})
+        raise CheckpointError(f"{source.path} has no experts for {list_some(missing)}")
+    index = dataclasses.replace(index, layers=layers)
+    mlps = [by_module[layer.module] for layer in layers]
+    total = sum(
+        layer.num_experts * index.layouts[layer.layout].slot_bytes(dtype) for layer in layers
+    )
+    given = config.expert_cache_bytes
+    slot_bytes = _free_bytes(device) if given is None else given
+    host = FiledExperts(index, _checked_ram(index, config), pin_memory=device.type == "cuda")
+    if slot_bytes >= total:
+        _fill_stacks(mlps, index, host, dtype, device, on_phase)
+        host.close()
+    else:
+        _use_slots(model, mlps, host, slot_bytes)
+    loaded: nn.Module = model.requires_grad_(False).eval()
+    return loaded
+
+
+def _check_made_for(index: Index, device: torch.device) -> None:
+    is_quantized = any(
+        matrix.is_quantized for layout in index.layouts for matrix in (layout.gate_up, layout.down)
+    )
+    if is_quantized and index.made_for != device.type:
+        raise ConfigError(
+            f"{index.folder} was converted for {index.made_for}, and the engine runs on {device}",
+            "The kernels of a GPU and of a CPU take codes in different orders.",
+            f"Convert the model again with --for {device.type}, or run it with --device "
+            f"{index.made_for}.",
+        )
+
+
+def _checked_ram(index: Index, config: EngineConfig) -> int | None:
+    given = config.expert_ram_bytes
+    least = least_ram_bytes(index)
+    if given is not None and given < least:
+        raise CapacityError(
+            f"{given / 1e9:.3g} GB of RAM for experts are too little",
+            f"Reading from files takes {least / 1e9:.3g} GB.",
+            f"Set --expert-ram {-(-least // 10**6)}MB or more, or omit it.",
+        )
+    return given
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(DEVICE_SHARE[device.type] * free)
+
+
+def _fill_dense(model: Any, index: Index, device: torch.device, on_phase: OnPhase) -> None:
+    path = index.folder / DENSE
+    stored = {tensor.name: tensor for tensor in open_safetensors(path)}
+    targets, weights = targets_of(model), weights_of(model)
+    stacks = set(_stack_names(model))
+    wanted = [name for name in targets if name not in stacks]
+    missing = [name for name in wanted if name not in index.dense]
+    if missing:
+        raise CheckpointError(
+            f"{path} is not of this config.json",
+            f"It lacks {list_some(missing)}.",
+            "Convert the model again: penstock convert MODEL -o OUT.",
+        )
+    for number, name in enumerate(wanted):
+        on_phase(Phase("weights", DENSE, number / len(wanted)))
+        matrix = index.dense[name]
+        tensors = _tensors_of(path, stored, name, matrix)
+        if name in weights and matrix.is_quantized:
+            matrix.fill(weights[name], iter([tensor.to(device) for tensor in tensors]))
+            weights[name].parts = tuple(
+                for_device(part, weights[name])
+                if not isinstance(part, Tensor)
+                else part.to(model.dtype)
+                for part in weights[name].parts
+            )
+        elif name in weights:
+            weights[name].allocate(device)
+            weights[name].values.data.copy_(tensors[0])
+        else:
+            targets[name].copy_(tensors[0])
+
+
+def _tensors_of(
+    path: Path, stored: Mapping[str, StoredTensor], name: str, matrix: StoredMatrix
+) -> list[Tensor]:
+    found = []
+    for number, expected in enumerate(matrix.tensors):
+        tensor = stored.get(f"{name}:{number}")
+        if tensor is None or tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+            raise CheckpointError(
+                f"{path} does not fit its index",
+                f"{name} should be {list(expected.shape)} of {expected.dtype}.",
+                "Copy both again, or convert the model again: penstock convert MODEL -o OUT.",
+            )
+        found.append(tensor.load())
+    return found
+
+
+def _fill_stacks(
+    mlps: list[SparseMLP],
+    index: Index,
+    host: FiledExperts,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_phase: OnPhase,
+) -> None:
+    """All experts fit on the device: it is a resident model."""
+    for layer, mlp in enumerate(mlps):
+        on_phase(Phase("weights", index.layers[layer].file, layer / len(mlps)))
+        num_experts = index.layers[layer].num_experts
+        mlp.gate_up, mlp.down, stacks = host.layout_of(layer).new_slots(num_experts, dtype, device)
+        for (_, expert), tensors in host.read(
+            [(layer, expert) for expert in range(num_experts)], lambda: None
+        ):
+            for stack, tensor in zip(stacks, tensors, strict=True):
+                stack[expert].copy_(tensor)

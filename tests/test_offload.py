@@ -1,0 +1,280 @@
+"""Experts by slot: the same bits as a resident model, whatever the slots, the tiers and the
+format.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gguf_files import write_embedded
+from packed_checkpoints import FORMATS, pack_state, plain_state, write
+from penstock.cli import main
+from penstock.config import EngineConfig
+from penstock.engine.engine import Engine
+from penstock.errors import CapacityError, CheckpointError, ConfigError
+from penstock.models.source import find_model
+from penstock.offload.convert import Conversion
+from penstock.offload.store import ExpertStore
+from penstock.types import Request
+from small_models import HYBRID_MOE, logprobs_of, make_engine, prompt, request, run
+
+pytestmark = pytest.mark.bitwise
+
+# An expert takes 24 kB in float32: three for a token, and not all eight of a layer.
+FEW, SOME, MOST = "75kB", "300kB", "700kB"
+
+
+def open_engine(path: Path, **settings: Any) -> Engine:
+    given: dict[str, Any] = {"device": "cpu", "deterministic": True, "max_model_len": 1024}
+    return Engine.from_source(find_model(str(path)), EngineConfig(**{**given, **settings}))
+
+
+def store_of(engine: Engine) -> ExpertStore:
+    store = engine.runner.model.expert_store  # type: ignore[attr-defined]
+    assert isinstance(store, ExpertStore)
+    return store
+
+
+def some_requests() -> list[Request]:
+    return [request(f"r{n}", prompt(n, seed=n), max_tokens=8) for n in (1, 65, 130)]
+
+
+def all_logprobs(engine: Engine) -> dict[str, Any]:
+    """Together and, with their prefixes in the cache, again."""
+    first, again = (run(engine, *some_requests()) for _ in range(2))
+    return {
+        f"{one.id} {time}": logprobs_of(deltas[one.id])
+        for one in some_requests()
+        for time, deltas in (("first", first), ("again", again))
+    }
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_slots_change_no_bit(quantization: str, deterministic: bool) -> None:
+    """Small slots, chunks, batches and restored prefixes: as if all experts were resident."""
+    given: dict[str, Any] = {"quantization": quantization, "deterministic": deterministic}
+    resident = all_logprobs(make_engine(HYBRID_MOE, **given))
+    for size in (FEW, SOME, MOST):
+        engine = make_engine(HYBRID_MOE, expert_cache=size, **given)
+        assert all_logprobs(engine) == resident
+        assert store_of(engine).stats()["misses"] > 0
+    chunks = {"max_step_tokens": 64, **given}
+    engine = make_engine(HYBRID_MOE, expert_cache=SOME, **chunks)
+    assert all_logprobs(engine) == all_logprobs(make_engine(HYBRID_MOE, **chunks))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    state = {name: values.bfloat16() for name, values in plain_state(HYBRID_MOE).items()}
+    return write(tmp_path_factory.mktemp("model") / "plain", state, HYBRID_MOE)
+
+
+@pytest.fixture(scope="module")
+def converted(checkpoint: Path) -> Path:
+    return convert(checkpoint, checkpoint.parent / "converted")
+
+
+def convert(model: Path, output: Path, made_for: str = "cpu") -> Path:
+    Conversion(find_model(str(model)), made_for).write(output, lambda _: None)
+    return output
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_converted_checkpoint_says_what_its_original_says(name: str, tmp_path: Path) -> None:
+    """From files, with and without RAM of its own, and with room for all experts."""
+    format = FORMATS[name]
+    packed, _ = pack_state(plain_state(HYBRID_MOE), format)
+    model = write(tmp_path / "packed", packed, {**HYBRID_MOE, format.key: format.quantization})
+    output = convert(model, tmp_path / "converted")
+    expected = open_engine(model)
+    one = request("one", prompt(70), max_tokens=6)
+    said = logprobs_of(run(expected, one)["one"])
+    everything = open_engine(output)
+    assert logprobs_of(run(everything, one)["one"]) == said
+    assert everything.info.stored_as == expected.info.stored_as
+    for settings in ({}, {"expert_ram": "800kB"}):
+        engine = open_engine(output, expert_cache=FEW, **settings)
+        assert logprobs_of(run(engine, one)["one"]) == said
+        assert store_of(engine).stats()["disk_reads"] > 0
+
+
+def test_a_gguf_file_is_converted_too(tmp_path: Path) -> None:
+    """The embedded model, whose routing was trained, with its tokenizer."""
+    file = write_embedded(tmp_path / "model.gguf", "Q8_0")
+    output = convert(file, tmp_path / "converted")
+    assert (output / "tokenizer.json").is_file()
+    one = request("one", prompt(70), max_tokens=6)
+    resident = open_engine(file)
+    slots = open_engine(output, expert_cache="3MB")
+    assert logprobs_of(run(slots, one)["one"]) == logprobs_of(run(resident, one)["one"])
+    stats = store_of(slots).stats()
+    assert stats["hits"] > 0
+    assert stats["disk_reads"] > 0
+
+
+def test_batches_prefixes_and_chunks_of_a_converted_checkpoint(
+    checkpoint: Path, converted: Path
+) -> None:
+    resident = all_logprobs(open_engine(checkpoint))
+    engine = open_engine(converted, expert_cache=SOME, expert_ram="1MB")
+    assert all_logprobs(engine) == resident
+    stats = store_of(engine).stats()
+    assert stats["ram_hits"] > 0
+    assert stats["misses"] == stats["ram_hits"] + stats["disk_reads"]
+
+
+def test_a_prompt_fetches_each_expert_once_a_chunk(converted: Path) -> None:
+    """Eight experts in four layers, four slots: two passes, and no expert twice."""
+    engine = open_engine(converted, expert_cache="100kB", max_step_tokens=512)
+    run(engine, request("one", prompt(400), max_tokens=1))
+    assert store_of(engine).stats()["misses"] <= 4 * 8
+
+
+def test_rows_of_a_batch_share_fetches(converted: Path) -> None:
+    alone, together = (open_engine(converted, expert_cache=FEW) for _ in range(2))
+    run(alone, request("one", prompt(5), max_tokens=8))
+    run(together, *(request(f"r{i}", prompt(5), max_tokens=8) for i in range(4)))
+    assert store_of(together).stats()["misses"] <= 1.2 * store_of(alone).stats()["misses"]
+
+
+def test_fewer_experts_only_when_asked(checkpoint: Path) -> None:
+    one = request("one", prompt(30))
+    usual = logprobs_of(run(open_engine(checkpoint), one)["one"])
+    assert logprobs_of(run(open_engine(checkpoint, experts_per_token=3), one)["one"]) == usual
+    assert logprobs_of(run(open_engine(checkpoint, experts_per_token=2), one)["one"]) != usual
+    with pytest.raises(ConfigError, match="experts_per_token is 4"):
+        open_engine(checkpoint, experts_per_token=4)
+
+
+def test_a_stopped_conversion_goes_on(checkpoint: Path, converted: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+
+    def stop(phase: Any) -> None:
+        if phase.detail == "layers.2.mlp":
+            raise KeyboardInterrupt
+
+    conversion = Conversion(find_model(str(checkpoint)), "cpu")
+    with pytest.raises(KeyboardInterrupt):
+        conversion.write(output, stop)
+    first = output / "experts" / "layer-000.bin"
+    written = first.stat().st_mtime_ns
+    with pytest.raises(ConfigError, match="another device"):
+        Conversion(find_model(str(checkpoint)), "cuda").write(output, lambda _: None)
+    index = conversion.write(output, lambda _: None)
+    assert first.stat().st_mtime_ns == written
+    assert {path.name: path.read_bytes() for path in sorted(output.glob("experts/*"))} == {
+        path.name: path.read_bytes() for path in sorted(converted.glob("experts/*"))
+    }
+    conversion.verify(index, lambda _: None)
+    with pytest.raises(ConfigError, match="holds a converted model already"):
+        conversion.write(output, lambda _: None)
+
+
+def test_verify_finds_a_flipped_bit(checkpoint: Path, tmp_path: Path) -> None:
+    conversion = Conversion(find_model(str(checkpoint)), "cpu")
+    index = conversion.write(tmp_path / "out", lambda _: None)
+    path = tmp_path / "out" / "experts" / "layer-001.bin"
+    damaged = bytearray(path.read_bytes())
+    damaged[-5000] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"Expert 7 in .*layer-001\.bin"):
+        conversion.verify(index, lambda _: None)
+
+
+def test_a_truncated_file_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
+    output = convert(checkpoint, tmp_path / "out")
+    os.truncate(output / "experts" / "layer-003.bin", 5000)
+    with pytest.raises(CheckpointError, match=r"layer-003\.bin is truncated"):
+        open_engine(output, expert_cache=FEW)
+
+
+def test_a_failed_read_leaves_the_store_consistent(checkpoint: Path, tmp_path: Path) -> None:
+    """A slot never claims an expert that did not arrive: with the file back, all is as before."""
+    output = convert(checkpoint, tmp_path / "out")
+    store = store_of(open_engine(output, expert_cache=SOME))
+    whole = store_of(open_engine(checkpoint, expert_cache="10MB"))
+    path = output / "experts" / "layer-002.bin"
+    content = path.read_bytes()
+    os.truncate(path, 20000)  # one expert is still there
+    with pytest.raises(CheckpointError, match="became shorter"):
+        store.fetch(2, [0, 1, 2], store.pools[0])
+    store.pools[0].residency.release()
+    path.write_bytes(content)
+    slots = store.fetch(2, [0, 1, 2], store.pools[0])
+    expected = whole.fetch(2, [0, 1, 2], whole.pools[0])
+    for ours, theirs in zip(store.pools[0].tensors, whole.pools[0].tensors, strict=True):
+        assert torch.equal(ours[slots], theirs[expected])
+
+
+def test_a_replaced_file_does_not_disturb(checkpoint: Path, tmp_path: Path) -> None:
+    output = convert(checkpoint, tmp_path / "out")
+    engine = open_engine(output, expert_cache=FEW)
+    path = output / "experts" / "layer-002.bin"
+    path.rename(tmp_path / "old")
+    path.write_bytes(b"something else")
+    said = logprobs_of(run(engine, request("one", prompt(40)))["one"])
+    assert said == logprobs_of(run(open_engine(checkpoint), request("one", prompt(40)))["one"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"expert_cache": "60kB"}, CapacityError, "Set --expert-cache 1MB or more"),
+        ({"expert_cache": SOME, "expert_ram": "1kB"}, CapacityError, "Set --expert-ram 1MB"),
+        ({"expert_cache": "lots"}, ConfigError, "Write 6GB or 512MB"),
+        ({"quantization": "int8"}, ConfigError, "converted model"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    converted: Path, settings: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        open_engine(converted, **settings)
+
+
+def test_codes_in_the_order_of_a_gpu_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    packed, _ = pack_state(plain_state(HYBRID_MOE), FORMATS["int8"])
+    given = {**HYBRID_MOE, "quantization_config": FORMATS["int8"].quantization}
+    output = convert(write(tmp_path / "packed", packed, given), tmp_path / "out", "cuda")
+    with pytest.raises(ConfigError, match="--for cpu"):
+        open_engine(output)
+
+
+def test_a_full_disk_is_said_and_the_next_run_goes_on(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+
+    def fill_disk(phase: Any) -> None:
+        if phase.detail == "layers.1.mlp":
+            (output / "experts" / "layer-001.bin.part").symlink_to("/dev/full")
+
+    conversion = Conversion(find_model(str(checkpoint)), "cpu")
+    with pytest.raises(
+        CheckpointError, match=r"layer-001\.bin cannot be written\nThe disk is full"
+    ):
+        conversion.write(output, fill_disk)
+    conversion.verify(conversion.write(output, lambda _: None), lambda _: None)
+
+
+def test_the_command_plans_converts_and_verifies(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    words = ["convert", str(checkpoint), "-o", str(output), "--for", "cpu", "--json"]
+    assert main([*words, "--dry-run"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert not output.exists()
+    assert (plan["layers"], plan["experts_in_a_layer"], plan["fits"]) == (4, 8, True)
+    assert main([*words, "--verify"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verified"]
+    assert plan["expert_bytes"] <= report["expert_bytes"] <= plan["most_bytes"]
+    assert main(words) == 1
+    assert "holds a converted model already" in capsys.readouterr().err
+    assert main(["convert", "Qwen3.5-4B", "-o", str(tmp_path / "other")]) == 1

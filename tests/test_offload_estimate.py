@@ -1,0 +1,59 @@
+"""The buyer's question: more of any tier is never slower, and a hand calculation agrees."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cli import main
+from penstock.commands.offload_estimate import GB, STEP_BYTES, SYSTEM_BYTES, Need, Tiers, estimate
+
+NEED = Need(8 * GB, 200 * GB, 4 * GB, 3 * GB, 1 * GB)
+MACHINE = Tiers(24 * GB, 64 * GB, 1000 * GB, 25 * GB, 5 * GB)
+
+
+def test_a_hand_calculation() -> None:
+    """Slots 13 of 200 GB, RAM 58, disk 129: a token reads 2.58 GB from disk."""
+    found = estimate(NEED, MACHINE)
+    on_gpu, in_ram = 24 * GB - 9 * GB - STEP_BYTES, 64 * GB - SYSTEM_BYTES
+    assert found.shares == pytest.approx(
+        {"gpu": on_gpu / 200e9, "ram": in_ram / 200e9, "disk": 1 - (on_gpu + in_ram) / 200e9}
+    )
+    assert found.tokens_per_s == pytest.approx(5 / (4 * found.shares["disk"]))
+    assert found.limit == "disk"
+
+
+@given(
+    st.sampled_from(["gpu_bytes", "ram_bytes", "gpu_speed", "link_speed", "disk_speed"]),
+    st.floats(1.0, 100.0),
+)
+def test_more_of_anything_is_never_slower(what: str, factor: float) -> None:
+    before = estimate(NEED, MACHINE)
+    after = estimate(NEED, replace(MACHINE, **{what: factor * getattr(MACHINE, what)}))
+    assert after.tokens_per_s >= before.tokens_per_s
+    assert after.prompt_tokens_per_s >= before.prompt_tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({"gpu_bytes": 10 * GB}, "GPU memory: 4.0 GB more are needed"),
+        ({"disk_speed": None}, "RAM: 129.0 GB more are needed, or a disk (--disk-gbs)"),
+    ],
+)
+def test_what_is_missing_is_said(changes: dict[str, float | None], limit: str) -> None:
+    found = estimate(NEED, replace(MACHINE, **changes))
+    assert (found.tokens_per_s, found.limit) == (0.0, limit)
+
+
+def test_the_command_answers_for_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", "Qwen3.5-397B-A17B", "--gpu-gb", "24", "--ram-gb", "64", "--json"]
+    assert main([*words, "--disk-gbs", "5"]) == 0
+    rows = {row["weights"]: row for row in json.loads(capsys.readouterr().out)["on_machine"]}
+    assert 1 < rows["int4"]["tokens_per_s"] < 5
+    assert main(["inspect", "--ram-gb", "64"]) == 2
+    assert "Give --gpu-gb" in capsys.readouterr().err
