@@ -287,6 +287,21 @@ def test_prompt_lookup_drafts_what_followed_before() -> None:
     assert len(deltas) <= 12
 
 
+def test_suffixes_draft_what_the_tenant_was_told_before_and_no_other_tenant() -> None:
+    """The same question again: one step brings a token and all drafts, but for the first few."""
+    engine = make_engine(LLAMA, speculate="suffix:7")
+    engine.policy.speculator.pace = None
+    asked = request("first", prompt(20), max_tokens=60, temperature=0.5, seed=1)
+    plain = run(make_engine(LLAMA), asked)
+    assert_same(plain, run(engine, asked))
+    again = run(engine, dataclasses.replace(asked, id="again"))["again"]
+    assert tokens_of(again) == tokens_of(plain["first"])
+    assert len(again) <= 4 + 60 // 7
+    other = run(engine, dataclasses.replace(asked, id="other", tenant="other"))["other"]
+    assert tokens_of(other) == tokens_of(plain["first"])
+    assert len(other) > 40
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
