@@ -161,6 +161,21 @@ def test_a_state_is_kept_where_a_draft_passed_a_page(config: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_a_state_is_kept_though_the_host_does_not_know_which_step_passes_it(overlap: bool) -> None:
+    """Drafts of the device, planned ahead: a plan only names the place."""
+    engine = make_engine(WITH_HEAD, deterministic=False, speculate="mtp:3", overlap=overlap)
+    engine.policy.speculator.pace = None
+    one = request("one", prompt(60), max_tokens=90)
+    said = tuple(tokens_of(run(engine, one)["one"]))
+    engine.policy.cache.check()
+    two = request("two", (*prompt(60), *said, *prompt(9, 2)))
+    again = run(engine, two)["two"]
+    assert again[0].num_cached_tokens == 128
+    fresh = run(make_engine(WITH_HEAD, deterministic=False), two)["two"]
+    assert tokens_of(again) == tokens_of(fresh)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_rows_come_back(config: dict[str, Any], overlap: bool) -> None:
     requests = [
         request(f"r{i}", prompt(60 + i, i), max_tokens=100, seed=i, temperature=0.7)
