@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 FIRST_STEPS = 4  # of a number of rows: two with all drafts, two without
 PLAIN_EVERY = 128  # steps, one of which is plain
-PROBE_EVERY = 256  # steps, after which drafts that did not pay are tried again
+PROBE_EVERY = 512  # steps, after which drafts that did not pay are tried again
 PROBE_STEPS = 4
 NEWEST = 0.1  # weight of the newest measurement
 FIRST_GUESS = 0.8  # acceptance before there is any

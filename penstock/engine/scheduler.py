@@ -632,6 +632,8 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish = reason
+        if self._speculator is not None:
+            self._speculator.note_end(sequence)
         if sequence.row is None:
             self._waiting.remove(sequence)
         else:
