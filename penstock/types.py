@@ -553,6 +553,26 @@ class SessionInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCount:
+    """Drafts of one drafter at one place of a step, 1 being the first."""
+
+    drafter: str
+    place: int
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """What drafts brought. Of a decode: one sequence in one step."""
+
+    num_decodes: int = 0
+    num_tokens: int = 0
+    saved_s: float = 0.0  # against plain steps of as many rows, as measured; less than 0: lost
+    counts: tuple[DraftCount, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """What an engine is doing now. The free counts include what evicting idle prefixes would
     free.
@@ -569,3 +589,4 @@ class EngineStats:
     num_sessions: int = 0
     session_bytes: int = 0
     num_kv_tokens: int = 0  # capacity of all pages together
+    drafts: DraftStats | None = None  # None: nothing drafts

@@ -43,6 +43,7 @@ def drafting_engine(
     engine = make_engine(config, speculate=f"ngram:{NUM_DRAFTS}", **settings)
     said = {id: tokens_of(deltas) for id, deltas in replies.items()}
     engine.policy.speculator.drafter = ScriptedDrafter(said, script)
+    engine.policy.speculator.pace = None  # whether or not it pays
     return engine
 
 

@@ -178,3 +178,25 @@ def test_the_reference_is_exact_where_results_must_not_depend_on_a_step(heads: i
             mixed = inputs[slot][step : step + 1]
             assert torch.equal(own, expected.run(reference, mixed, rows, deterministic=True)[0])
         assert torch.equal(seen.recurrent[slot], expected.recurrent[slot])
+
+
+def test_a_row_alone_takes_another_road_to_the_same_place() -> None:
+    """On a CPU in float32, in as few calls as possible; with a state that is kept on the way."""
+    place = FIRST[1] + 5
+    mixers = [make("cpu", torch.float32, 1, torch.float32) for _ in range(2)]
+    rows = [Drafting(mixer, reference, keep={place: 11}) for mixer in mixers]
+    inputs = mixers[0].inputs(40, seed=5)
+    begin = 0
+    for num_drafts, num_right in STEPS:
+        tokens = inputs[begin : begin + 1 + num_drafts]
+        alone = rows[0].step({1: tokens}, num_right)
+        # With a second row beside it, the first goes the way of many.
+        beside = rows[1].step({1: tokens, 2: inputs[:1]}, num_right)
+        assert_near(alone, beside[: len(tokens)], torch.float32)
+        for slot in (1, 11):
+            if not mixers[0].recurrent[slot].isnan().any():
+                assert_near(mixers[0].recurrent[slot], mixers[1].recurrent[slot], torch.float32)
+        begin += 1 + num_right
+    assert not mixers[0].recurrent[11].isnan().any()
+    used = [position % mixers[0].ring for position in range(place - NUM_TAPS + 1, place)]
+    assert torch.equal(mixers[0].conv[11, used], mixers[1].conv[11, used])

@@ -36,8 +36,10 @@ def assert_close(ours: Tensor, exact: Tensor, tolerance: float = 2e-6) -> None:
 
 
 def take_plain_forms(patch: pytest.MonkeyPatch) -> None:
-    """A single token goes the way of many."""
+    """A single token goes the way of many, and so do a few."""
     patch.setattr(decode, "is_alone", lambda x, deterministic: False)
+    patch.setattr(decode, "are_few", lambda x, deterministic: False)
+    patch.setattr(decode, "may_be_drafts", lambda x, deterministic: False)
 
 
 def assert_one_token_is_like_many(
@@ -552,11 +554,12 @@ def test_sparse_mlp_is_the_weighted_sum_of_its_experts(
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("has_shared", [False, True])
-def test_one_token_s_experts_are_those_of_many(
-    normalize: bool, has_shared: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_the_experts_of_one_token_or_a_few_are_those_of_many(
+    num_tokens: int, normalize: bool, has_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, router, gate_up, down = make_experts()
-    hidden, norm = x[5:6] * 3, randn(40) + 1
+    hidden, norm = x[5 : 5 + num_tokens] * 3, randn(40) + 1
     shared = (randn(1, 40), randn(2 * 28, 40) / 6, randn(40, 28) / 5)
     given = tuple(map(Weight, shared)) if has_shared else (None, None, None)
 
@@ -614,3 +617,29 @@ def test_deterministic_experts_give_a_token_the_same_bits_in_any_batch() -> None
     whole = run(x)
     for begin, end in ((0, 1), (22, 23), (4, 21)):
         assert torch.equal(run(x[begin:end]), whole[begin:end])
+
+
+@pytest.mark.parametrize("window", [0, 5, 70])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("first", [1, 62, 130])
+def test_a_token_and_its_drafts_attend_like_decodes_of_each(
+    first: int, gated: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tokens, page_size = 4, 64
+    keys, values = (randn(6, page_size, 2, 24, seed=seed) for seed in range(2))
+    table = torch.tensor([[2, 5, 1]] * num_tokens, dtype=torch.int32)
+    lens = [first + place for place in range(num_tokens)]
+    spans = [RowSpan(1, length) for length in lens]
+    q, gate = randn(num_tokens, 6, 24), randn(num_tokens, 6 * 24)
+    numbers = torch.arange(num_tokens + 1), torch.tensor(lens)
+    blocks = ops.TokenBlocks.of(spans, "cpu")
+
+    def run() -> list[Tensor]:
+        given = (gate,) if gated else ()
+        return [
+            ops.paged_attention(
+                q, keys, values, table, *numbers, spans, blocks, 0.2, window, *given
+            )
+        ]
+
+    assert_one_token_is_like_many(run, monkeypatch)

@@ -8,13 +8,13 @@ import re
 import pytest
 
 from penstock.serve.metrics import Histogram, Metrics, TokenTimer, render
-from penstock.serve.replica import ReplicaReport
+from penstock.serve.replica import ReplicaReport, sum_stats
 from penstock.serve.vllm_metrics import render as render_vllm_names
-from penstock.types import EngineStats
+from penstock.types import DraftCount, DraftStats, EngineStats
 from serving import FREE, MESSAGES, REPOSITORY, Server, eventually, start_server
 
-LABEL = r'(?:replica|le|outcome|status|reason)="[^"]+"'
-SAMPLE = re.compile(rf"^(penstock_[a-z_]+)(\{{{LABEL}(?:,{LABEL})?\}})? (\S+)$")
+LABEL = r'(?:replica|le|outcome|status|reason|drafter|place)="[^"]+"'
+SAMPLE = re.compile(rf"^(penstock_[a-z_]+)(\{{{LABEL}(?:,{LABEL})*\}})? (\S+)$")
 
 
 def samples(text: str) -> dict[str, float]:
@@ -162,7 +162,9 @@ def test_a_reply_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_family_is_described_once_before_its_samples() -> None:
-    stats = EngineStats(1, 2, 3, 4, 5, 6, 7, {"hit": 8, "miss_empty": 1, "tokens_reused": 64})
+    drafts = DraftStats(10, 25, 1.5, (DraftCount("mtp", 1, 10, 9), DraftCount("mtp", 2, 10, 6)))
+    prefix = {"hit": 8, "miss_empty": 1, "tokens_reused": 64}
+    stats = EngineStats(1, 2, 3, 4, 5, 6, 7, prefix, drafts=drafts)
     reports = [
         ReplicaReport(0, "ready", 0, 3, None, stats),
         ReplicaReport(1, "dead", 2, 0, "why", None),
@@ -181,6 +183,14 @@ def test_every_family_is_described_once_before_its_samples() -> None:
     assert found['penstock_prefix_lookups_total{outcome="hit"}'] == 8
     assert found["penstock_prefix_tokens_reused_total"] == 64
     assert found["penstock_requests_waiting"] == 1
+    assert found["penstock_decoded_tokens_total"] == 25
+    assert found["penstock_draft_saved_seconds"] == 1.5
+    assert found['penstock_accepted_tokens_total{drafter="mtp",place="2"}'] == 6
+    twice = sum_stats([reports[0], reports[0]])
+    assert twice is not None
+    assert twice.drafts == DraftStats(
+        20, 50, 3.0, (DraftCount("mtp", 1, 20, 18), DraftCount("mtp", 2, 20, 12))
+    )
     assert found["penstock_moved_requests_total"] == 5
     assert (found["penstock_replica_up"], found['penstock_replica_up{replica="1"}']) == (1, 0)
     assert found['penstock_replica_restarts_total{replica="1"}'] == 2

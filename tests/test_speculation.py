@@ -236,6 +236,7 @@ def test_grammars_and_banned_words_mask_every_place(drafter: str) -> None:
     said = {id: tokens_of(deltas) for id, deltas in plain.items()}
     script = EVERY_PLACE if drafter == "scripted" else [NO_DRAFT]
     engine.policy.speculator.drafter = ScriptedDrafter(said, script)
+    engine.policy.speculator.pace = None
     drafted = run(engine, *requests)
     assert_same(plain, drafted)
     assert len(drafted["pattern"]) < len(plain["pattern"])
@@ -280,6 +281,7 @@ def test_prompt_lookup_drafts_what_followed_before() -> None:
     """A biased model repeats itself: nearly all drafts are right, and steps are few."""
     one = request("x", prompt(20), max_tokens=60, logit_bias={5: 100.0})
     engine = make_engine(LLAMA, speculate="ngram:7")
+    engine.policy.speculator.pace = None
     deltas = run(engine, one)["x"]
     assert tokens_of(deltas) == [5] * 60
     assert len(deltas) <= 12

@@ -111,6 +111,14 @@ def _find_drafter(config: EngineConfig, model: Any, name: str) -> EngineConfig:
             "Its checkpoint stores no tensors named mtp.",
             "Use --speculate ngram, which needs no head, or --speculate off.",
         )
+    if config.speculation.num_drafts and model.device.type == "cuda":
+        if config.graphs:
+            raise ConfigError(
+                f"speculate is {config.speculate!r} and graphs are on",
+                "Steps with drafts are not captured as graphs.",
+                "Set only one of them.",
+            )
+        return dataclasses.replace(config, graphs=False)
     return config
 
 

@@ -9,6 +9,7 @@ depend on them; the device computes the logits meanwhile. The engine knows token
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -134,7 +135,7 @@ class Engine:
             raise reason from error
 
     def _step(self) -> list[TokenDelta]:
-        policy = self.policy
+        policy, started_at = self.policy, time.perf_counter()
         if self._pending is not None and policy.scheduler.holds_planning:
             self._commit_pending()
             return policy.take_deltas()
@@ -148,6 +149,8 @@ class Engine:
             launched, self._pending = self._pending, launched
         if launched is not None:
             policy.commit(launched.wait())
+            # While steps overlap, each call takes as long as the device needs for a step.
+            policy.speculator.note_step(launched.plan, time.perf_counter() - started_at)
         deltas = policy.take_deltas()
         if plan is None and launched is None and not deltas:
             policy.wait_for_grammar()

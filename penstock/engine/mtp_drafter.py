@@ -66,7 +66,7 @@ class MTPDrafter:
         inputs: StepInputs,  # of the step that ran
         hidden: Tensor,  # [T, H]  its hidden states
         sampled: Tensor,  # [L]
-        num_new: Tensor | None,  # [R]  tokens that each sampling row gained
+        num_new: Tensor | None,  # [R]  tokens that each sampling row gained; None: one
     ) -> None:
         firsts: list[int] = []
         sampling: list[int] = []
@@ -87,9 +87,8 @@ class MTPDrafter:
         seen = self.model.final_norm(hidden)
         said = self.model.draft(inputs, next_ids, seen, self.cache)
         if firsts:
-            assert num_new is not None
             rows, places = self.rows.upload([[row.row for row in plans if row.samples], firsts])
-            self.hidden[rows] = said[places + num_new - 1]
+            self.hidden[rows] = said[places if num_new is None else places + num_new - 1]
 
     def _inputs(self, rows: Tensor, spans: tuple[RowSpan, ...], ahead: int) -> StepInputs:
         """One token of each row, so many behind its last one."""

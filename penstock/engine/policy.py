@@ -63,7 +63,7 @@ class Policy:
             or (MIXED_GPU_TOKENS if info.device.startswith("cuda") else None),
             bulk_share=config.bulk_share,
             decode_tokens=self.speculator.decode_tokens,
-            drafts=self.speculator.drafts,
+            speculator=self.speculator if self.speculator.decode_tokens > 1 else None,
             max_model_len=info.max_model_len,
         )
         self.constraints = Constraints(
@@ -126,6 +126,7 @@ class Policy:
                 self._deltas.append(delta)
             else:
                 self.constraints.add(self.scheduler.submit(prepared.request), prepared.matcher)
+        self.speculator.start_plan(self.scheduler.num_decoding)
         return self.scheduler.plan()
 
     def _forced_ids(self, sequence: Sequence, most: int) -> tuple[int, ...]:
@@ -173,6 +174,7 @@ class Policy:
             num_sessions=len(self.cache.sessions),
             session_bytes=self.cache.sessions.num_bytes,
             num_kv_tokens=max(self.info.num_pages - 1, 0) * self.info.page_size,
+            drafts=self.speculator.stats() if self.speculator.decode_tokens > 1 else None,
         )
 
 

@@ -363,7 +363,7 @@ class RowTable:
         sampling = [row for row in plan.rows if row.samples]
         numbers = [row.row for row in sampling for _ in range(row.max_tokens)]
         rows, num_new = self.upload([numbers, [1] * len(numbers)])
-        drafts = self._drafted_samples(sampling) if self.num_drafts else None
+        drafts = self._drafted_samples(sampling) if plan.has_drafts else None
         return SampleInputs(
             rows=rows,
             num_new=num_new,
@@ -388,6 +388,12 @@ class RowTable:
         return DraftedSamples(
             rows, num_tokens, ahead_on_device, owner_on_device, (places, numbers, columns)
         )
+
+    def advance(self, rows: Tensor, num_new: Tensor, token_ids: Tensor) -> None:
+        """Moves rows without drafts one token further."""
+        ops.advance_rows(rows, num_new, token_ids, self.last_token, self.context_len)
+        if self.num_drafts:
+            self.num_accepted.index_fill_(0, rows, 0)
 
     def accept(self, samples: DraftedSamples, token_ids: Tensor) -> Tensor:  # [R] int64
         """Moves the rows behind the drafts that are right, and one token further."""

@@ -60,7 +60,7 @@ class PendingStep:
         pooled: list[PooledRows] | None = None,
         num_new: Tensor | None = None,  # tokens that each sampling row gained; None: one each
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._num_new = num_new
         self._needs = needs
         self._event: torch.cuda.Event | None = None
@@ -84,7 +84,7 @@ class PendingStep:
         token_ids, *logprobs = (tensor.tolist() for tensor in self._tensors)
         places = self._places()
         return StepOutput(
-            step=self._plan.step,
+            step=self.plan.step,
             token_ids={row: tuple(token_ids[some]) for row, some in places.items()},
             logprobs=self._logprobs(places, token_ids, *logprobs) if logprobs else {},
             prompt_scores=self._prompt_scores(),
@@ -97,7 +97,7 @@ class PendingStep:
 
     def _places(self) -> dict[int, slice]:
         """Where the new tokens of each sampling row are among what was sampled."""
-        sampling = [row for row in self._plan.rows if row.samples]
+        sampling = [row for row in self.plan.rows if row.samples]
         counts = [1] * len(sampling) if self._num_new is None else self._num_new.tolist()
         places, first = {}, 0
         for row, num_new in zip(sampling, counts):
@@ -107,7 +107,7 @@ class PendingStep:
 
     def _prompt_scores(self) -> dict[int, PromptScores]:
         targets = {
-            row.row: row.prompt_targets for row in self._plan.rows if row.prompt_targets is not None
+            row.row: row.prompt_targets for row in self.plan.rows if row.prompt_targets is not None
         }
         return {
             row: PromptScores(
@@ -393,7 +393,7 @@ class Runner:
         token_ids = table.draw(logits, rows, needs.mode, drafts.ahead if drafts else 0)
         num_new = None
         if drafts is None:
-            ops.advance_rows(rows, sampling.num_new, token_ids, table.last_token, table.context_len)
+            table.advance(rows, sampling.num_new, token_ids)
         else:
             num_new = table.accept(drafts, token_ids)
         if table.generated is not None:

@@ -23,6 +23,7 @@ from penstock.engine.chunks import Chunk, num_tokens_of
 from penstock.engine.fairness import Background, Holdings, WaitingLine, by_rank, due_order
 from penstock.engine.leaders import Leaders
 from penstock.engine.limits import RequestLimits
+from penstock.engine.speculate import Speculator
 from penstock.errors import RequestError
 from penstock.types import (
     FinishReason,
@@ -68,9 +69,6 @@ MAX_LOOKUPS = 8
 PATIENCE_S = 1.0
 PASSED_S = 30.0
 
-# How many drafts a sequence gets, at most so many, and which if the host has them.
-Drafts = Callable[[Sequence, int], tuple[int, tuple[int, ...]]]
-
 
 class Scheduler:
     def __init__(
@@ -83,7 +81,7 @@ class Scheduler:
         mixed_step_tokens: int | None = None,  # prompt tokens of a step while others decode
         bulk_share: float = 1.0,  # least share of time for long prompts beside short requests
         decode_tokens: int = 1,  # most tokens that a decode brings: 1, and drafts
-        drafts: Drafts | None = None,  # which of them drafts; None: all, on the device
+        speculator: Speculator | None = None,  # who drafts; None: the device, always
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
@@ -94,7 +92,7 @@ class Scheduler:
         self.page_size = cache.page_size
         self.max_model_len = max_model_len
         self.decode_tokens = decode_tokens
-        self._drafts = drafts
+        self._speculator = speculator
         self._clock = clock
         self.num_preemptions = 0
         self.admitted_ids: list[str] = []  # by the last plan
@@ -293,9 +291,9 @@ class Scheduler:
     def _draft(self, sequence: Sequence, num_left: int) -> tuple[int, tuple[int, ...]]:
         """How many drafts to verify, and which they are if the host has them."""
         most = min(self.decode_tokens - 1, num_left)
-        if most <= 0 or self._drafts is None:
+        if most <= 0 or self._speculator is None:
             return max(most, 0), ()
-        return self._drafts(sequence, most)
+        return self._speculator.drafts(sequence, most)
 
     def _prompt_budget(self, num_decoded: int) -> int:
         """Prompt tokens in this step. Decoding rows wait for them: briefly while few prompt tokens
@@ -566,6 +564,8 @@ class Scheduler:
         """Tokens after the one that ends the reply are dropped."""
         sequence = chunk.sequence
         assert 1 <= len(token_ids) <= chunk.max_new_tokens
+        if self._speculator is not None and chunk.is_decode:
+            self._speculator.note_tokens(sequence, chunk.num_drafts, len(token_ids))
         sequence.steps_in_flight -= 1
         sequence.max_in_flight -= chunk.max_new_tokens
         if sequence.row is not None:  # else it was preempted, and nothing of it is computed

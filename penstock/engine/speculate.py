@@ -2,19 +2,23 @@
 
 A drafter of the host proposes tokens when a step is planned, so it must know all tokens so far. The
 drafting head runs on the device: here only the number of its drafts is decided. Where a grammar
-leaves no choice, what it forces is the draft.
+leaves no choice, what it forces is the draft. `DraftPace` says how many drafts pay.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from penstock.config import Speculation
+from penstock.engine.draft_pace import FIRST_GUESS, Acceptance, DraftPace
 from penstock.engine.ngram_drafter import NgramDrafter
-from penstock.types import Sequence
+from penstock.types import DraftCount, DraftStats, Sequence, StepPlan
 
 Propose = Callable[[Sequence, int], tuple[int, ...]]
+GRAMMAR = "grammar"  # drafts of what it forces
 
 
 class HostDrafter(Protocol):
@@ -26,7 +30,19 @@ class Speculator:
     def __init__(self, speculation: Speculation, forced_ids: Propose = lambda *_: ()) -> None:
         self.speculation = speculation
         self.drafter: HostDrafter | None = NgramDrafter() if speculation.kind == "ngram" else None
+        # None: all drafts are worth their time.
+        self.pace: DraftPace | None = DraftPace() if speculation.num_drafts else None
         self._forced_ids = forced_ids
+        guesses = [FIRST_GUESS] * speculation.num_drafts
+        self._acceptance = Acceptance(guesses)  # of all requests
+        self._of_request: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
+        self._drafted_by: WeakKeyDictionary[Sequence, str] = WeakKeyDictionary()
+        self._num_rows = self._step = 0  # of the plan that is being made
+        self._num_drafted: Counter[tuple[str, int]] = Counter()  # by drafter and place
+        self._num_accepted: Counter[tuple[str, int]] = Counter()
+        self._num_decodes = self._num_tokens = 0
+        self._num_tokens_timed = 0
+        self._saved_s = 0.0
 
     @property
     def decode_tokens(self) -> int:
@@ -38,16 +54,70 @@ class Speculator:
         """Whether the next step can be planned only when the tokens of the last one are known."""
         return self.drafter is not None
 
+    def start_plan(self, num_rows: int) -> None:
+        """So many rows decode."""
+        self._num_rows = num_rows
+        if self.pace is not None:
+            self._step = self.pace.start_step(num_rows)
+
     def drafts(self, sequence: Sequence, most: int) -> tuple[int, tuple[int, ...]]:
         """How many, and which if the host has them."""
         draft_ids: tuple[int, ...] = ()
         knows_all = not sequence.steps_in_flight
-        if knows_all and sequence.request.sampling.grammar is not None:
-            draft_ids = self._forced_ids(sequence, most)
-        if not draft_ids and knows_all and self.drafter is not None:
-            draft_ids = self.drafter.propose(sequence, most)
-        if draft_ids or self.drafter is not None:
+        is_constrained = sequence.request.sampling.grammar is not None
+        if knows_all and is_constrained:
+            draft_ids = self._forced_ids(sequence, most)  # always right
+        self._drafted_by[sequence] = GRAMMAR if draft_ids else self.speculation.kind
+        if draft_ids:
+            return len(draft_ids), draft_ids
+        if self.pace is not None:
+            rates = self._acceptance_of(sequence).rates
+            most = self.pace.num_drafts(self._num_rows, rates, most, self._step)
+        if self.drafter is not None:
+            draft_ids = self.drafter.propose(sequence, most) if knows_all and most else ()
             return len(draft_ids), draft_ids
         # The mask of a place depends on the draft before it, which only the device has.
-        is_constrained = sequence.request.sampling.grammar is not None or sequence.request.banned
-        return (0 if is_constrained else most), ()
+        return (0 if is_constrained or sequence.request.banned else most), ()
+
+    def note_tokens(self, sequence: Sequence, num_drafts: int, num_new: int) -> None:
+        """A decode has brought so many tokens."""
+        self._num_decodes += 1
+        self._num_tokens += num_new
+        if not num_drafts:
+            return
+        name, num_right = self._drafted_by.get(sequence, self.speculation.kind), num_new - 1
+        for place in range(num_drafts):
+            self._num_drafted[name, place] += 1
+            self._num_accepted[name, place] += place < num_right
+        if name != GRAMMAR:
+            for acceptance in (self._acceptance, self._acceptance_of(sequence)):
+                acceptance.note(num_drafts, num_right)
+
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """A step has ended and its tokens were noted."""
+        num_new = self._num_tokens - self._num_tokens_timed
+        self._num_tokens_timed = self._num_tokens
+        if self.pace is None or not plan.is_decode:
+            return
+        num_rows = len(plan.rows)
+        self.pace.note_step(num_rows, -(-plan.num_tokens // num_rows), seconds)
+        plain = self.pace.seconds(num_rows, 1)
+        if plan.has_drafts and plain is not None:
+            self._saved_s += plain * num_new / num_rows - seconds
+
+    def stats(self) -> DraftStats:
+        return DraftStats(
+            num_decodes=self._num_decodes,
+            num_tokens=self._num_tokens,
+            saved_s=self._saved_s,
+            counts=tuple(
+                DraftCount(name, place + 1, n, self._num_accepted[name, place])
+                for (name, place), n in sorted(self._num_drafted.items())
+            ),
+        )
+
+    def _acceptance_of(self, sequence: Sequence) -> Acceptance:
+        found = self._of_request.get(sequence)
+        if found is None:
+            found = self._of_request[sequence] = Acceptance(self._acceptance.rates)
+        return found

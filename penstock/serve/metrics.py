@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from penstock.serve.replica import ReplicaReport
-from penstock.types import EngineStats
+from penstock.types import DraftStats, EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -163,6 +163,9 @@ def _lines_of_engines(stats: Mapping[int, EngineStats]) -> Iterator[str]:
     ]
     meaning = "prompt tokens that had to be computed, and why"
     yield from _family("prefix_missed_tokens_total", "counter", meaning, missed)
+    yield from _lines_of_drafts(
+        {replica: one.drafts for replica, one in stats.items() if one.drafts}
+    )
     names = dict.fromkeys(name for one in stats.values() for name in one.prefix)
     others = [name for name in names if not (_is_outcome(name) or name.startswith(MISSED))]
     for name in others:
@@ -171,6 +174,31 @@ def _lines_of_engines(stats: Mapping[int, EngineStats]) -> Iterator[str]:
         yield from _per_replica(f"prefix_{name}_total", "counter", meaning, numbers)
 
 
+def _lines_of_drafts(drafts: Mapping[int, DraftStats]) -> Iterator[str]:
+    """Only of engines that may draft."""
+    if not drafts:
+        return
+    for name, kind, meaning, attribute in _DRAFT_NUMBERS:
+        numbers = {replica: getattr(one, attribute) for replica, one in drafts.items()}
+        yield from _per_replica(name, kind, meaning, numbers)
+    for name, meaning, attribute in (
+        ("drafted_tokens_total", "tokens that were drafted", "num_drafted"),
+        ("accepted_tokens_total", "drafts that were right", "num_accepted"),
+    ):
+        samples = [
+            f'penstock_{name}{{replica="{replica}",drafter="{count.drafter}",'
+            f'place="{count.place}"}} {getattr(count, attribute)}'
+            for replica, one in drafts.items()
+            for count in one.counts
+        ]
+        yield from _family(name, "counter", meaning, samples)
+
+
+_DRAFT_NUMBERS = (
+    ("decodes_total", "counter", "decodes: one request in one step", "num_decodes"),
+    ("decoded_tokens_total", "counter", "tokens that decodes brought", "num_tokens"),
+    ("draft_saved_seconds", "gauge", "time that drafts saved, as measured", "saved_s"),
+)
 _ENGINE_NUMBERS = (
     ("requests_waiting", "gauge", "requests that have no row yet", "num_waiting"),
     ("requests_running", "gauge", "requests that have a row", "num_running"),
@@ -189,7 +217,7 @@ def _is_outcome(name: str) -> bool:
     return name == "hit" or name.startswith("miss_")
 
 
-def _per_replica(name: str, kind: str, meaning: str, numbers: Mapping[int, int]) -> Iterator[str]:
+def _per_replica(name: str, kind: str, meaning: str, numbers: Mapping[int, float]) -> Iterator[str]:
     samples = [
         f'penstock_{name}{{replica="{replica}"}} {number}' for replica, number in numbers.items()
     ]

@@ -20,7 +20,7 @@ from penstock.config import ServeConfig
 from penstock.errors import EngineDeadError
 from penstock.progress import OnPhase
 from penstock.serve.client import EngineClient
-from penstock.types import EngineInfo, EngineStats, SessionInfo
+from penstock.types import DraftCount, DraftStats, EngineInfo, EngineStats, SessionInfo
 
 log = logging.getLogger("penstock.serve")
 
@@ -162,7 +162,27 @@ def sum_stats(reports: Sequence[ReplicaReport]) -> EngineStats | None:
     prefix: Counter[str] = Counter()
     for part in parts:
         prefix.update(part.prefix)
-    counts = [field.name for field in fields(EngineStats) if field.name != "prefix"]
+    others = ("prefix", "drafts")
+    counts = [field.name for field in fields(EngineStats) if field.name not in others]
     return EngineStats(
-        prefix=prefix, **{name: sum(getattr(part, name) for part in parts) for name in counts}
+        prefix=prefix,
+        drafts=_sum_drafts([part.drafts for part in parts if part.drafts is not None]),
+        **{name: sum(getattr(part, name) for part in parts) for name in counts},
+    )
+
+
+def _sum_drafts(parts: Sequence[DraftStats]) -> DraftStats | None:
+    if not parts:
+        return None
+    drafted: Counter[tuple[str, int]] = Counter()
+    accepted: Counter[tuple[str, int]] = Counter()
+    for part in parts:
+        for one in part.counts:
+            drafted[one.drafter, one.place] += one.num_drafted
+            accepted[one.drafter, one.place] += one.num_accepted
+    return DraftStats(
+        num_decodes=sum(part.num_decodes for part in parts),
+        num_tokens=sum(part.num_tokens for part in parts),
+        saved_s=sum(part.saved_s for part in parts),
+        counts=tuple(DraftCount(*key, n, accepted[key]) for key, n in sorted(drafted.items())),
     )

@@ -1,4 +1,5 @@
-"""Fast path for one token on a CPU in float32, in as few calls of torch as possible.
+"""Fast path for one token on a CPU in float32, in as few calls of torch as possible; and for a
+token with drafts behind it.
 
 For a small model, a token costs its calls of torch and not its arithmetic: an operation on ten
 numbers takes as long as one on ten thousand. So a row is a vector here, state changes in place, and
@@ -17,16 +18,34 @@ from torch import Tensor
 
 from penstock.ops.reference import kv_codes
 
+FEW = 4  # tokens that hardly share experts
+MOST_TOGETHER = 16  # tokens of one sequence: one and its drafts
+
 
 def is_alone(x: Tensor, deterministic: bool) -> bool:
     """Whether a step of x [T, ..] may take this fast path."""
     return not deterministic and x.is_cpu and x.shape[0] == 1 and x.dtype == torch.float32
 
 
+def are_few(x: Tensor, deterministic: bool) -> bool:
+    """Whether x [T, ..] is a few tokens, such as one with its drafts."""
+    return not deterministic and x.is_cpu and 1 < x.shape[0] <= FEW and x.dtype == torch.float32
+
+
+def may_be_drafts(x: Tensor, deterministic: bool) -> bool:
+    """Whether x [T, ..] may be a token and its drafts."""
+    is_small = 1 < x.shape[0] <= MOST_TOGETHER
+    return not deterministic and x.is_cpu and is_small and x.dtype == torch.float32
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [1, K] -> [1, K]
     row = x[0]
     mean_square = torch.dot(row, row).item() / row.shape[0]
     return torch.addcmul(_constant(0.0), x, weight, value=(mean_square + eps) ** -0.5)
+
+
+def rms_norm_of_few(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [T, K] -> [T, K]
+    return (x * _inverse_rms(x, eps)).mul_(weight)
 
 
 def add_linear(
@@ -61,6 +80,37 @@ def sparse_mlp(
     return total[None]
 
 
+def sparse_mlp_of_few(
+    x: Tensor,  # [T, H]  normed
+    weights: Tensor,  # [T, k]
+    ids: Tensor,  # [T, k]
+    gate_up: Tensor,  # [E, 2I, H]
+    down: Tensor,  # [E, H, I]
+    residual: Tensor,  # [T, H]
+    shared_weight: Tensor | None,  # [T, 1]
+    shared_gate_up: Tensor | None,  # [2I', H]
+    shared_down: Tensor | None,  # [H, I']
+) -> Tensor:  # [T, H]
+    """Every token with its own experts: of few tokens hardly two share one."""
+    experts, rows = ids.tolist(), x.unbind()
+    products = [torch.mv(gate_up[expert], row) for row, own in zip(rows, experts) for expert in own]
+    gate, up = torch.stack(products).chunk(2, dim=-1)
+    inner = F.silu(gate).mul_(up).mul_(weights.reshape(-1, 1)).unbind()  # T * k of [I]
+    if shared_weight is None:
+        total = residual.clone()
+    else:
+        assert shared_gate_up is not None
+        assert shared_down is not None
+        gate, up = F.linear(x, shared_gate_up).chunk(2, dim=-1)
+        shared = F.silu(gate).mul_(up).mul_(shared_weight)
+        total = torch.addmm(residual, shared, shared_down.t())
+    each = iter(inner)
+    for row, own in zip(total.unbind(), experts):
+        for expert in own:
+            row.addmv_(down[expert], next(each))
+    return total
+
+
 def attend(
     q: Tensor,  # [1, Hq, D]
     keys: Tensor,  # [pages, page_size, Hkv, D]
@@ -86,6 +136,37 @@ def attend(
     # The query heads that share a key head are to it as queries of several tokens.
     grouped = q.reshape(1, num_kv_heads, -1, head_dim)
     return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(1, -1)
+
+
+def attend_drafts(
+    q: Tensor,  # [T, Hq, D]
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    pages: Tensor,  # [P]
+    context_len: int,  # of the last token
+    scale: float,
+    window: int,
+) -> Tensor:  # [T, Hq * D]
+    """Consecutive tokens of one sequence, each over what it sees: the keys are read once."""
+    num_tokens, num_heads, head_dim = q.shape
+    page_size, num_kv_heads = keys.shape[1:3]
+    used = pages[: -(-context_len // page_size)].tolist()
+    shape = (-1, num_kv_heads, head_dim)
+    k, v = (  # [1, Hkv, S, D]
+        _pages_of(cache, scales, used).reshape(shape)[None, :context_len].transpose(1, 2)
+        for cache, scales in ((keys, key_scales), (values, value_scales))
+    )
+    # [1, Hkv, G * T, D]: heads that share a key head are to it as further tokens.
+    grouped = q.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    grouped = grouped.reshape(1, num_kv_heads, -1, head_dim)
+    age = torch.arange(context_len - num_tokens, context_len)[:, None] - torch.arange(context_len)
+    seen = (age >= 0) & (age < window) if window else age >= 0
+    mask = seen.repeat(num_heads // num_kv_heads, 1)
+    attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    attended = attended.view(num_kv_heads, -1, num_tokens, head_dim).permute(2, 0, 1, 3)
+    return attended.reshape(num_tokens, -1)
 
 
 def _pages_of(cache: Tensor, scales: Tensor | None, pages: list[int]) -> Tensor:
@@ -136,6 +217,114 @@ def gated_delta_net(
     out = torch.bmm(q, state).view(num_value_heads, value_dim)
     out.mul_(_inverse_rms(out, eps * key_dim)).mul_(norm_weight)
     return out.view(1, value_size).mul_(F.silu(z))
+
+
+def gated_delta_net_drafts(
+    mixed: Tensor,  # [t, C + Hv * V + 2 * Hv]
+    conv_weight: Tensor,  # [Kc, C]
+    a_log: Tensor,  # [Hv]
+    dt_bias: Tensor,  # [Hv]
+    norm_weight: Tensor,  # [V]
+    eps: float,
+    conv: Tensor,  # [slots, W, C]
+    recurrent: Tensor,  # [slots, Hv, K, V]
+    slots: tuple[int, int],  # the state's, and the initial one
+    position: int,  # of the first token
+    num_key_heads: int,
+    l2_eps: float,
+    journal: tuple[Tensor, Tensor, Tensor],  # keys, values and gates of the row
+    num_accepted: int,
+    keep: tuple[int, int],  # tokens, slot
+) -> Tensor:  # [t, Hv * V]
+    ring, state = _take_over(conv, recurrent, *slots, position)
+    _replay(state, ring, journal, num_accepted, position, keep, conv, recurrent)
+    num_tokens = len(mixed)
+    num_value_heads, key_dim, value_dim = state.shape
+    key_size, value_size = num_key_heads * key_dim, num_value_heads * value_dim
+    sizes = (2 * key_size + value_size, value_size, num_value_heads, num_value_heads)
+    channels, z, b, a = mixed.split_with_sizes(sizes, dim=1)
+    qk, v = _convolve_several(channels, ring, conv_weight, position).split_with_sizes(
+        (2 * key_size, value_size), dim=1
+    )
+    qk = qk.reshape(num_tokens, 2, num_key_heads, 1, key_dim)
+    qk = qk * _inverse_rms(qk, l2_eps, mean_of=1)
+    qk = qk.expand(-1, -1, -1, num_value_heads // num_key_heads, -1)
+    q, k = qk.reshape(num_tokens, 2, num_value_heads, 1, key_dim).unbind(1)  # [t, Hv, 1, K]
+    v = v.reshape(num_tokens, num_value_heads, 1, value_dim)
+    log_decay = F.softplus(a + dt_bias).mul_(a_log.exp()).neg_()
+    beta = b.sigmoid()
+    factors = log_decay.exp().view(num_tokens, -1, 1, 1).unbind()
+    betas = beta.view(num_tokens, -1, 1, 1).unbind()
+    queries, keys, values = q.unbind(), k.unbind(), v.unbind()
+    outputs = []
+    for token in range(num_tokens):
+        if token == 1:  # from here on nothing is certain
+            state = state.clone()
+        _add_token(state, keys[token], values[token], factors[token], betas[token])
+        outputs.append(torch.bmm(queries[token], state))
+    if num_tokens > 1:
+        entries = slice(num_tokens - 1)
+        journal[0][entries] = k[1:, :, 0]
+        journal[1][entries] = v[1:, :, 0]
+        journal[2][entries, 0] = log_decay[1:]
+        journal[2][entries, 1] = beta[1:]
+    # The scale of q, K^-0.5, passes through the norm into its epsilon.
+    out = torch.stack(outputs).view(num_tokens, num_value_heads, value_dim)
+    out.mul_(_inverse_rms(out, eps * key_dim)).mul_(norm_weight)
+    return out.view(num_tokens, value_size).mul_(F.silu(z))
+
+
+def _replay(
+    state: Tensor,  # [Hv, K, V]
+    ring: Tensor,  # [W, C]
+    journal: tuple[Tensor, Tensor, Tensor],
+    num_accepted: int,
+    position: int,
+    keep: tuple[int, int],
+    conv: Tensor,
+    recurrent: Tensor,
+) -> None:
+    keep_at, keep_slot = keep
+    num_done = position - num_accepted
+    keeps = keep_slot > 0 and num_done <= keep_at <= position
+    if keeps:
+        conv[keep_slot] = ring
+    keys, values, gates = journal
+    for entry in range(num_accepted + 1):
+        if keeps and num_done + entry == keep_at:
+            recurrent[keep_slot] = state
+        if entry < num_accepted:
+            log_decay, beta = gates[entry].view(2, -1, 1, 1).unbind()
+            own = keys[entry].unsqueeze(1), values[entry].unsqueeze(1)
+            _add_token(state, *own, log_decay.exp(), beta)
+
+
+def _add_token(state: Tensor, k: Tensor, v: Tensor, factor: Tensor, beta: Tensor) -> None:
+    """In place: state [Hv, K, V], k [Hv, 1, K], v [Hv, 1, V], factor and beta [Hv, 1, 1]."""
+    state.mul_(factor)
+    correction = torch.baddbmm(v, k, state, alpha=-1.0).mul_(beta)
+    state.baddbmm_(k.transpose(1, 2), correction)
+
+
+def _convolve_several(
+    channels: Tensor, ring: Tensor, weight: Tensor, position: int
+) -> Tensor:  # [t, C] -> [t, C]
+    """As `_convolve`, for consecutive tokens."""
+    entries, taps, rows = ring.unbind(), weight.unbind(), channels.unbind()
+    num_before, num_tokens = len(taps) - 1, len(rows)
+    nothing = torch.zeros_like(entries[0]) if position < num_before else entries[0]
+    before = [
+        entries[(position - age) % len(entries)] if age <= position else nothing
+        for age in range(num_before, 0, -1)
+    ]
+    windows = torch.stack([*before, *rows])
+    for place, row in enumerate(rows):
+        entries[(position + place) % len(entries)].copy_(row)
+    total = channels * taps[-1]
+    for age in range(1, len(taps)):
+        first = num_before - age
+        total.addcmul_(windows[first : first + num_tokens], taps[-1 - age])
+    return F.silu(total, inplace=True)
 
 
 def _take_over(

@@ -79,6 +79,10 @@ def paged_attention(
     if decode.is_alone(q, deterministic) and len(spans) == 1:
         alone = decode.attend(q, *caches, page_table[0], spans[0].context_len, scale, window)
         return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))
+    if decode.may_be_drafts(q, deterministic) and _are_one_sequence(spans, page_table):
+        context_len = spans[-1].context_len
+        drafts = decode.attend_drafts(q, *caches, page_table[0], context_len, scale, window)
+        return drafts if gate is None else drafts.mul_(sigmoid(gate, deterministic))
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     for group in cut_rows(spans, batch_decodes=not deterministic):
         pages = page_table[group.rows]
@@ -94,6 +98,16 @@ def paged_attention(
             )
     flat = out.flatten(1)
     return (flat if gate is None else flat * sigmoid(gate, deterministic)).to(q.dtype)
+
+
+def _are_one_sequence(spans: Sequence[Span], page_table: Tensor) -> bool:
+    """Whether all rows are decodes of one sequence, each a token behind the one before."""
+    first = spans[0].context_len
+    are_in_turn = all(
+        span.is_decode and span.num_tokens == 1 and span.context_len == first + place
+        for place, span in enumerate(spans)
+    )
+    return are_in_turn and bool((page_table == page_table[:1]).all())
 
 
 class _Caches(NamedTuple):

@@ -55,15 +55,25 @@ def gated_delta_net(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
-    is_alone = (
-        decode.is_alone(mixed, deterministic) and len(spans) == 1 and not spans[0].checkpoints
-    )
-    if is_alone and journal is None and recurrent.dtype == torch.float32:
-        position = spans[0].context_len - 1
-        weights, slots = (conv_weight, a_log, dt_bias, norm_weight), (state_slots, initial_slots)
-        return decode.gated_delta_net(
-            mixed, *weights, eps, conv, recurrent, *slots, position, num_key_heads, L2_EPS
-        )
+    if _is_one_decode(mixed, recurrent, spans, deterministic):
+        position = spans[0].context_len - spans[0].num_tokens
+        given = (mixed, conv_weight, a_log, dt_bias, norm_weight, eps, conv, recurrent)
+        numbers = (0, 0, 0, 0) if replay is None else tuple(int(number) for number in replay)
+        row, num_accepted, keep_at, keep_slot = numbers
+        if len(mixed) == 1 and not (num_accepted or keep_slot):
+            slots = (state_slots, initial_slots)
+            return decode.gated_delta_net(*given, *slots, position, num_key_heads, L2_EPS)
+        if journal is not None:
+            return decode.gated_delta_net_drafts(
+                *given,
+                (int(state_slots), int(initial_slots)),
+                position,
+                num_key_heads,
+                L2_EPS,
+                (journal.keys[row], journal.values[row], journal.gates[row]),
+                num_accepted,
+                (keep_at, keep_slot),
+            )
     num_value_heads, value_dim = a_log.shape[0], norm_weight.shape[0]
     sizes = (conv_weight.shape[1], num_value_heads * value_dim, num_value_heads, num_value_heads)
     channels, z, b, a = mixed.split_with_sizes(sizes, dim=-1)
@@ -125,6 +135,16 @@ def gated_delta_net(
             conv[slot] = _add_to_rings(rings, inputs[:, :num_tokens], starts[rows])[0]
     z = z.unflatten(-1, (-1, value_dim))
     return gated_rms_norm(out, z, norm_weight, eps, deterministic=deterministic).flatten(1)
+
+
+def _is_one_decode(
+    mixed: Tensor, recurrent: Tensor, spans: Sequence[Span], deterministic: bool
+) -> bool:
+    """Whether a step of one row may take the fast path of a CPU: one token, or a decode."""
+    if len(spans) != 1 or spans[0].checkpoints or recurrent.dtype != torch.float32:
+        return False
+    has_drafts = spans[0].is_decode and decode.may_be_drafts(mixed, deterministic)
+    return has_drafts or decode.is_alone(mixed, deterministic)
 
 
 def _takes_blocks(span: Span | None) -> TypeGuard[Span]:

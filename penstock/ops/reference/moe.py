@@ -98,6 +98,18 @@ def sparse_mlp(
             None if shared_gate_up is None else shared_gate_up.values,
             None if shared_down is None else shared_down.values,
         )
+    if is_plain and decode.are_few(x, deterministic):
+        return decode.sparse_mlp_of_few(
+            x,
+            weights,
+            ids,
+            gate_up.values,
+            down.values,
+            residual,
+            shared_weight,
+            None if shared_gate_up is None else shared_gate_up.values,
+            None if shared_down is None else shared_down.values,
+        )
     if x.is_cuda:
         outputs = run_experts_gathered(
             x,

@@ -18,7 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def norm_tokens(x: Tensor, weight: Tensor, eps: float, deterministic: bool) -> Tensor:
     """`rms_norm` of x [T, K] for ops that need not always give the same bits."""
-    norm = decode.rms_norm if decode.is_alone(x, deterministic) else rms_norm
+    if decode.is_alone(x, deterministic):
+        return decode.rms_norm(x, weight, eps)
+    norm = decode.rms_norm_of_few if decode.are_few(x, deterministic) else rms_norm
     return norm(x, weight, eps)
 
 
