@@ -53,6 +53,7 @@ ALLOWED = {
         "engine",
         "models",
         "ops",
+        "parallel",
         "quantize",
         "text",
         "weights",

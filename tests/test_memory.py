@@ -21,6 +21,7 @@ from penstock.engine.graphs import is_out_of_memory
 from penstock.engine.memory import MemoryPlan, plan_memory
 from penstock.engine.pools import GB, PoolSizes
 from penstock.errors import CapacityError
+from penstock.parallel.ranks import ALONE
 from penstock.types import CacheSpec, KVSpec, Request, StateSpec
 from small_models import FAMILIES, make_engine
 
@@ -61,6 +62,7 @@ def plan_for(
         device=device,
         dtype=torch.bfloat16,
         max_position=262_144,
+        ranks=ALONE,
         cache_specs=lambda: specs,
         modules=tuple,
         parameters=lambda: [WEIGHT],

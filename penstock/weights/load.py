@@ -268,6 +268,7 @@ def _copy(
         progress.advance(num_bytes[tensor.name])
     for parts in quantized.values():
         parts.finish()
+    _tell_cuts([name for parts in quantized.values() for name in parts.cut_apart], model.dtype)  # type: ignore[arg-type]
 
 
 def _weights_that_stay_quantized(
@@ -302,6 +303,17 @@ def _tell_expansion(wanted: list[StoredTensor], dtype: torch.dtype) -> None:
             str(dtype).removeprefix("torch."),
             _gigabytes(sum(math.prod(tensor.shape) for tensor in packed) * dtype.itemsize),
             _gigabytes(sum(tensor.num_bytes for tensor in packed)),
+        )
+
+
+def _tell_cuts(names: list[str], dtype: torch.dtype) -> None:
+    if names:
+        logger.warning(
+            "%d quantised weights are expanded to %s on this rank, whose columns are strewn over "
+            "all groups: %s",
+            len(names),
+            str(dtype).removeprefix("torch."),
+            list_some(names),
         )
 
 
