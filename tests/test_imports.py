@@ -65,6 +65,7 @@ ALLOWED = {
         "models",
         "offload",
         "ops",
+        "parallel",
         "quantize",
         "text",
         "weights",

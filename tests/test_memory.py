@@ -22,6 +22,7 @@ from penstock.engine.memory import MemoryPlan, plan_memory
 from penstock.engine.pools import GB, PoolSizes
 from penstock.errors import CapacityError
 from penstock.layers.rope import Rope, inverse_frequencies
+from penstock.parallel.ranks import ALONE
 from penstock.types import CacheSpec, KVSpec, Request, StateSpec
 from small_models import FAMILIES, make_engine
 
@@ -62,6 +63,7 @@ def plan_for(
         device=device,
         dtype=torch.bfloat16,
         max_position=262_144,
+        ranks=ALONE,
         cache_specs=lambda: specs,
         modules=tuple,
         parameters=lambda: [WEIGHT],

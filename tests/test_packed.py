@@ -90,7 +90,7 @@ def test_a_packed_model_says_the_same_and_a_deterministic_one_is_not_packed(
 
     was_packed, logprob, num_bytes = say(deterministic=False)
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.engine.engine.pack_weights", lambda model, keep: None)
+        patch.setattr("penstock.engine.device_part.pack_weights", lambda model, keep: None)
         assert say(deterministic=False) == (False, pytest.approx(logprob, abs=0.05), num_bytes)
     assert was_packed
     assert not say(deterministic=True)[0]

@@ -26,7 +26,7 @@ from penstock import ops
 from penstock.engine.row_table import RowTable, SamplingMode
 from penstock.layers.inputs import LayerCache, RowSpan, StepInputs
 from penstock.ops import Weight
-from penstock.parallel.ranks import Ranks
+from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, Phase
 from penstock.types import CacheSpec, RowPlan
 
@@ -260,7 +260,7 @@ class Warmup:
         return cls([launches[key] for key in ahead], after)
 
 
-def warm_up(kinds: Sequence[Warmup], ranks: Ranks) -> None:
+def warm_up(kinds: Sequence[Warmup], ranks: Ranks = ALONE) -> None:
     """Launches all steps that there is memory for; a step without memory never runs later
     either. Ranks launch in one order, and all of them: others wait for each launch."""
     ahead = [launch for kind in kinds for launch in kind.ahead]

@@ -271,6 +271,7 @@ def _copy(
     expanded = [tensor for tensor in wanted if placements[tensor.name].parameter not in quantized]
     _tell_expansion(expanded, model.dtype)  # type: ignore[arg-type]
     filled_by: dict[tuple[str, str], StoredTensor] = {}
+    cut_apart: list[str] = []
     for tensor in wanted:
         name = placements[tensor.name].parameter
         for placement in pieces[tensor.name]:
@@ -287,10 +288,13 @@ def _copy(
             filled_by.setdefault(place, tensor)
         num_left[name] -= 1
         if name in quantized and not num_left[name]:
-            quantized.pop(name).finish()
+            parts = quantized.pop(name)
+            parts.finish()
+            cut_apart += parts.cut_apart
         if name in rounded and not num_left[name]:
             quantize_weight(weights[name], rounded[name])
         progress.advance(num_bytes[tensor.name])
+    _tell_cuts(cut_apart, model.dtype)  # type: ignore[arg-type]
 
 
 def _weights_that_stay_quantized(
@@ -325,6 +329,17 @@ def _tell_expansion(wanted: list[StoredTensor], dtype: torch.dtype) -> None:
             str(dtype).removeprefix("torch."),
             _gigabytes(sum(math.prod(tensor.shape) for tensor in packed) * dtype.itemsize),
             _gigabytes(sum(tensor.num_bytes for tensor in packed)),
+        )
+
+
+def _tell_cuts(names: list[str], dtype: torch.dtype) -> None:
+    if names:
+        logger.warning(
+            "%d quantised weights are expanded to %s on this rank, whose columns are strewn over "
+            "all groups: %s",
+            len(names),
+            str(dtype).removeprefix("torch."),
+            list_some(names),
         )
 
 

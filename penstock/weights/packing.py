@@ -134,6 +134,7 @@ class WeightParts:
         self._device = device
         self._found: dict[int, dict[int, Source]] = defaultdict(dict)  # by first row and expert
         self._is_stack = False
+        self.cut_apart: list[str] = []  # tensors that are expanded because a rank's part cuts them
 
     def add(self, tensor: StoredTensor, placement: Placement) -> None:
         expert, first = 0, 0
@@ -165,6 +166,8 @@ class WeightParts:
         order = _row_order(placement)
         if can_pack(codes) and (placement.convert is None or order is not None):
             return pack(codes, order)
+        if len(placement.source) > 1 and codes.block[1] < SMALLEST_GROUP:
+            self.cut_apart.append(tensor.name)
         return self._plain(placement.converted(codes.dequantize()))
 
     def _stacked(self, own: list[Part]) -> Part:
