@@ -48,8 +48,8 @@ class Engine:
     ) -> None:
         """Takes a model whose weights are loaded, and plans the memory for its cache."""
         is_gpu = model.device.type == "cuda"
-        self._experts: ExpertStore | None = getattr(model, "expert_store", None)
-        if self._experts is not None:
+        self.expert_store: ExpertStore | None = getattr(model, "expert_store", None)
+        if self.expert_store is not None:
             config = without_graphs(config)
         check_page_size(config, model.device)
         if not is_gpu and not config.deterministic:
@@ -149,9 +149,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         stats = self.policy.stats()
-        if self._experts is None:
+        if self.expert_store is None:
             return stats
-        return dataclasses.replace(stats, experts=self._experts.stats())
+        return dataclasses.replace(stats, experts=self.expert_store.stats())
 
     def sessions(self) -> list[SessionInfo]:
         return self.policy.cache.sessions.describe()

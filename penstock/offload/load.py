@@ -306,8 +306,6 @@ def _fill_stacks(
         on_phase(Phase("weights", index.layers[layer].file, layer / len(mlps)))
         num_experts = index.layers[layer].num_experts
         mlp.gate_up, mlp.down, stacks = host.layout_of(layer).new_slots(num_experts, dtype, device)
-        for (_, expert), tensors in host.read(
-            [(layer, expert) for expert in range(num_experts)], lambda: None
-        ):
+        for (_, expert), tensors in host.read(layer, range(num_experts), lambda: None):
             for stack, tensor in zip(stacks, tensors, strict=True):
                 stack[expert].copy_(tensor)
