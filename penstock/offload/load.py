@@ -21,6 +21,7 @@ from penstock.layers.mlp import SparseMLP
 from penstock.models import build_model
 from penstock.models.source import ModelSource
 from penstock.offload.convert import order_for_gpu
+from penstock.offload.expert_log import ExpertLog
 from penstock.offload.files import DENSE, Index, is_converted, read_index
 from penstock.offload.host import FiledExperts, HostExperts, StackedExperts, least_ram_bytes
 from penstock.offload.layout import ExpertLayout, StoredMatrix, stack_tensors
@@ -64,9 +65,24 @@ def load_with_experts(
             model = load(find_host_weights=_stack_names)
             _move_to_slots(model, config)
     _limit_experts(model, config)
+    _open_log(model, config)
     if experts := describe_experts(model, config):
         on_phase(Phase("weights", experts, 1.0))
     return model
+
+
+def _open_log(model: nn.Module, config: EngineConfig) -> None:
+    if config.expert_log is None:
+        return
+    store = getattr(model, "expert_store", None)
+    if store is None:
+        raise ConfigError(
+            f"expert_log is {config.expert_log}, and all experts are on the device",
+            "They are chosen there, and the host does not learn which.",
+            "Give --expert-cache less than they take, or omit --expert-log.",
+        )
+    num_experts = max(mlp.router.shape[0] for mlp in sparse_layers(model).values())
+    store.log = ExpertLog(Path(config.expert_log).expanduser(), store.num_layers, num_experts)
 
 
 def describe_experts(model: Any, config: EngineConfig) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.layers.mlp import SparseMLP
+from penstock.offload.expert_log import ExpertLog
 from penstock.offload.host import HostExperts
 from penstock.offload.layout import ExpertLayout
 from penstock.offload.residency import Residency, Taken
@@ -55,6 +56,7 @@ class ExpertStore:
         self.num_layers = self.num_experts = 0
         self._counters: Counter[str] = Counter(hits=0, misses=0, fetched_bytes=0)
         self._wait_us = 0
+        self.log: ExpertLog | None = None
         self._copies = _Copies(device)
 
     def fetch(self, layer: int, experts: Sequence[int], pool: SlotPool) -> list[int]:
@@ -97,6 +99,8 @@ class ExpertStore:
 
     def close(self) -> None:
         self.host.close()
+        if self.log is not None:
+            self.log.close()
 
 
 @dataclass(slots=True)
@@ -126,6 +130,8 @@ class OffloadedExperts:
         deterministic: bool = False,
     ) -> Tensor:  # [T, H]
         experts = ids.unique().tolist()
+        if self.store.log is not None:
+            self.store.log.add(self.layer, experts)
         shared = (shared_weight, shared_gate_up, shared_down)
         if len(experts) > self.pool.num_slots:
             outputs = self._run_in_passes(x, ids, experts, deterministic)
