@@ -112,6 +112,11 @@ class EngineConfig:
         None,
         "RAM for experts of a converted model, such as 40GB (default: the system's page cache)",
     )
+    expert_log: str | None = setting(
+        None,
+        "file for the experts that each step needs, for `penstock inspect experts`; only where "
+        "the device does not hold all",
+    )
     experts_per_token: int | None = setting(
         None, "experts that a token uses (default: as the model was trained; fewer change answers)"
     )

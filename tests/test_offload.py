@@ -278,3 +278,23 @@ def test_the_command_plans_converts_and_verifies(
     assert main(words) == 1
     assert "holds a converted model already" in capsys.readouterr().err
     assert main(["convert", "Qwen3.5-4B", "-o", str(tmp_path / "other")]) == 1
+
+
+def test_the_bench_compares_tokens_and_counts_tiers(
+    converted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "offload", "-m", str(converted), "--device", "cpu", "--memory-gb", "0.05"]
+    words += ["--expert-cache", SOME, "--batch", "1,2", "--context", "20", "--new-tokens", "6"]
+    assert main([*words, "--runs", "2", "--against-resident"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("MATCH (resident)") == 2
+    report = json.loads(said.splitlines()[-1])
+    for row in report["rows"]:
+        assert row["match"]
+        assert row["hit_rate"] + row["ram_rate"] + row["disk_rate"] == pytest.approx(1)
+        assert row["tok_s_min"] <= row["tok_s"] <= row["tok_s_max"]
+    assert main([*words[:-6], "--expert-cache", "1GB"]) == 1
+    assert "All experts" in capsys.readouterr().err
+    assert main(["bench", "step", "-m", str(converted), "--expert-cache", SOME]) == 1
+    assert "Use `penstock bench offload`" in capsys.readouterr().err
+    assert main(["bench", "step", "--runs", "2"]) == 2

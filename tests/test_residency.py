@@ -1,5 +1,5 @@
-"""Which experts stay: no place is owned twice, what is in use stays, and a scan evicts nothing
-that is used.
+"""Which experts stay: no place is owned twice, what is in use stays, and neither the cycle through
+the layers nor a long prompt empties a tier.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from hypothesis import strategies as st
 
 from penstock.offload.residency import Residency
 
-KEYS = st.tuples(st.integers(0, 3), st.integers(0, 9))
+LAYERS, EXPERTS = 6, 16
+Turns = list[tuple[int, list[int]]]
 
-
-@given(
-    st.integers(1, 12),
-    st.lists(st.tuples(st.lists(KEYS, unique=True, max_size=14), st.booleans()), max_size=60),
+TURN = st.tuples(
+    st.integers(0, LAYERS - 1), st.lists(st.integers(0, EXPERTS - 1), unique=True), st.booleans()
 )
+
+
+@given(st.integers(1, 40), st.lists(TURN, max_size=60))
 def test_places_are_owned_once_and_hits_are_true(
-    num_places: int, steps: list[tuple[list[tuple[int, int]], bool]]
+    num_places: int, turns: list[tuple[int, list[int], bool]]
 ) -> None:
     """A model of the memory itself: what a place holds is what was written there last."""
-    tier, memory = Residency(num_places), dict[int, tuple[int, int]]()
-    for keys, fails in steps:
-        taken = tier.take(keys[:num_places])
+    tier, memory = Residency(num_places, LAYERS, EXPERTS), dict[int, tuple[int, int]]()
+    for layer, experts, fails in turns:
+        taken = tier.take(layer, experts[:num_places])
+        assert [one.key for one in taken] == [(layer, expert) for expert in experts[:num_places]]
         assert len({one.place for one in taken}) == len(taken)
         assert all(0 <= one.place < num_places for one in taken)
         for one in taken:
@@ -39,50 +42,67 @@ def test_places_are_owned_once_and_hits_are_true(
         assert all(one.key in tier for one in taken if not (fails and one.is_new))
 
 
-def hit_rate(tier: Residency, accesses: list[int]) -> float:
-    hits = 0
-    for expert in accesses:
-        (taken,) = tier.take([(0, expert)])
+def hit_rate(tier: Residency, turns: Turns) -> float:
+    found = []
+    for layer, experts in turns:
+        found += [not one.is_new for one in tier.take(layer, experts)]
         tier.release()
-        hits += not taken.is_new
-    return hits / len(accesses)
+    return sum(found) / len(found)
 
 
-def lru_hit_rate(num_places: int, accesses: list[int]) -> float:
-    held: OrderedDict[int, None] = OrderedDict()
-    hits = 0
-    for expert in accesses:
-        hits += expert in held
-        held[expert] = None
-        held.move_to_end(expert)
+def lru_hit_rate(num_places: int, turns: Turns) -> float:
+    held: OrderedDict[tuple[int, int], None] = OrderedDict()
+    hits, count = 0, 0
+    for key in ((layer, expert) for layer, experts in turns for expert in experts):
+        hits, count = hits + (key in held), count + 1
+        held[key] = None
+        held.move_to_end(key)
         if len(held) > num_places:
             held.popitem(last=False)
-    return hits / len(accesses)
+    return hits / count
 
 
-def test_a_loop_over_more_than_fits_does_not_thrash() -> None:
-    """An LRU would miss every time."""
-    loop = list(range(100)) * 30
-    assert lru_hit_rate(50, loop) == 0.0
-    assert hit_rate(Residency(50), loop) > 0.35
+def routed(num_steps: int, k: int, first: int = 0, seed: int = 0) -> Turns:
+    """Steps through all layers; a layer's first experts are chosen most."""
+    rng = random.Random(seed)
+    turns = []
+    for _ in range(num_steps):
+        for layer in range(LAYERS):
+            chosen: dict[int, None] = {}
+            while len(chosen) < k:
+                chosen[(first + min(int(rng.expovariate(0.4)), EXPERTS - 1)) % EXPERTS] = None
+            turns.append((layer, list(chosen)))
+    return turns
 
 
-def test_skewed_use_is_kept_better_than_by_recency() -> None:
-    rng = random.Random(1)
-    skewed = rng.choices(range(400), weights=[1 / (rank + 1) for rank in range(400)], k=20000)
-    assert hit_rate(Residency(40), skewed) > lru_hit_rate(40, skewed) + 0.03
+def test_the_cycle_through_the_layers_does_not_thrash() -> None:
+    """A step needs 24 experts: in 20 places an LRU finds nothing."""
+    turns = routed(200, k=4)
+    assert lru_hit_rate(20, turns) < 0.05
+    assert hit_rate(Residency(20, LAYERS, EXPERTS), turns) > 0.5
 
 
-def test_a_scan_leaves_what_is_used() -> None:
-    tier = Residency(64)
-    used = list(range(40))
-    hit_rate(tier, used * 5)
-    hit_rate(tier, list(range(1000, 1400)))
-    assert hit_rate(tier, used) == 1.0
+def test_never_much_worse_than_recency_and_often_better() -> None:
+    for num_places in (12, 24, 36, 48, 72):
+        turns = routed(200, k=3)
+        ours = hit_rate(Residency(num_places, LAYERS, EXPERTS), turns)
+        assert ours > lru_hit_rate(num_places, turns) - 0.01
+
+
+def test_a_long_prompt_leaves_what_replies_use() -> None:
+    """Ten chunks, each of which needs all experts of all layers."""
+    tier = Residency(30, LAYERS, EXPERTS)
+    hit_rate(tier, routed(100, k=3))
+    before = hit_rate(tier, routed(20, k=3, seed=1))
+    chunks: Turns = [(layer, list(range(EXPERTS))) for layer in range(LAYERS)] * 10
+    hit_rate(tier, chunks)
+    hit_rate(tier, routed(2, k=3, seed=2))  # what the prompt took is fetched again
+    assert hit_rate(tier, routed(20, k=3, seed=3)) > before - 0.1
 
 
 def test_new_habits_replace_old_ones() -> None:
-    tier = Residency(32)
-    hit_rate(tier, list(range(28)) * 50)
-    hit_rate(tier, list(range(100, 128)) * 40)
-    assert hit_rate(tier, list(range(100, 128))) > 0.9
+    tier = Residency(30, LAYERS, EXPERTS)
+    hit_rate(tier, routed(200, k=3))
+    settled = hit_rate(tier, routed(20, k=3, seed=1))
+    hit_rate(tier, routed(30, k=3, first=8))
+    assert hit_rate(tier, routed(20, k=3, first=8, seed=1)) > settled - 0.1

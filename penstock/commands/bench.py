@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands import bench_serve, breakdown
+from penstock.commands import bench_offload, bench_serve, breakdown
 from penstock.commands.console import print_table
 from penstock.commands.flags import add_flags, foreign_flag, read_count, read_counts, read_settings
 from penstock.commands.measure import (
@@ -40,7 +41,7 @@ from penstock.types import SamplingParams
 if TYPE_CHECKING:
     from penstock.engine.logits_engine import LogitsEngine
 
-USAGE = "penstock bench {step,prefill,engine,serve} [-m MODEL] [flags]"
+USAGE = "penstock bench {step,prefill,engine,offload,serve} [-m MODEL] [flags]"
 DESCRIPTION = (
     "Time decode steps or prefills through the engine's own runner, or a server under load."
 )
@@ -48,6 +49,8 @@ EXAMPLES = [
     "penstock bench step -m Qwen3.5-35B-A3B --random-weights --batch 1,2,4,8 --context 1536",
     "penstock bench prefill -m Qwen3.5-4B --random-weights --batch 1,8 --context 1k --json "
     "prefill.json",
+    "penstock bench offload -m Qwen3.5-35B-A3B --random-weights --quantization int4 "
+    "--expert-cache 6GB",
     "penstock bench serve -m Qwen3.5-35B-A3B --random-weights --concurrency 1,8,64 --input-len 1k",
     "penstock bench serve --base-url http://host:9000 --trace conversations.csv --limit 500 "
     "--speedup 2",
@@ -60,15 +63,16 @@ OWN_DEFAULTS = {
     "sampled": False,
     "breakdown": False,
 }
+OFFLOAD_DEFAULTS = {"runs": 3, "new_tokens": 32, "against_resident": False}
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)  # uses every filter, as chats do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        choices=("step", "prefill", "engine", "serve"),
-        help="decode steps, prefills of prompts, decode steps through the scheduler, or a server "
-        "under load",
+        choices=("step", "prefill", "engine", "offload", "serve"),
+        help="decode steps, prefills of prompts, decode steps through the scheduler, replies with "
+        "experts in RAM or files, or a server under load",
     )
     parser.add_argument("--batch", type=read_counts, metavar="N,N", help="requests in a step")
     parser.add_argument(
@@ -81,19 +85,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sampled", action="store_true", help="sample with temperature, top_k and top_p"
     )
+    offload = parser.add_argument_group("bench offload")
+    offload.add_argument("--runs", type=read_count, metavar="N", help="timed runs of a batch")
+    offload.add_argument("--new-tokens", type=read_count, metavar="N", help="tokens of each reply")
+    offload.add_argument(
+        "--against-resident",
+        action="store_true",
+        help="compare tokens with the model's that has all experts on the device",
+    )
     parser.add_argument("--breakdown", action="store_true", help="time a step's kernels too (GPU)")
     parser.add_argument("--json", metavar="FILE", help="write the JSON object to this file too")
     add_flags(parser, EngineConfig, title="the engine", skip=bench_serve.SERVER_FLAGS)
     bench_serve.add_arguments(parser)
-    parser.set_defaults(**OWN_DEFAULTS)
+    parser.set_defaults(**OWN_DEFAULTS, **OFFLOAD_DEFAULTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.what == "serve":
-        _refuse_own_flags(arguments)
+        _refuse(arguments, {**OWN_DEFAULTS, **OFFLOAD_DEFAULTS})
         return bench_serve.run(arguments)
     bench_serve.refuse_flags(arguments)
     _check_shapes(arguments)
+    if arguments.what == "offload":
+        _refuse(
+            arguments, {name: OWN_DEFAULTS[name] for name in ("repeats", "sampled", "breakdown")}
+        )
+        return bench_offload.run(arguments)
+    _refuse(arguments, OFFLOAD_DEFAULTS)
     prepare_output(arguments.json, "--json")
     config = _engine_config(arguments)
     source = find_model(config.model)
@@ -112,6 +130,12 @@ def run(arguments: argparse.Namespace) -> int:
             from penstock.engine.logits_engine import LogitsEngine
         select_device(config.device)
         engine = LogitsEngine(Engine.from_source(source, config, phases))
+        if engine.engine.expert_store is not None:
+            raise ConfigError(
+                f"The device does not hold all experts of {source.name}",
+                "The floor of this bench is that of a resident model.",
+                "Use `penstock bench offload`.",
+            )
         require_room(engine, max(arguments.batch), _most_tokens(arguments, config))
         with timed("check", phases):
             difference = check_decode(engine)
@@ -169,10 +193,13 @@ def _measure(
     return measurement, found, check
 
 
-def _refuse_own_flags(arguments: argparse.Namespace) -> None:
-    for name, default in OWN_DEFAULTS.items():
+def _refuse(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Flags that the other benches take."""
+    for name, default in defaults.items():
         if getattr(arguments, name) != default and not is_given_by_variable(arguments, name):
-            raise foreign_flag("bench serve", f"--{name}", "the other benches")
+            owner = "`penstock bench offload`" if name in OFFLOAD_DEFAULTS else "the other benches"
+            flag = "--" + name.replace("_", "-")
+            raise foreign_flag(f"bench {arguments.what}", flag, owner)
 
 
 def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -218,6 +245,8 @@ def _check_shapes(arguments: argparse.Namespace) -> None:
         "--repeats": arguments.repeats,
         "--warmup": arguments.warmup,
         "--batch": min(arguments.batch),
+        "--runs": arguments.runs,
+        "--new-tokens": arguments.new_tokens,
     }
     for flag, value in sizes.items():
         if value < 1:

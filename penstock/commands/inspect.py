@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.commands import inspect_experts
 from penstock.commands.console import human_bytes, human_count, print_table
 from penstock.commands.flags import (
     UsageError,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.engine.memory import MemoryPlan
 
 DESCRIPTION = "Parameters, bytes and what fits here, of a model folder or of a preset."
-USAGE = "penstock inspect [MODEL] [flags]"
+USAGE = "penstock inspect [MODEL | experts LOG] [flags]"
 EXAMPLES = [
     "penstock inspect Qwen3.5-35B-A3B        a preset: no weights are needed",
     "penstock inspect ~/models/Qwen3.5-4B    a folder with a config.json",
@@ -40,6 +41,7 @@ EXAMPLES = [
     "penstock inspect Qwen3.5-397B-A17B --gpus 8xH200    how to spread it over GPUs",
     "penstock inspect Qwen3.5-4B --json      for a program",
     "penstock inspect Qwen3.5-397B-A17B --gpu-gb 24 --ram-gb 64 --disk-gbs 5    on such a machine",
+    "penstock inspect experts experts.log    hit rates by cache size, from --expert-log",
 ]
 
 TIERS = ("gpu", "ram", "disk")
@@ -67,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NxNAME",
         help=f"what each layout of such GPUs should give, such as 8xH200 ({', '.join(GPUS)})",
     )
+    parser.add_argument(
+        "log", metavar="LOG", nargs="?", help="after the word experts: a file of --expert-log"
+    )
     machine = parser.add_argument_group("a machine to run it on, with experts in RAM and on disk")
     for flag, default, what in (
         ("--gpu-gb", None, "memory of its GPU"),
@@ -81,6 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.log is not None:
+        if getattr(arguments, "model", None) != "experts":
+            raise UsageError(
+                f"penstock inspect takes no argument {arguments.log!r}",
+                "A second one is a log, after the word experts.",
+                "Run `penstock inspect --help` for all flags.",
+            )
+        return inspect_experts.run(arguments.log, arguments.json)
     config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
     gpus = None if arguments.gpus is None else read_gpus(arguments.gpus)
     report = inspect_model(config, read_tiers(arguments))

@@ -56,7 +56,7 @@ class Engine:
     def _begin(self, part: DevicePart, name: str, tokenizer_file: Path | None) -> None:
         config, self.runner = part.config, part.runner
         is_gpu = part.model.device.type == "cuda"
-        self._experts: ExpertStore | None = getattr(part.model, "expert_store", None)
+        self.expert_store: ExpertStore | None = getattr(part.model, "expert_store", None)
         self.info = _describe(part.model, name, part.memory, config)
         new_buffer = self.runner.rows.host_buffer
         self.policy = Policy(config, part.memory, self.info, tokenizer_file, new_buffer)
@@ -193,7 +193,9 @@ class Engine:
     def stats(self) -> EngineStats:
         used, total = used_and_total_bytes(self.runner.rows.device)
         stats = replace(self.policy.stats(), memory_used=used, memory_total=total)
-        return stats if self._experts is None else replace(stats, experts=self._experts.stats())
+        if self.expert_store is None:
+            return stats
+        return replace(stats, experts=self.expert_store.stats())
 
     def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int:
         """How many tokens of a prompt of this length the prefix cache would give if it came now."""

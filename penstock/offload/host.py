@@ -34,8 +34,10 @@ class HostExperts(Protocol):
 
     def layout_of(self, layer: int) -> ExpertLayout: ...
 
-    def read(self, keys: Sequence[Key], before_reading: Callable[[], None]) -> Iterator[Found]:
-        """The tensors of these experts of one layer, each valid until the next `read`.
+    def read(
+        self, layer: int, experts: Sequence[int], before_reading: Callable[[], None]
+    ) -> Iterator[Found]:
+        """The tensors of these experts, each valid until the next `read`.
 
         `before_reading` is called before memory that was given out is written again.
         """
@@ -54,8 +56,10 @@ class StackedExperts:
     def layout_of(self, layer: int) -> ExpertLayout:
         return self._layouts[layer]
 
-    def read(self, keys: Sequence[Key], before_reading: Callable[[], None]) -> Iterator[Found]:
-        for layer, expert in keys:
+    def read(
+        self, layer: int, experts: Sequence[int], before_reading: Callable[[], None]
+    ) -> Iterator[Found]:
+        for expert in experts:
             self.counters["ram_hits"] += 1
             yield (layer, expert), [tensor[expert] for tensor in self._stacks[layer]]
 
@@ -82,11 +86,19 @@ class FiledExperts:
             for layer in index.layers
         ]
         self._memory = [
-            _RecordMemory(layout, num_records, pin_memory)
+            _RecordMemory(layout, self._new_residency(num_records), pin_memory)
             for layout, num_records in zip(index.layouts, _share_out(index, ram_bytes))
         ]
         self._readers = ThreadPoolExecutor(NUM_READERS, "experts")
         self.counters: Counter[str] = Counter(ram_hits=0, disk_reads=0, disk_bytes=0)
+
+    def _new_residency(self, num_records: int) -> Residency:
+        most = max(layer.num_experts for layer in self._index.layers)
+        return Residency(num_records, len(self._index.layers), most)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._files)
 
     def layout_of(self, layer: int) -> ExpertLayout:
         return self._index.layouts[self._index.layers[layer].layout]
@@ -96,24 +108,30 @@ class FiledExperts:
         num_bytes = sum(memory.num_bytes for memory in self._memory)
         return f"{self._index.folder}, over {num_bytes / 1e9:.2f} GB of RAM"
 
-    def read(self, keys: Sequence[Key], before_reading: Callable[[], None]) -> Iterator[Found]:
-        memory = self._memory[self._index.layers[keys[0][0]].layout]
+    def read(
+        self, layer: int, experts: Sequence[int], before_reading: Callable[[], None]
+    ) -> Iterator[Found]:
+        memory = self._memory[self._index.layers[layer].layout]
         most = memory.residency.num_places
-        for first in range(0, len(keys), most):
-            yield from self._read_some(keys[first : first + most], memory, before_reading)
+        for first in range(0, len(experts), most):
+            yield from self._read_some(layer, experts[first : first + most], memory, before_reading)
 
     def _read_some(
-        self, keys: Sequence[Key], memory: _RecordMemory, before_reading: Callable[[], None]
+        self,
+        layer: int,
+        experts: Sequence[int],
+        memory: _RecordMemory,
+        before_reading: Callable[[], None],
     ) -> Iterator[Found]:
-        taken = memory.residency.take(keys)
+        taken = memory.residency.take(layer, experts)
         missing = [one for one in taken if one.is_new]
         reads: dict[Future[None], Key] = {}
         if missing:
             before_reading()
-        for key, place in ((one.key, one.place) for one in missing):
-            layer, expert = key
-            buffer = memory.records[place].numpy().data
-            reads[self._readers.submit(self._files[layer].read, expert, buffer)] = key
+        for one in missing:
+            buffer = memory.records[one.place].numpy().data
+            read = self._readers.submit(self._files[layer].read, one.key[1], buffer)
+            reads[read] = one.key
             self.counters["disk_reads"] += 1
             self.counters["disk_bytes"] += memory.layout.record_bytes
         try:
@@ -140,9 +158,9 @@ class FiledExperts:
 class _RecordMemory:
     """Records of one layout in RAM."""
 
-    def __init__(self, layout: ExpertLayout, num_records: int, pin_memory: bool) -> None:
-        self.layout = layout
-        self.residency = Residency(num_records)
+    def __init__(self, layout: ExpertLayout, residency: Residency, pin_memory: bool) -> None:
+        self.layout, self.residency = layout, residency
+        num_records = residency.num_places
         self.num_bytes = num_records * layout.record_bytes
         raw = torch.empty(
             self.num_bytes + RECORD_ALIGNMENT, dtype=torch.uint8, pin_memory=pin_memory

@@ -21,6 +21,7 @@ from penstock.layers.mlp import SparseMLP
 from penstock.models import build_model
 from penstock.models.source import ModelSource
 from penstock.offload.convert import order_for_gpu
+from penstock.offload.expert_log import ExpertLog
 from penstock.offload.files import DENSE, Index, is_converted, read_index
 from penstock.offload.host import FiledExperts, HostExperts, StackedExperts, least_ram_bytes
 from penstock.offload.layout import ExpertLayout, StoredMatrix, stack_tensors
@@ -74,9 +75,24 @@ def load_with_experts(
             model = load(find_host_weights=_stack_names)
             _move_to_slots(model, config)
     _limit_experts(model, config)
+    _open_log(model, config)
     if experts := describe_experts(model, config):
         on_phase(Phase("weights", experts, 1.0))
     return model
+
+
+def _open_log(model: nn.Module, config: EngineConfig) -> None:
+    if config.expert_log is None:
+        return
+    store = getattr(model, "expert_store", None)
+    if store is None:
+        raise ConfigError(
+            f"expert_log is {config.expert_log}, and all experts are on the device",
+            "They are chosen there, and the host does not learn which.",
+            "Give --expert-cache less than they take, or omit --expert-log.",
+        )
+    num_experts = max(mlp.router.shape[0] for mlp in sparse_layers(model).values())
+    store.log = ExpertLog(Path(config.expert_log).expanduser(), store.num_layers, num_experts)
 
 
 def describe_experts(model: Any, config: EngineConfig) -> str:
@@ -326,8 +342,6 @@ def _fill_stacks(
         on_phase(Phase("weights", index.layers[layer].file, layer / len(mlps)))
         num_experts = index.layers[layer].num_experts
         mlp.gate_up, mlp.down, stacks = host.layout_of(layer).new_slots(num_experts, dtype, device)
-        for (_, expert), tensors in host.read(
-            [(layer, expert) for expert in range(num_experts)], lambda: None
-        ):
+        for (_, expert), tensors in host.read(layer, range(num_experts), lambda: None):
             for stack, tensor in zip(stacks, tensors, strict=True):
                 stack[expert].copy_(tensor)

@@ -1,24 +1,28 @@
-"""Which experts stay in a tier: the slots of a device, or the records in RAM. Decides with integers
+"""Which experts stay in a tier: the slots of a device, or the records in RAM. Decides with numbers
 and never touches a tensor.
 
-    [ window: the last experts that came, oldest first | main: experts that earned their place )
+Layers run one after the other, so the time until an expert is used again follows from its layer's
+turn and from how likely the layer is to choose it:
 
-A new expert enters the window. When a place is needed, the window's oldest expert competes with
-main's least recently used one: the one with more uses stays. So a scan of all experts, such as the
-prefill of a long prompt, passes through the window and leaves main as it was, while experts that
-come again are kept. Uses are halved from time to time, so that old fame fades.
+    turns until next use  =  turns until its layer runs  +  layers * (1 / likelihood - 1)
+
+The expert that is expected to be used last is evicted. The likelihood is a moving average over the
+layer's own turns. A turn that needs most of the layer's experts, such as a prompt's, says little
+about which of them are special, and moves the averages as little. So neither a long prompt nor the
+cycle through the layers, in which a plain LRU evicts what comes next, empties the tier.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 Key = tuple[int, int]  # layer, expert
 
-WINDOW_SHARE = 8  # one place in so many is the window's
-AGE_USES = 16  # per place, after which all uses are halved
+MEMORY = 0.1  # weight of a layer's last turn in its averages
+LEAST_LIKELY = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,85 +33,78 @@ class Taken:
 
 
 class Residency:
-    def __init__(self, num_places: int) -> None:
+    def __init__(self, num_places: int, num_layers: int, num_experts: int) -> None:
         assert num_places > 0
-        self.num_places = num_places
-        self._window_places = max(1, num_places // WINDOW_SHARE)
+        self.num_places, self.num_layers, self.num_experts = num_places, num_layers, num_experts
+        shape = (num_layers, num_experts)
         self._free = list(reversed(range(num_places)))
-        self._place_of: dict[Key, int] = {}
-        self._window: OrderedDict[Key, None] = OrderedDict()
-        self._main: OrderedDict[Key, None] = OrderedDict()
-        self._pinned: set[Key] = set()
-        self._uses: dict[Key, int] = {}  # of experts that left, too
-        self._num_uses = 0
+        self._place_of = np.full(shape, -1)
+        self._layer_in = np.full(num_places, -1)  # -1: the place is free
+        self._expert_in = np.zeros(num_places, int)
+        self._is_pinned = np.zeros(num_places, bool)
+        self._likely = np.zeros(shape)  # at the layer's turn when the expert was last used
+        self._fading = np.zeros(num_layers)  # logarithm of what averages have lost since the start
+        self._fading_at = np.zeros(shape)  # that of the layer when the expert was last used
 
     def __len__(self) -> int:
-        return len(self._place_of)
+        return self.num_places - len(self._free)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._place_of
+        return bool(self._place_of[key] >= 0)
 
-    def take(self, keys: Sequence[Key]) -> list[Taken]:
-        """A place for each of these different keys. They keep it at least until `release`."""
-        assert len(self._pinned.union(keys)) <= self.num_places
-        are_new = [key not in self._place_of for key in keys]
-        self._pinned.update(keys)  # before any is evicted for another
-        for key, is_new in zip(keys, are_new):
-            self._count(key)
+    def take(self, layer: int, experts: Sequence[int]) -> list[Taken]:
+        """A place for each of these different experts. They keep it at least until `release`."""
+        self._learn(layer, experts)
+        places = self._place_of[layer, experts]
+        self._is_pinned[places[places >= 0]] = True  # before any is evicted for another
+        num_new = int((places < 0).sum())
+        if num_new > len(self._free):
+            self._evict(layer, num_new - len(self._free))
+        taken = []
+        for expert, place in zip(experts, places.tolist()):
+            is_new = place < 0
             if is_new:
-                self._place_of[key] = self._free.pop() if self._free else self._evict()
-                self._window[key] = None
-                self._settle()
-            else:
-                (self._window if key in self._window else self._main).move_to_end(key)
-        return [Taken(key, self._place_of[key], is_new) for key, is_new in zip(keys, are_new)]
+                place = self._free.pop()
+                self._place_of[layer, expert] = place
+                self._layer_in[place], self._expert_in[place] = layer, expert
+                self._is_pinned[place] = True
+            taken.append(Taken((layer, expert), place, is_new))
+        return taken
 
     def release(self) -> None:
         """The experts that were taken may be evicted again."""
-        self._pinned.clear()
+        self._is_pinned[:] = False
 
     def forget(self, key: Key) -> None:
         """Frees the place of an expert that could not be read."""
-        self._window.pop(key, None)
-        self._main.pop(key, None)
-        self._pinned.discard(key)
-        self._free.append(self._place_of.pop(key))
+        self._vacate(int(self._place_of[key]))
 
-    def _count(self, key: Key) -> None:
-        self._uses[key] = self._uses.get(key, 0) + 1
-        self._num_uses += 1
-        if self._num_uses >= AGE_USES * self.num_places:
-            self._num_uses = 0
-            self._uses = {key: uses // 2 for key, uses in self._uses.items() if uses > 1}
+    def _learn(self, layer: int, experts: Sequence[int]) -> None:
+        weight = MEMORY * (1 - len(experts) / (self.num_experts + 1))
+        self._fading[layer] += np.log1p(-weight)
+        now = self._likelihood(layer, experts) + weight
+        self._likely[layer, experts] = now
+        self._fading_at[layer, experts] = self._fading[layer]
 
-    def _settle(self) -> None:
-        """While places were free, the window has let nobody go: its oldest move to main."""
-        while len(self._window) > self._window_places and len(self._main) < self._main_places:
-            key, _ = self._window.popitem(last=False)
-            self._main[key] = None
+    def _likelihood(
+        self, layers: np.ndarray | int, experts: np.ndarray | Sequence[int]
+    ) -> np.ndarray:
+        lost = self._fading[layers] - self._fading_at[layers, experts]
+        likely: np.ndarray = self._likely[layers, experts] * np.exp(lost)
+        return likely
 
-    @property
-    def _main_places(self) -> int:
-        return self.num_places - self._window_places
+    def _evict(self, layer: int, count: int) -> None:
+        """In the turn of a layer: the experts that are expected to be used last."""
+        turns = (self._layer_in - layer - 1) % self.num_layers + 1
+        likely = np.maximum(self._likelihood(self._layer_in, self._expert_in), LEAST_LIKELY)
+        expected = turns + self.num_layers * (1 / likely - 1)
+        expected[self._is_pinned | (self._layer_in < 0)] = -np.inf
+        assert np.count_nonzero(expected > -np.inf) >= count, "fewer are pinned than places exist"
+        for place in np.argpartition(-expected, count - 1)[:count].tolist():
+            self._vacate(place)
 
-    def _evict(self) -> int:
-        candidate = self._oldest(self._window)
-        victim = self._oldest(self._main)
-        loser = candidate if victim is None else victim
-        if candidate is not None and victim is not None and self._is_window_full:
-            if self._uses.get(candidate, 0) > self._uses.get(victim, 0):
-                self._window.pop(candidate)
-                self._main[candidate] = None
-            else:
-                loser = candidate
-        assert loser is not None, "fewer keys are pinned than there are places"
-        self._window.pop(loser, None)
-        self._main.pop(loser, None)
-        return self._place_of.pop(loser)
-
-    @property
-    def _is_window_full(self) -> bool:
-        return len(self._window) >= self._window_places
-
-    def _oldest(self, segment: OrderedDict[Key, None]) -> Key | None:
-        return next((key for key in segment if key not in self._pinned), None)
+    def _vacate(self, place: int) -> None:
+        self._place_of[self._layer_in[place], self._expert_in[place]] = -1
+        self._layer_in[place] = -1
+        self._is_pinned[place] = False
+        self._free.append(place)

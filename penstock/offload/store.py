@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.layers.mlp import SparseMLP
+from penstock.offload.expert_log import ExpertLog
 from penstock.offload.host import HostExperts
 from penstock.offload.layout import ExpertLayout
 from penstock.offload.residency import Residency, Taken
@@ -32,10 +33,10 @@ class SlotPool:
     """Slots for experts of one layout, and which expert each holds."""
 
     def __init__(
-        self, layout: ExpertLayout, num_slots: int, dtype: torch.dtype, device: torch.device
+        self, layout: ExpertLayout, residency: Residency, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.gate_up, self.down, self.tensors = layout.new_slots(num_slots, dtype, device)
-        self.residency = Residency(num_slots)
+        self.residency = residency
+        self.gate_up, self.down, self.tensors = layout.new_slots(self.num_slots, dtype, device)
         self.slot_bytes = layout.slot_bytes(dtype)
 
     @property
@@ -52,14 +53,15 @@ class ExpertStore:
     def __init__(self, host: HostExperts, device: torch.device) -> None:
         self.host, self.device = host, device
         self.pools: list[SlotPool] = []
-        self.num_experts = 0
+        self.num_layers = self.num_experts = 0
         self._counters: Counter[str] = Counter(hits=0, misses=0, fetched_bytes=0)
         self._wait_us = 0
+        self.log: ExpertLog | None = None
         self._copies = _Copies(device)
 
     def fetch(self, layer: int, experts: Sequence[int], pool: SlotPool) -> list[int]:
         """The slots of these experts, which they keep until `release`."""
-        taken = pool.residency.take([(layer, expert) for expert in experts])
+        taken = pool.residency.take(layer, experts)
         missing = [one for one in taken if one.is_new]
         self._counters["hits"] += len(taken) - len(missing)
         self._counters["misses"] += len(missing)
@@ -73,7 +75,8 @@ class ExpertStore:
         slot_of = {one.key: one.place for one in missing}
         try:
             with self._copies.after_products():
-                for key, tensors in self.host.read(list(slot_of), self._copies.wait):
+                layer, experts = missing[0].key[0], [one.key[1] for one in missing]
+                for key, tensors in self.host.read(layer, experts, self._copies.wait):
                     pool.fill(slot_of[key], tensors)
                     del slot_of[key]
                     self._counters["fetched_bytes"] += pool.slot_bytes
@@ -96,6 +99,8 @@ class ExpertStore:
 
     def close(self) -> None:
         self.host.close()
+        if self.log is not None:
+            self.log.close()
 
 
 @dataclass(slots=True)
@@ -125,6 +130,8 @@ class OffloadedExperts:
         deterministic: bool = False,
     ) -> Tensor:  # [T, H]
         experts = ids.unique().tolist()
+        if self.store.log is not None:
+            self.store.log.add(self.layer, experts)
         shared = (shared_weight, shared_gate_up, shared_down)
         if len(experts) > self.pool.num_slots:
             outputs = self._run_in_passes(x, ids, experts, deterministic)
@@ -220,13 +227,15 @@ def attach(
         key: sum(mlps[layer].router.shape[0] for layer in layers)
         for key, layers in layers_of.items()
     }
-    store.num_experts = sum(counts.values())
+    store.num_layers, store.num_experts = len(mlps), sum(counts.values())
     total = sum(counts[key] * layouts[key].slot_bytes(dtype) for key in layouts)
     for key, layout in layouts.items():
         share = min(1.0, slot_bytes / total)
         least = min(counts[key], least_slots(mlps, layers_of[key], store.device))
         num_slots = max(int(share * counts[key]), least)
-        pool = SlotPool(layout, num_slots, dtype, store.device)
+        most = max(mlps[layer].router.shape[0] for layer in layers_of[key])
+        residency = Residency(num_slots, len(mlps), most)
+        pool = SlotPool(layout, residency, dtype, store.device)
         store.pools.append(pool)
         for layer in layers_of[key]:
             mlp = mlps[layer]

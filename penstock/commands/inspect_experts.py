@@ -1,0 +1,88 @@
+"""`penstock inspect experts LOG`: what a log of experts says about caches for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from penstock.commands.console import print_table
+
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)  # of all experts, on the device
+SPANS = (1, 4, 16, 64, 256)  # steps
+
+
+def run(path: str, as_json: bool) -> int:
+    from penstock.offload.expert_log import read_log
+
+    report = analyze(read_log(Path(path).expanduser()))
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _print_report(report)
+    return 0
+
+
+def analyze(log: Any) -> dict[str, Any]:
+    from penstock.offload.expert_log import (
+        hit_rate,
+        lru_hit_rate,
+        repeated_share,
+        top_share,
+        working_set,
+    )
+
+    total = log.num_layers * log.num_experts
+    sizes = {share: max(round(share * total), 1) for share in SHARES}
+    spans = {span: working_set(log, span) for span in SPANS}
+    return {
+        "layers": log.num_layers,
+        "experts_in_a_layer": log.num_experts,
+        "turns": len(log.turns),
+        "steps": len(log.steps),
+        "hit_rates": [
+            {
+                "share": share,
+                "experts": size,
+                "hit_rate": hit_rate(log, size),
+                "lru_hit_rate": lru_hit_rate(log, size),
+            }
+            for share, size in sizes.items()
+        ],
+        "working_set": {str(span): n for span, n in spans.items() if not math.isnan(n)},
+        "repeated_from_the_step_before": repeated_share(log),
+        "uses_of_the_top_tenth": top_share(log, 0.1),
+    }
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    total = report["layers"] * report["experts_in_a_layer"]
+    print(
+        f"{report['steps']:,} steps through {report['layers']} layers of "
+        f"{report['experts_in_a_layer']} experts."
+    )
+    print_table(
+        ["experts on the device", "share", "hits", "hits of an LRU"],
+        [
+            [
+                f"{row['experts']:,}",
+                f"{row['share']:.0%}",
+                f"{row['hit_rate']:.1%}",
+                f"{row['lru_hit_rate']:.1%}",
+            ]
+            for row in report["hit_rates"]
+        ],
+    )
+    print_table(
+        ["steps in a row", "different experts", "of all"],
+        [
+            [span, f"{count:,.1f}", f"{count / total:.1%}"]
+            for span, count in report["working_set"].items()
+        ],
+    )
+    print(
+        f"Of a step's experts {report['repeated_from_the_step_before']:.1%} were used in the step "
+        f"before; the most used tenth of all experts gets {report['uses_of_the_top_tenth']:.1%} of "
+        "all uses."
+    )

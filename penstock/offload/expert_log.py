@@ -1,0 +1,157 @@
+"""A record of which experts were needed, turn by turn: written while an engine serves, read by
+`penstock inspect experts`.
+
+    {"layers": 40, "experts": 256}     the first line
+    0 3 17 201                         a layer, and the experts that its tokens chose in one step
+
+Text, so that any tool can read it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from penstock.errors import CheckpointError, ConfigError
+from penstock.offload.residency import Residency
+
+Turn = tuple[int, list[int]]
+
+
+class ExpertLog:
+    def __init__(self, path: Path, num_layers: int, num_experts: int) -> None:
+        try:
+            # Open as long as the engine is.
+            self._file: TextIO = path.open("w", encoding="ascii", buffering=1 << 16)
+        except OSError as error:
+            raise ConfigError(
+                f"expert_log is {path}, which cannot be written", f"{error.strerror or error}."
+            ) from error
+        header = {"layers": num_layers, "experts": num_experts}
+        self._file.write(json.dumps(header) + "\n")
+
+    def add(self, layer: int, experts: Sequence[int]) -> None:
+        self._file.write(f"{layer} {' '.join(map(str, experts))}\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    num_layers: int
+    num_experts: int  # in a layer
+    turns: list[Turn]
+
+    @property
+    def steps(self) -> list[set[tuple[int, int]]]:
+        """The experts of each step; a step ends where a turn is not of a later layer."""
+        steps: list[set[tuple[int, int]]] = []
+        last = self.num_layers
+        for layer, experts in self.turns:
+            if layer <= last:
+                steps.append(set())
+            steps[-1].update((layer, expert) for expert in experts)
+            last = layer
+        return steps
+
+
+def read_log(path: Path) -> Log:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read", f"{error}.") from error
+    try:
+        header = json.loads(lines[0])
+        log = Log(int(header["layers"]), int(header["experts"]), [])
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise _not_a_log(path, 1, error) from error
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            log.turns.append(_read_turn(line, log))
+        except ValueError as error:
+            if number == len(lines):  # the engine was killed while it wrote
+                break
+            raise _not_a_log(path, number, error) from error
+    return log
+
+
+def _read_turn(line: str, log: Log) -> Turn:
+    layer, *experts = map(int, line.split())
+    if not 0 <= layer < log.num_layers:
+        raise ValueError(f"there is no layer {layer}")
+    if not 0 <= min(experts) <= max(experts) < log.num_experts:
+        raise ValueError(f"there are {log.num_experts} experts in a layer")
+    if len(set(experts)) < len(experts):
+        raise ValueError("an expert stands there twice")
+    return layer, experts
+
+
+def _not_a_log(path: Path, number: int, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not a log of experts",
+        f"Line {number}: {error or type(error).__name__}.",
+        "Write one with `penstock serve MODEL --expert-cache SIZE --expert-log FILE`.",
+    )
+
+
+def hit_rate(log: Log, num_places: int) -> float:
+    """Of the store's own rule, with so many experts on the device."""
+    tier = Residency(num_places, log.num_layers, log.num_experts)
+    hits = count = 0
+    for layer, experts in log.turns:
+        for first in range(0, len(experts), num_places):
+            taken = tier.take(layer, experts[first : first + num_places])
+            hits += sum(not one.is_new for one in taken)
+            count += len(taken)
+            tier.release()
+    return hits / max(count, 1)
+
+
+def lru_hit_rate(log: Log, num_places: int) -> float:
+    held: OrderedDict[tuple[int, int], None] = OrderedDict()
+    hits = count = 0
+    for key in ((layer, expert) for layer, experts in log.turns for expert in experts):
+        hits, count = hits + (key in held), count + 1
+        held[key] = None
+        held.move_to_end(key)
+        if len(held) > num_places:
+            held.popitem(last=False)
+    return hits / max(count, 1)
+
+
+def working_set(log: Log, num_steps: int) -> float:
+    """The mean number of different experts in so many steps in a row."""
+    steps = log.steps
+    if len(steps) < num_steps:
+        return float("nan")
+    counts: Counter[tuple[int, int]] = Counter()
+    total = 0
+    for place, step in enumerate(steps):
+        counts.update(step)
+        if place >= num_steps:
+            counts.subtract(steps[place - num_steps])
+            for key in steps[place - num_steps]:
+                if not counts[key]:
+                    del counts[key]
+        if place >= num_steps - 1:
+            total += len(counts)
+    return total / (len(steps) - num_steps + 1)
+
+
+def repeated_share(log: Log) -> float:
+    """Of a step's experts, those that the step before used too."""
+    pairs = list(zip(log.steps, log.steps[1:]))
+    repeated = sum(len(before & after) for before, after in pairs)
+    return repeated / max(sum(len(after) for _, after in pairs), 1)
+
+
+def top_share(log: Log, share: float) -> float:
+    """Of all uses, those of the most used experts."""
+    uses = Counter((layer, expert) for layer, experts in log.turns for expert in experts)
+    most = round(share * log.num_layers * log.num_experts)
+    return sum(count for _, count in uses.most_common(most)) / max(uses.total(), 1)
