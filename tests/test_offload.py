@@ -55,19 +55,32 @@ def all_logprobs(engine: Engine) -> dict[str, Any]:
     }
 
 
+def assert_same(seen: dict[str, Any], expected: dict[str, Any], *, to_the_bit: bool) -> None:
+    """Without `deterministic`, products of a few tokens round by how many experts are at hand."""
+    if to_the_bit:
+        assert seen == expected
+        return
+    assert seen.keys() == expected.keys()
+    for name, own in seen.items():
+        assert [one.token_id for one in own] == [one.token_id for one in expected[name]]
+        logprobs = [one.logprob for one in expected[name]]
+        assert [one.logprob for one in own] == pytest.approx(logprobs, abs=1e-4)
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("quantization", ["none", "int4"])
-def test_slots_change_no_bit(quantization: str, deterministic: bool) -> None:
+def test_slots_change_no_token_and_no_bit(quantization: str, deterministic: bool) -> None:
     """Small slots, chunks, batches and restored prefixes: as if all experts were resident."""
     given: dict[str, Any] = {"quantization": quantization, "deterministic": deterministic}
     resident = all_logprobs(make_engine(HYBRID_MOE, **given))
     for size in (FEW, SOME, MOST):
         engine = make_engine(HYBRID_MOE, expert_cache=size, **given)
-        assert all_logprobs(engine) == resident
+        assert_same(all_logprobs(engine), resident, to_the_bit=deterministic)
         assert store_of(engine).stats()["misses"] > 0
     chunks = {"max_step_tokens": 64, **given}
     engine = make_engine(HYBRID_MOE, expert_cache=SOME, **chunks)
-    assert all_logprobs(engine) == all_logprobs(make_engine(HYBRID_MOE, **chunks))
+    whole = all_logprobs(make_engine(HYBRID_MOE, **chunks))
+    assert_same(all_logprobs(engine), whole, to_the_bit=deterministic)
 
 
 @pytest.fixture(scope="module")
