@@ -110,8 +110,9 @@ PACKED = {**HYBRID_MOE, "moe_intermediate_size": 64, "shared_expert_intermediate
 PACKED = {**PACKED, "linear_value_head_dim": 32, "mtp_num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 4) for name in FORMATS), ("fp8", 2), ("gptq", 2)]
+)
 def test_ranks_keep_the_numbers_of_a_packed_checkpoint(
     tmp_path: Path, name: str, size: int
 ) -> None:
