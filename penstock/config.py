@@ -22,8 +22,12 @@ REASONING_PLACES = ("separate", "content")
 ROUTING_POLICIES = ("prefix", "least-pending", "round-robin")
 # Sampling parameters that an operator may set.
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-SPECULATORS = ("auto", "off", "mtp", "ngram")
-USUAL_DRAFTS = {"mtp": 3, "ngram": 7}  # of a step, if --speculate does not say how many
+SPECULATORS = ("auto", "off", "mtp", "ngram", "suffix")
+USUAL_DRAFTS = {
+    "mtp": 3,
+    "ngram": 7,
+    "suffix": 7,
+}  # of a step, if --speculate does not say how many
 MOST_DRAFTS = 15
 POOLINGS = ("auto", "last", "mean")
 SCORINGS = ("auto", "yes-no", "classifier", "cosine")
@@ -164,8 +168,9 @@ class EngineConfig:
     speculate: str = setting(
         "off",
         "draft tokens and verify several in one step, with the same results: mtp (the checkpoint's "
-        "drafting head), ngram (what followed the same words before), off, or auto (mtp on a CPU "
-        "if the checkpoint has a head, else off); mtp:3 drafts at most 3 a step",
+        "drafting head), ngram (what followed the same tokens before), suffix (the same, also in "
+        "the tenant's earlier replies), off, or auto (mtp on a CPU if the checkpoint has a head, "
+        "else off); mtp:3 drafts at most 3 a step",
     )
     pooling: str = setting(
         "auto",

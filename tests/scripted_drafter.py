@@ -32,6 +32,9 @@ class ScriptedDrafter:
         right = self.replies.get(sequence.id, [])[begin : begin + most]
         return tuple(token ^ (place == wrong) for place, token in enumerate(right))
 
+    def end(self, sequence: Sequence) -> None:
+        pass
+
 
 def drafting_engine(
     config: dict[str, Any],

@@ -161,6 +161,21 @@ def test_a_state_is_kept_where_a_draft_passed_a_page(config: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_a_state_is_kept_though_the_host_does_not_know_which_step_passes_it(overlap: bool) -> None:
+    """Drafts of the device, planned ahead: a plan only names the place."""
+    engine = make_engine(WITH_HEAD, deterministic=False, speculate="mtp:3", overlap=overlap)
+    engine.policy.speculator.pace = None
+    one = request("one", prompt(60), max_tokens=90)
+    said = tuple(tokens_of(run(engine, one)["one"]))
+    engine.policy.cache.check()
+    two = request("two", (*prompt(60), *said, *prompt(9, 2)))
+    again = run(engine, two)["two"]
+    assert again[0].num_cached_tokens == 128
+    fresh = run(make_engine(WITH_HEAD, deterministic=False), two)["two"]
+    assert tokens_of(again) == tokens_of(fresh)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_rows_come_back(config: dict[str, Any], overlap: bool) -> None:
     requests = [
         request(f"r{i}", prompt(60 + i, i), max_tokens=100, seed=i, temperature=0.7)
@@ -285,6 +300,21 @@ def test_prompt_lookup_drafts_what_followed_before() -> None:
     deltas = run(engine, one)["x"]
     assert tokens_of(deltas) == [5] * 60
     assert len(deltas) <= 12
+
+
+def test_suffixes_draft_what_the_tenant_was_told_before_and_no_other_tenant() -> None:
+    """The same question again: one step brings a token and all drafts, but for the first few."""
+    engine = make_engine(LLAMA, speculate="suffix:7")
+    engine.policy.speculator.pace = None
+    asked = request("first", prompt(20), max_tokens=60, temperature=0.5, seed=1)
+    plain = run(make_engine(LLAMA), asked)
+    assert_same(plain, run(engine, asked))
+    again = run(engine, dataclasses.replace(asked, id="again"))["again"]
+    assert tokens_of(again) == tokens_of(plain["first"])
+    assert len(again) <= 4 + 60 // 7
+    other = run(engine, dataclasses.replace(asked, id="other", tenant="other"))["other"]
+    assert tokens_of(other) == tokens_of(plain["first"])
+    assert len(other) > 40
 
 
 @pytest.mark.parametrize(

@@ -295,8 +295,6 @@ class Cache:
     def note_passed_state(self, sequence: Sequence, keep: KeptState, start: int) -> None:
         """A step that was to keep a state has ended; it replayed the tokens from `num_in_slot` to
         `start`."""
-        if not sequence.keep.slot:
-            return
         place, slot = sequence.keep
         if keep == sequence.keep and sequence.num_in_slot <= place <= start:
             sequence.checkpoints[place] = slot

@@ -36,7 +36,8 @@ def cache_specs(model: Any, speculation: Speculation) -> list[CacheSpec]:
         else spec
         for spec in model.cache_specs()
     ]
-    return [*specs, model.mtp.cache_spec] if speculation.kind == "mtp" else specs
+    head = getattr(model, "mtp", None) if speculation.kind == "mtp" else None
+    return specs if head is None else [*specs, head.cache_spec]
 
 
 def journal_bytes(specs: list[CacheSpec], num_drafts: int) -> int:

@@ -8,12 +8,12 @@ again after a while: work changes.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 FIRST_STEPS = 4  # of a number of rows: two with all drafts, two without
 PLAIN_EVERY = 128  # steps, one of which is plain
-PROBE_EVERY = 256  # steps, after which drafts that did not pay are tried again
+PROBE_EVERY = 512  # steps, after which drafts that did not pay are tried again
 PROBE_STEPS = 4
 NEWEST = 0.1  # weight of the newest measurement
 FIRST_GUESS = 0.8  # acceptance before there is any
@@ -21,13 +21,14 @@ FIRST_GUESS = 0.8  # acceptance before there is any
 
 class DraftPace:
     def __init__(self) -> None:
-        self._seconds: dict[tuple[int, int], float] = {}  # rows (a power of two), tokens a row
+        # By rows (a power of two) and tokens a row.
+        self._seconds: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._num_steps: Counter[int] = Counter()  # by rows
 
     def note_step(self, num_rows: int, tokens_a_row: int, seconds: float) -> None:
-        key = (_bucket(num_rows), tokens_a_row)
-        before = self._seconds.get(key, seconds)
-        self._seconds[key] = before + NEWEST * (seconds - before)
+        known = self._seconds[_bucket(num_rows)]
+        before = known.get(tokens_a_row, seconds)
+        known[tokens_a_row] = before + NEWEST * (seconds - before)
 
     def start_step(self, num_rows: int) -> int:
         """The number of steps of so many rows before this one."""
@@ -37,8 +38,7 @@ class DraftPace:
 
     def seconds(self, num_rows: int, tokens_a_row: int) -> float | None:
         """Measured, or between what was measured: the time of a step grows with its tokens."""
-        bucket = _bucket(num_rows)
-        known = {tokens: s for (rows, tokens), s in self._seconds.items() if rows == bucket}
+        known = self._seconds[_bucket(num_rows)]
         if tokens_a_row in known or not known:
             return known.get(tokens_a_row)
         below = max((n for n in known if n < tokens_a_row), default=None)

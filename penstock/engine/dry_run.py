@@ -126,11 +126,11 @@ class DryRun:
         self.runner.launch(StepPlan(0, tuple(rows))).wait()
 
     def _launch_decodes(self) -> None:
-        """As many decodes as may run, with every sampling option."""
-        numbers = range(self.runner.rows.max_rows)
+        """As many decodes as may run, with as many drafts and every sampling option."""
+        numbers, most = range(self.runner.rows.max_rows), 1 + self.runner.rows.num_drafts
         plan = StepPlan(
             step=0,
-            rows=tuple(RowPlan.decode(row) for row in numbers),
+            rows=tuple(RowPlan.decode(row, max_tokens=most) for row in numbers),
             admissions=tuple(
                 Admission(
                     row, EVERY_OPTION, seed=0, num_prompt_tokens=1, history=(0,), end_token_ids=(0,)

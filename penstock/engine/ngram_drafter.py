@@ -23,6 +23,9 @@ class NgramDrafter:
             places = self._seen[sequence] = _Places()
         return places.propose(sequence.tokens, most)
 
+    def end(self, sequence: Sequence) -> None:
+        self._seen.pop(sequence, None)
+
 
 class _Places:
     """Where each n-gram of a text ended last, less the one at its very end."""

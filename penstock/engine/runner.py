@@ -82,11 +82,15 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         token_ids, *logprobs = (tensor.tolist() for tensor in self._tensors)
-        places = self._places()
+        if self._num_new is None:
+            rows = [row.row for row in self.plan.rows if row.samples]
+            said = {row: (token_id,) for row, token_id in zip(rows, token_ids)}
+        else:
+            said = {row: tuple(token_ids[some]) for row, some in self._places().items()}
         return StepOutput(
             step=self.plan.step,
-            token_ids={row: tuple(token_ids[some]) for row, some in places.items()},
-            logprobs=self._logprobs(places, token_ids, *logprobs) if logprobs else {},
+            token_ids=said,
+            logprobs=self._logprobs(self._places(), token_ids, *logprobs) if logprobs else {},
             prompt_scores=self._prompt_scores(),
             vectors={
                 row: vector.tobytes()

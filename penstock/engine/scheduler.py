@@ -26,6 +26,7 @@ from penstock.engine.limits import RequestLimits
 from penstock.engine.speculate import Speculator
 from penstock.errors import RequestError
 from penstock.types import (
+    NOTHING_KEPT,
     FinishReason,
     PageUpdate,
     PrefixHit,
@@ -285,7 +286,9 @@ class Scheduler:
                     break
             if new_pages is not None:
                 chunk = self._chunk(sequence, 1 + num_drafts, len(new_pages))
-                chunks.append(dataclasses.replace(chunk, draft_ids=draft_ids))
+                if draft_ids:
+                    chunk = dataclasses.replace(chunk, draft_ids=draft_ids)
+                chunks.append(chunk)
         return chunks
 
     def _draft(self, sequence: Sequence, num_left: int) -> tuple[int, tuple[int, ...]]:
@@ -546,9 +549,8 @@ class Scheduler:
 
     def _keep_passed_state(self, chunk: Chunk) -> Chunk:
         """With drafts, a decode may pass a page boundary anywhere in what it replays."""
-        if not chunk.is_decode:
-            return chunk
-        return dataclasses.replace(chunk, keep=self.cache.keep_passed_state(chunk.sequence))
+        keep = self.cache.keep_passed_state(chunk.sequence) if chunk.is_decode else NOTHING_KEPT
+        return dataclasses.replace(chunk, keep=keep) if keep.slot else chunk
 
     def _plan_checkpoints(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
         planned = []
@@ -571,7 +573,8 @@ class Scheduler:
         if sequence.row is not None:  # else it was preempted, and nothing of it is computed
             sequence.num_computed -= chunk.max_new_tokens - len(token_ids)
             start = len(sequence.tokens) - chunk.is_decode  # tokens before this step's, or all
-            self.cache.note_passed_state(sequence, chunk.keep, start)
+            if sequence.keep.slot:
+                self.cache.note_passed_state(sequence, chunk.keep, start)
             sequence.num_in_slot = len(sequence.tokens)
         reason, num_taken = None, 0
         while reason is None and num_taken < len(token_ids):
@@ -632,6 +635,8 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish = reason
+        if self._speculator is not None:
+            self._speculator.note_end(sequence)
         if sequence.row is None:
             self._waiting.remove(sequence)
         else:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from penstock.config import Speculation
 from penstock.engine.draft_pace import FIRST_GUESS, Acceptance, DraftPace
 from penstock.engine.ngram_drafter import NgramDrafter
+from penstock.engine.suffix_drafter import SuffixDrafter
 from penstock.types import DraftCount, DraftStats, Sequence, StepPlan
 
 Propose = Callable[[Sequence, int], tuple[int, ...]]
@@ -25,11 +26,21 @@ class HostDrafter(Protocol):
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """Tokens that may follow those of the sequence, at most so many."""
 
+    def end(self, sequence: Sequence) -> None:
+        """The sequence has ended, and has said all it will."""
+
+
+HOST_DRAFTERS: dict[str, Callable[[], HostDrafter]] = {
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+}
+
 
 class Speculator:
     def __init__(self, speculation: Speculation, forced_ids: Propose = lambda *_: ()) -> None:
         self.speculation = speculation
-        self.drafter: HostDrafter | None = NgramDrafter() if speculation.kind == "ngram" else None
+        new_drafter = HOST_DRAFTERS.get(speculation.kind)
+        self.drafter: HostDrafter | None = None if new_drafter is None else new_drafter()
         # None: all drafts are worth their time.
         self.pace: DraftPace | None = DraftPace() if speculation.num_drafts else None
         self._forced_ids = forced_ids
@@ -92,6 +103,10 @@ class Speculator:
         if name != GRAMMAR:
             for acceptance in (self._acceptance, self._acceptance_of(sequence)):
                 acceptance.note(num_drafts, num_right)
+
+    def note_end(self, sequence: Sequence) -> None:
+        if self.drafter is not None:
+            self.drafter.end(sequence)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """A step has ended and its tokens were noted."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.ops.reference import kv_codes
 
-FEW = 4  # tokens that hardly share experts
+FEW = 8  # tokens that hardly share experts
 MOST_TOGETHER = 16  # tokens of one sequence: one and its drafts
 
 
