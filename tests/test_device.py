@@ -16,7 +16,7 @@ import torch
 
 from penstock.cli import main
 from penstock.config import EngineConfig, WorkerConfig
-from penstock.engine import engine as engine_module
+from penstock.engine import device_part
 from penstock.engine import memory as memory_module
 from penstock.engine import runner as runner_module
 from penstock.engine.device import pick_device, select_device
@@ -78,7 +78,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus.current)
     monkeypatch.setattr(torch.cuda, "set_device", gpus.set_device)
     monkeypatch.setattr(torch.cuda, "device", Inside)
-    monkeypatch.setattr(engine_module, "load_model", gpus.load_model)
+    monkeypatch.setattr(device_part, "load_model", gpus.load_model)
     return gpus
 
 
@@ -162,8 +162,8 @@ def test_memory_is_planned_and_steps_are_tried_on_the_engines_device(
         return memory_module.build_runner(model, *rest)
 
     model = make_engine(LLAMA).runner.model
-    monkeypatch.setattr(engine_module, "on_device", on_device)
-    monkeypatch.setattr(engine_module, "build_runner", build_runner)
+    monkeypatch.setattr(device_part, "on_device", on_device)
+    monkeypatch.setattr(device_part, "build_runner", build_runner)
     Engine(model, EngineConfig(memory_gb=0.1), "m")
     assert seen == [True]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -65,6 +66,15 @@ def test_a_model_that_cannot_be_split_leaves_no_process() -> None:
     with pytest.raises(ConfigError, match="tp is 3, and the model has 4 DeltaNet key heads"):
         new_llm(3)
     assert rank_pids(os.getpid()) == []
+
+
+def test_a_rank_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    monkeypatch.setattr(rank_group, "module_command", lambda *_: command)
+    with pytest.raises(EngineDeadError) as error:
+        new_llm(2)
+    assert error.value.what == "Rank 1 of 2 stopped"
+    assert error.value.why == "It ended (exit code 3)."
 
 
 @pytest.fixture

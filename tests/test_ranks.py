@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,9 @@ PACKED = {**HYBRID_MOE, "moe_intermediate_size": 64, "shared_expert_intermediate
 PACKED = {**PACKED, "linear_value_head_dim": 32, "mtp_num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 4) for name in FORMATS), ("fp8", 2), ("gptq", 2)]
+)
 def test_ranks_keep_the_numbers_of_a_packed_checkpoint(
     tmp_path: Path, name: str, size: int
 ) -> None:
@@ -153,29 +155,48 @@ def test_cut_blocks_mean_what_they_meant_in_the_whole(kind: str) -> None:
         assert torch.equal(part.dequantize().nan_to_num(nan=0.5), expected)
 
 
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Of weights, by the size of each read."""
+    sizes: list[int] = []
+    read = os.preadv
+
+    def counted(file: int, buffers: Any, offset: int) -> int:
+        sizes.append(read(file, buffers, offset))
+        return sizes[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    yield sizes
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_rank_reads_its_part_of_a_file_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fused: bool
+    tmp_path: Path, bytes_read: list[int], is_fused: bool
 ) -> None:
     wide = {"moe_intermediate_size": 4096, "shared_expert_intermediate_size": 4096}
     config = {**HYBRID_MOE, **wide, "head_dim": 512, "num_experts": 4, "num_hidden_layers": 4}
     state = random_state(config) if is_fused else plain_state(config)
     assert ("model.layers.0.mlp.experts.down_proj" in state) == is_fused
     path = write(tmp_path / "model", state, config)
-    num_read, read = 0, os.preadv
-
-    def counted(file: int, buffers: Any, offset: int) -> int:
-        nonlocal num_read
-        found = read(file, buffers, offset)
-        num_read += found
-        return found
-
-    monkeypatch.setattr(os, "preadv", counted)
     model = load_weights(path, ranks=Ranks(1, 4))
     kept = sum(values.numel() * 4 for values in model.parameters())
     assert kept < 0.3 * (path / "model.safetensors").stat().st_size
-    assert num_read < 1.1 * kept, "but for rows that are shorter than a page of a disk"
-    monkeypatch.undo()
+    assert sum(bytes_read) < 1.1 * kept, "but for rows that are shorter than a page of a disk"
+    assert_parts_of_the_whole(path, 4)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4", "int8", "awq", "nvfp4", "mxfp4", "mlx"])
+def test_codes_of_other_ranks_are_not_read(
+    tmp_path: Path, bytes_read: list[int], name: str
+) -> None:
+    """Whole are the scales of all columns, and what is not quantised and not split."""
+    form = FORMATS[name]
+    config = {**LLAMA_4, "num_hidden_layers": 1, "intermediate_size": 32768, "vocab_size": 64}
+    packed, _ = pack_state(plain_state(config), form)
+    path = write(tmp_path / "model", packed, {**config, form.key: form.quantization})
+    load_weights(path, ranks=Ranks(1, 4))
+    assert sum(bytes_read) < 0.35 * (path / "model.safetensors").stat().st_size
     assert_parts_of_the_whole(path, 4)
 
 

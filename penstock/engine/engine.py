@@ -102,6 +102,7 @@ class Engine:
     def _lead(self, group: RankGroup) -> None:
         """From here on, the other ranks do what this one does."""
         self.other_ranks = group
+        group.has_started = True
         self.runner.tell_others = group.send
         links = self.runner.rows.ranks.links
         if self.runner.rows.device.type == "cuda" and isinstance(links, GroupLinks):

@@ -71,12 +71,13 @@ def main() -> int:
 
 
 def _run(rank: int, channel: RankChannel, inbox: queue.SimpleQueue[ToRank]) -> None:
+    from penstock.engine.device import select_device
     from penstock.engine.device_part import load_part, rank_device
     from penstock.models.source import ModelSource
 
     begin = inbox.get()
     assert isinstance(begin, Begin)
-    rank_device(begin.config, rank)
+    select_device(rank_device(begin.config, rank))
     channel.send(RankArrived())
     path = None if begin.path is None else Path(begin.path)
     source = ModelSource(begin.name, path, begin.model_config)

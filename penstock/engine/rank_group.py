@@ -37,6 +37,7 @@ from penstock.models.source import ModelSource
 THREADS = "OMP_NUM_THREADS"
 PING_INTERVAL_S = 1.0
 MAX_SILENCE_S = 10.0
+MAX_START_SILENCE_S = 120.0  # libraries that are loaded and kernels that compile hold Python's lock
 ARRIVE_TIMEOUT_S = 120.0
 NOTICE_S = 3.0  # that the reason of an error may take to be known
 EXIT_GRACE_S = 5.0
@@ -46,6 +47,7 @@ class RankGroup:
     def __init__(self, config: EngineConfig) -> None:
         self.size = config.tp
         self.failure: PenstockError | None = None
+        self.has_started = False
         # Called once, in a thread, when a rank fails: a collective may wait for it for ever.
         self.on_failure: Callable[[PenstockError], None] = lambda _: None
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
@@ -173,7 +175,7 @@ class RankGroup:
             now = time.monotonic()
             for rank, channel in self._channels.items():
                 silence = now - self._last_pong[rank]
-                if silence > MAX_SILENCE_S:
+                if silence > (MAX_SILENCE_S if self.has_started else MAX_START_SILENCE_S):
                     why = f"It has not answered for {silence:.0f} s, and was killed."
                     self._fail(_dead(rank, self.size, why))
                     self._processes[rank].kill()  # what waits for it goes on, and fails

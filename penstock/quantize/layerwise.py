@@ -90,7 +90,7 @@ class LayerwiseModel:
     def embed(self, token_ids: Tensor) -> Tensor:  # [T] -> [T, H], on the host
         (tensor,) = [self.stored[n] for n in self.names_of_stage(0)[:1]]
         place = self.placements[tensor.name]
-        return place.converted(tensor.load(place.rows))[token_ids].to(self.model.dtype)
+        return place.converted(tensor.load_part(place.source))[token_ids].to(self.model.dtype)
 
     @contextmanager
     def layer(self, number: int, tensors: Mapping[str, Tensor]) -> Iterator[nn.Module]:

@@ -90,7 +90,13 @@ class Codes:
             offsets=None if self.offsets is None else self.offsets.mapped(chosen),
         )
 
-    def _cut_columns(self, first: int, end: int) -> Codes:
+    def with_columns(self, columns: slice | None, num_columns: int) -> Codes:
+        """Of codes whose values were read for these columns only, and whose scales are whole."""
+        if columns is None:
+            return self
+        return self._cut_columns(*columns.indices(num_columns)[:2], is_read=True)
+
+    def _cut_columns(self, first: int, end: int, *, is_read: bool = False) -> Codes:
         width = self.block[1]
         if self.columns is None:
             kept: slice | Tensor = slice(first, end)
@@ -106,7 +112,7 @@ class Codes:
             columns = self.columns[kept] - first
         return replace(
             self,
-            values=self.values[..., kept].contiguous(),
+            values=self.values if is_read else self.values[..., kept].contiguous(),
             block=(self.block[0], width),
             scales=_choose_groups(self.scales, groups),
             zeros=None if self.zeros is None else self.zeros[..., groups],

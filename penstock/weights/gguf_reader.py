@@ -24,7 +24,7 @@ from penstock.gguf.split import read_model
 from penstock.weights.codes import Codes
 from penstock.weights.gguf_blocks import READERS
 from penstock.weights.gguf_layout import Part, parts_of
-from penstock.weights.safetensors_reader import read_into
+from penstock.weights.safetensors_reader import read_into, read_part
 from penstock.weights.stored import RawRows, StoredTensor
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,22 @@ def _read(part: Part, rows: slice | None) -> Tensor:
     return weight.reshape(-1, *part.shape[1:])
 
 
-def _read_codes(part: Part, rows: slice | None) -> Codes:
-    return _codes_of(part, part.rows_of(rows))
+def _read_codes(part: Part, rows: slice | None, columns: slice | None = None) -> Codes:
+    own_rows = part.rows_of(rows)
+    if columns is None:
+        return _codes_of(part, own_rows)
+    if part.columns is not None or not isinstance(own_rows, range):
+        return _codes_of(part, own_rows).cut(slice(None), columns)
+    block = part.info.type
+    first, end, _ = columns.indices(part.width)
+    blocks = slice(first // block.block_size, -(-end // block.block_size))
+    in_bytes = slice(blocks.start * block.block_bytes, blocks.stop * block.block_bytes)
+    whole = (own_rows.stop, part.row_bytes)
+    source = (slice(own_rows.start, own_rows.stop), in_bytes)
+    raw = read_part(part.info.path, part.info.offset, torch.uint8, whole, source)
+    codes = READERS[block.name](raw.unflatten(-1, (-1, block.block_bytes)))
+    before = blocks.start * block.block_size
+    return codes.cut(slice(None), slice(first - before, end - before))
 
 
 def _read_raw(part: Part, rows: slice | None, out: Tensor) -> None:

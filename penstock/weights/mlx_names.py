@@ -67,9 +67,10 @@ def _one_of(tensor: StoredTensor, index: int, name: str) -> StoredTensor:
     def read(rows: slice | None) -> Tensor:
         return tensor.load(own)[0][rows or slice(None)]
 
-    def read_codes(rows: slice | None) -> Codes:
+    def read_codes(rows: slice | None, columns: slice | None = None) -> Codes:
         assert read_stack is not None
-        return _matrix(read_stack(own), (0, rows or slice(None)))
+        found = _matrix(read_stack(own), (0, rows or slice(None)))
+        return found if columns is None else found.cut(slice(None), columns)
 
     return replace(
         tensor,

@@ -73,7 +73,7 @@ def open_safetensors(path: Path) -> list[StoredTensor]:
                 shape,
                 dtype,
                 read=_reader(path, offset, dtype, shape),
-                read_part=partial(_read_part, path, offset, dtype, shape),
+                read_part=partial(read_part, path, offset, dtype, shape),
             )
         )
     return tensors
@@ -145,7 +145,7 @@ def _reader(
     return read
 
 
-def _read_part(
+def read_part(
     path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...], source: tuple[slice, ...]
 ) -> Tensor:
     """A part between bounds of each dimension: its runs of bytes, and nothing between them unless

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.weights.codes import Codes
+
+
+class ReadCodes(Protocol):
+    def __call__(self, rows: slice | None, columns: slice | None = None) -> Codes:
+        """Some rows, or all; of a matrix also only some columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,7 @@ class StoredTensor:
         ""  # how its file stores it, such as "Q4_K" or "fp8 128x128"; "": as numbers of `dtype`
     )
     stored_bytes: int | None = None  # that it takes in the file, where that is not the dtype's
-    read_codes: Callable[[slice | None], Codes] | None = None  # of a quantised tensor
+    read_codes: ReadCodes | None = None  # of a quantised tensor
     raw: RawRows | None = None  # of a quantised tensor whose rows have their scales among them
     # Returns a part of the tensor and reads no more of the file than it must.
     read_part: Callable[[tuple[slice, ...]], Tensor] | None = None
@@ -54,13 +60,13 @@ class StoredTensor:
     def load_codes(self, source: tuple[slice, ...]) -> Codes:
         """The same of a quantised tensor, without expanding it."""
         assert self.read_codes is not None
-        codes = self.read_codes(source[0] if source else None)
-        if len(source) < 2:
-            return codes
-        rows, columns = (source[1], slice(None)) if len(source) == 2 else source[1:]
+        rows, *inner = source or (None,)
+        if not inner:
+            return self.read_codes(rows)
         if len(self.shape) == 2:
-            rows, columns = slice(None), source[1]
-        return codes.cut(rows, columns)
+            return self.read_codes(rows, *inner)
+        own_rows, columns = [*inner, slice(None)][:2]
+        return self.read_codes(rows).cut(own_rows, columns)
 
     @property
     def num_bytes(self) -> int:

@@ -64,21 +64,24 @@ def _open(parts: Parts, group_size: int | None, has_zeros: bool) -> StoredTensor
     if has_zeros or "qzeros" in parts:
         zeros = parts.take("qzeros", INT32, (num_groups, packed.shape[1]))
 
-    def read_codes(rows: slice | None) -> Codes:
+    def read_codes(rows: slice | None, columns: slice | None = None) -> Codes:
         first, end = bounds(rows, num_rows)
-        values = _unpack(packed.load(), first, end)
-        fine = scales.load()[:, first:end].t()
+        values = _read_codes(packed, columns or slice(None), first, end)
+        fine = scales.load_part((slice(None), slice(first, end))).t()
         if zeros is None:
             centred = (values - 2 ** (BITS - 1)).view(torch.int8)
-            return Codes(centred, BITS, (1, group), Scales(fine))
-        return Codes(values, BITS, (1, group), Scales(fine), _unpack(zeros.load(), first, end))
+            found = Codes(centred, BITS, (1, group), Scales(fine))
+        else:
+            own_zeros = _read_codes(zeros, slice(None), first, end)
+            found = Codes(values, BITS, (1, group), Scales(fine), own_zeros)
+        return found.with_columns(columns, num_columns)
 
     return parts.make(shape, describe("int4", shape, (1, group)), read_codes)
 
 
-def _unpack(packed: Tensor, first: int, end: int) -> Tensor:  # [K, N / 8] -> [rows, K]
-    """Unpacks only the words that hold these outputs."""
-    words = packed[:, first // PER_WORD : math.ceil(end / PER_WORD)]
+def _read_codes(packed: StoredTensor, columns: slice, first: int, end: int) -> Tensor:
+    """[K, N / 8] -> [rows, columns], from the words that hold these outputs."""
+    words = packed.load_part((columns, slice(first // PER_WORD, math.ceil(end / PER_WORD))))
     codes = unpack(words, BITS, words.shape[1] * PER_WORD).unflatten(-1, (-1, PER_WORD))
     in_order = codes[..., PLACES].flatten(-2)
     begin = first % PER_WORD

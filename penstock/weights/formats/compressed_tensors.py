@@ -34,6 +34,8 @@ from penstock.weights.formats.parts import (
     group_order,
     matches,
     read_bits,
+    read_packed,
+    read_values,
     spellings,
     unpack,
     wrong_shape,
@@ -200,10 +202,11 @@ def _open_integers(parts: Parts, group: Group) -> StoredTensor:
     if zeros is None and not group.is_symmetric:
         parts.take(ZERO, ZEROS)
 
-    def read_codes(rows: slice | None) -> Codes:
+    def read_codes(rows: slice | None, columns: slice | None = None) -> Codes:
         fine, own_block = grid.read(rows)
         own_zeros = None if zeros is None else zeros.read(rows)[0]
-        return Codes(codes.load(rows), 8, own_block, Scales(fine), own_zeros)
+        found = Codes(read_values(codes, rows, columns), 8, own_block, Scales(fine), own_zeros)
+        return found.with_columns(columns, shape[-1])
 
     return parts.make(shape, describe("int8", shape, block), read_codes)
 
@@ -217,16 +220,21 @@ def _open_packed(parts: Parts, group: Group) -> StoredTensor:
     order = parts.take("weight_g_idx", INT32, (shape[-1],)) if "weight_g_idx" in parts else None
     zeros = None if group.is_symmetric else _packed_zeros(parts, bits, grid)
 
-    def read_codes(rows: slice | None) -> Codes:
+    def read_codes(rows: slice | None, columns: slice | None = None) -> Codes:
         fine, own_block = grid.read(rows)
-        values = unpack(packed.load(rows), bits, shape[-1])
-        columns = None if order is None else group_order(order.load(), block[1], order.name)
-        if columns is not None:
-            values = values[..., columns]
+        own_order = None if order is None else group_order(order.load(), block[1], order.name)
+        if own_order is not None:
+            values = unpack(packed.load(rows), bits, shape[-1])[..., own_order]
+        else:
+            values = read_packed(packed, bits, shape[-1], rows, columns)
         if zeros is None:
             centred = (values - middle).view(torch.int8)
-            return Codes(centred, bits, own_block, Scales(fine), columns=columns)
-        return Codes(values, bits, own_block, Scales(fine), zeros(rows), columns=columns)
+            found = Codes(centred, bits, own_block, Scales(fine), columns=own_order)
+        else:
+            found = Codes(values, bits, own_block, Scales(fine), zeros(rows), columns=own_order)
+        if own_order is not None and columns is not None:
+            return found.cut(slice(None), columns)
+        return found.with_columns(columns, shape[-1])
 
     return parts.make(shape, describe(f"int{bits}", shape, block), read_codes)
 
@@ -268,8 +276,9 @@ def _open_mxfp8(parts: Parts, group: Group) -> StoredTensor:
     shape = codes.shape
     grid = Grid.of(parts, SCALE, shape, group.block_of(shape), E8M0)
 
-    def read_codes(rows: slice | None) -> Codes:
+    def read_codes(rows: slice | None, columns: slice | None = None) -> Codes:
         fine, block = grid.read(rows)
-        return Codes(codes.load(rows), 8, block, Scales(as_e8m0(fine)))
+        found = Codes(read_values(codes, rows, columns), 8, block, Scales(as_e8m0(fine)))
+        return found.with_columns(columns, shape[-1])
 
     return parts.make(shape, "mxfp8", read_codes)

@@ -23,6 +23,7 @@ from penstock.weights.formats.parts import (
     check_fields,
     check_values,
     describe,
+    read_values,
 )
 from penstock.weights.stored import StoredTensor
 
@@ -74,8 +75,9 @@ def open_scaled(parts: Parts, block: tuple[int, int] | None, role: str) -> Store
         block = (1 if is_per_row else shape[-2], shape[-1])
     grid = Grid.of(parts, role, shape, block, FP8_SCALES)
 
-    def read_codes(rows: slice | None) -> Codes:
+    def read_codes(rows: slice | None, columns: slice | None = None) -> Codes:
         fine, own_block = grid.read(rows)
-        return Codes(codes.load(rows), 8, own_block, Scales(fine))
+        values = read_values(codes, rows, columns)
+        return Codes(values, 8, own_block, Scales(fine)).with_columns(columns, shape[-1])
 
     return parts.make(shape, describe("fp8", shape, block), read_codes)

@@ -30,6 +30,7 @@ from penstock.weights.formats.parts import (
     read_bits,
     read_group,
     unpack,
+    words_of,
     wrong_shape,
 )
 from penstock.weights.stored import StoredTensor
@@ -132,16 +133,25 @@ def _open(parts: Parts, given: GPTQ, exceptions: Mapping[str, Any]) -> StoredTen
     check_width(zeros, bits, num_rows)
     order = parts.take("g_idx", INT32, (num_columns,)) if "g_idx" in parts else None
 
-    def read_codes(rows: slice | None) -> Codes:
+    def read_codes(rows: slice | None, columns: slice | None = None) -> Codes:
         own = slice(*bounds(rows, num_rows))
-        values = unpack(packed.load()[:, own].t(), bits, num_columns)
-        columns = None if order is None else group_order(order.load(), group, order.name)
-        if columns is not None:
-            values = values[:, columns]
+        own_order = None if order is None else group_order(order.load(), group, order.name)
+        read = slice(None) if columns is None or own_order is not None else columns
+        words, num_before, count = words_of(read, bits, num_columns, packed.dtype.itemsize)
+        values = unpack(packed.load_part((words, own)).t(), bits, num_before + count)
+        values = values[:, num_before:] if own_order is None else values[:, own_order]
         own_zeros = unpack(zeros.load(), bits, num_rows)[:, own].t().short() + settings.zero_offset
-        fine = scales.load()[:, own].t()
-        return Codes(
-            values, bits, (1, group), Scales(fine), own_zeros.contiguous(), columns=columns
+        fine = scales.load_part((slice(None), own)).t()
+        found = Codes(
+            values.contiguous(),
+            bits,
+            (1, group),
+            Scales(fine),
+            own_zeros.contiguous(),
+            columns=own_order,
         )
+        if own_order is not None and columns is not None:
+            return found.cut(slice(None), columns)
+        return found.with_columns(columns, num_columns)
 
     return parts.make(shape, describe(f"int{bits}", shape, (1, group)), read_codes)

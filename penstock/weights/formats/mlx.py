@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.models.reading import read, read_size, unusable
 from penstock.weights.codes import Codes, Scales
@@ -20,7 +21,7 @@ from penstock.weights.formats.parts import (
     check_width,
     describe,
     read_bits,
-    unpack,
+    read_packed,
 )
 from penstock.weights.stored import StoredTensor
 
@@ -64,8 +65,11 @@ def _open(parts: Parts, config: Mapping[str, Any]) -> StoredTensor:
     if mode == "affine":
         biases = Grid.of(parts, "biases", shape, (1, group))
 
-    def read_codes(rows: slice | None) -> Codes:
-        values = unpack(packed.load(rows), bits, shape[-1])
+    def read_codes(rows: slice | None, columns: slice | None = None) -> Codes:
+        values = read_packed(packed, bits, shape[-1], rows, columns)
+        return _codes(values, rows).with_columns(columns, shape[-1])
+
+    def _codes(values: Tensor, rows: slice | None) -> Codes:
         fine, block = grid.read(rows)
         if mode == "affine":
             offsets = Scales(biases.read(rows)[0])

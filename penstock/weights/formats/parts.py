@@ -20,8 +20,7 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock.models.reading import read_size, unusable
-from penstock.weights.codes import Codes
-from penstock.weights.stored import StoredTensor
+from penstock.weights.stored import ReadCodes, StoredTensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INT32 = (torch.int32, torch.uint32)
@@ -91,9 +90,7 @@ class Parts:
             raise CheckpointError(f"{part.name} is {list(part.shape)}, which has no elements")
         return part
 
-    def make(
-        self, shape: tuple[int, ...], scheme: str, read_codes: Callable[[slice | None], Codes]
-    ) -> StoredTensor:
+    def make(self, shape: tuple[int, ...], scheme: str, read_codes: ReadCodes) -> StoredTensor:
         return StoredTensor(
             self.name,
             shape,
@@ -180,6 +177,38 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:  # [..., words] -> 
     wide = torch.nn.functional.pad(stream, (0, 1)).short()
     pairs = wide[..., begins // 8] | (wide[..., begins // 8 + 1] << 8)
     return ((pairs >> (begins % 8).short()) & (2**bits - 1)).to(torch.uint8)
+
+
+def read_values(part: StoredTensor, rows: slice | None, columns: slice | None) -> Tensor:
+    """Codes that are a number each."""
+    return part.load(rows) if columns is None else part.load_part((rows or slice(None), columns))
+
+
+def read_packed(
+    part: StoredTensor,  # [..., words]
+    bits: int,
+    num_columns: int,
+    rows: slice | None,
+    columns: slice | None,
+) -> Tensor:  # [..., columns] uint8
+    """Codes that are packed along their row, from the words that hold them."""
+    if columns is None:
+        return unpack(part.load(rows), bits, num_columns)
+    words, num_before, count = words_of(columns, bits, num_columns, part.dtype.itemsize)
+    packed = part.load_part((rows or slice(None), words))
+    return unpack(packed, bits, num_before + count)[..., num_before:].contiguous()
+
+
+def words_of(
+    columns: slice, bits: int, num_columns: int, word_bytes: int
+) -> tuple[slice, int, int]:
+    """The words that hold these codes, how many others are before them, and how many they are."""
+    first, end = bounds(columns, num_columns)
+    word_bits = 8 * word_bytes
+    step = bits // math.gcd(bits, word_bits)  # words after which a code begins with a word
+    first_word = first * bits // word_bits // step * step
+    num_before = first - first_word * word_bits // bits
+    return slice(first_word, math.ceil(end * bits / word_bits)), num_before, end - first
 
 
 def check_width(part: StoredTensor, bits: int, num_columns: int) -> None:
