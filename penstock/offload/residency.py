@@ -113,7 +113,7 @@ class Residency:
         likely = np.maximum(self._likelihood(self._layer_in, self._expert_in), LEAST_LIKELY)
         expected = turns + self.num_layers * (1 / likely - 1)
         expected[self._is_pinned | (self._layer_in < 0)] = -np.inf
-        num_free = np.count_nonzero(expected > -np.inf)
+        num_free = int(np.count_nonzero(expected > -np.inf))
         assert num_free >= count, "fewer are pinned than places exist"
         length = min(max(count, self.num_places // QUEUE_SHARE), num_free)
         chosen = np.argpartition(-expected, length - 1)[:length]
