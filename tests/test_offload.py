@@ -20,10 +20,12 @@ from penstock.engine.engine import Engine
 from penstock.errors import CapacityError, CheckpointError, ConfigError
 from penstock.models.source import find_model
 from penstock.offload.convert import Conversion
+from penstock.offload.files import read_index
+from penstock.offload.host import FiledExperts
 from penstock.offload.load import load_with_experts
 from penstock.offload.store import ExpertStore
 from penstock.types import Request
-from small_models import HYBRID_MOE, logprobs_of, make_engine, prompt, request, run
+from small_models import HYBRID_MOE, load_weights, logprobs_of, make_engine, prompt, request, run
 
 pytestmark = pytest.mark.bitwise
 
@@ -331,3 +333,26 @@ def test_a_drafting_head_has_its_experts_in_slots_too(tmp_path: Path) -> None:
             loaded: Any = load_with_experts(source, settings, "cpu", lambda _: None, has_head)
             assert (loaded.mtp is not None) == has_head
             assert loaded.expert_store.num_layers == 4 + has_head
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_records_for_a_gpu_hold_the_same_numbers(name: str, tmp_path: Path) -> None:
+    """In tiles, or expanded where a GPU has none: read back from files, they are the original's."""
+    format = FORMATS[name]
+    packed, _ = pack_state(plain_state(HYBRID_MOE), format)
+    given = {**HYBRID_MOE, format.key: format.quantization}
+    model = write(tmp_path / "packed", packed, given)
+    index = read_index(convert(model, tmp_path / "out", "cuda"))
+    assert index.made_for == "cuda"
+    original: Any = load_weights(model)
+    host = FiledExperts(index, None, pin_memory=False)
+    for layer, records in enumerate(index.layers):
+        layout = host.layout_of(layer)
+        *weights, tensors = layout.new_slots(8, torch.float32, torch.device("cpu"))
+        for (_, expert), own in host.read(layer, range(8), lambda: None):
+            for tensor, one in zip(tensors, own, strict=True):
+                tensor[expert] = one
+        mlp = original.get_submodule(records.module)
+        for weight, expected in zip(weights, (mlp.gate_up, mlp.down), strict=True):
+            assert torch.equal(weight.dequantize(), expected.dequantize())
+    host.close()
