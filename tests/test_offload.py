@@ -299,6 +299,12 @@ def test_the_command_plans_converts_and_verifies(
     assert plan["expert_bytes"] <= report["expert_bytes"] <= plan["most_bytes"]
     assert main(words) == 1
     assert "holds a converted model already" in capsys.readouterr().err
+    assert main(["inspect", str(output), "--json"]) == 0
+    stored = json.loads(capsys.readouterr().out)["stored"]
+    assert main(["inspect", str(checkpoint), "--json"]) == 0
+    assert stored == json.loads(capsys.readouterr().out)["stored"]
+    assert main(["quantize", str(output), "-o", str(tmp_path / "other")]) == 1
+    assert "is a converted model" in capsys.readouterr().err
     assert main(["convert", "Qwen3.5-4B", "-o", str(tmp_path / "other")]) == 1
 
 

@@ -32,8 +32,14 @@ from penstock.gguf.header import is_gguf
 from penstock.layers.mlp import SparseMLP
 from penstock.models import build_model
 from penstock.models.placement import Placement
-from penstock.models.source import WEIGHT_SUFFIXES, ModelSource, read_json_object
-from penstock.offload.files import DENSE, FOLDER, INDEX, Index, LayerRecords, is_converted
+from penstock.models.source import (
+    CONVERTED,
+    WEIGHT_SUFFIXES,
+    ModelSource,
+    is_converted,
+    read_json_object,
+)
+from penstock.offload.files import DENSE, FOLDER, Index, LayerRecords
 from penstock.offload.layout import RECORD_ALIGNMENT, ExpertLayout, StoredMatrix, stack_tensors
 from penstock.ops import Weight
 from penstock.ops.quantized import QuantizedRows
@@ -141,7 +147,7 @@ class Conversion:
                 dense,
                 tuple(storage),
             )
-            write_text(json.dumps(index.to_json()), output / INDEX)
+            write_text(json.dumps(index.to_json()), output / CONVERTED)
         work.remove()
         return index
 

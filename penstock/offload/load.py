@@ -19,10 +19,10 @@ from penstock.config import EngineConfig
 from penstock.errors import CapacityError, CheckpointError, ConfigError
 from penstock.layers.mlp import SparseMLP
 from penstock.models import build_model
-from penstock.models.source import ModelSource
+from penstock.models.source import ModelSource, is_converted
 from penstock.offload.convert import Conversion, order_for_gpu
 from penstock.offload.expert_log import ExpertLog
-from penstock.offload.files import DENSE, Index, LayerRecords, is_converted, read_index
+from penstock.offload.files import DENSE, Index, LayerRecords, read_index
 from penstock.offload.host import (
     FiledExperts,
     HostExperts,
