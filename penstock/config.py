@@ -110,7 +110,8 @@ class EngineConfig:
     )
     expert_ram: str | None = setting(
         None,
-        "RAM for experts of a converted model, such as 40GB (default: the system's page cache)",
+        "RAM for experts, such as 40GB; the others stay in files (default: all of them or, of a "
+        "converted model, the system's page cache)",
     )
     expert_log: str | None = setting(
         None,

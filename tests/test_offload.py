@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gguf_files import write_embedded
+from gguf_files import random_state, write_embedded
 from packed_checkpoints import FORMATS, pack_state, plain_state, write
 from penstock.cli import main
 from penstock.config import EngineConfig
@@ -20,9 +20,12 @@ from penstock.engine.engine import Engine
 from penstock.errors import CapacityError, CheckpointError, ConfigError
 from penstock.models.source import find_model
 from penstock.offload.convert import Conversion
+from penstock.offload.files import read_index
+from penstock.offload.host import FiledExperts
+from penstock.offload.load import load_with_experts
 from penstock.offload.store import ExpertStore
 from penstock.types import Request
-from small_models import HYBRID_MOE, logprobs_of, make_engine, prompt, request, run
+from small_models import HYBRID_MOE, load_weights, logprobs_of, make_engine, prompt, request, run
 
 pytestmark = pytest.mark.bitwise
 
@@ -100,8 +103,10 @@ def convert(model: Path, output: Path, made_for: str = "cpu") -> Path:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_converted_checkpoint_says_what_its_original_says(name: str, tmp_path: Path) -> None:
-    """From files, with and without RAM of its own, and with room for all experts."""
+def test_files_say_what_the_resident_model_says(name: str, tmp_path: Path) -> None:
+    """Converted files, with and without RAM of their own, and with room for all experts; and the
+    checkpoint's own files.
+    """
     format = FORMATS[name]
     packed, _ = pack_state(plain_state(HYBRID_MOE), format)
     model = write(tmp_path / "packed", packed, {**HYBRID_MOE, format.key: format.quantization})
@@ -112,10 +117,20 @@ def test_a_converted_checkpoint_says_what_its_original_says(name: str, tmp_path:
     everything = open_engine(output)
     assert logprobs_of(run(everything, one)["one"]) == said
     assert everything.info.stored_as == expected.info.stored_as
-    for settings in ({}, {"expert_ram": "800kB"}):
-        engine = open_engine(output, expert_cache=FEW, **settings)
+    ram = {"expert_ram": "800kB"}
+    for path, settings in ((output, {}), (output, ram), (model, ram)):
+        engine = open_engine(path, expert_cache=FEW, **settings)
         assert logprobs_of(run(engine, one)["one"]) == said
         assert store_of(engine).stats()["disk_reads"] > 0
+
+
+def test_fused_experts_are_read_in_place(tmp_path: Path) -> None:
+    state = {name: values.bfloat16() for name, values in random_state(HYBRID_MOE).items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in state)
+    model = write(tmp_path / "fused", state, HYBRID_MOE)
+    one = request("one", prompt(70), max_tokens=6)
+    engine = open_engine(model, expert_cache=FEW, expert_ram="800kB")
+    assert logprobs_of(run(engine, one)["one"]) == logprobs_of(run(open_engine(model), one)["one"])
 
 
 def test_a_gguf_file_is_converted_too(tmp_path: Path) -> None:
@@ -125,11 +140,13 @@ def test_a_gguf_file_is_converted_too(tmp_path: Path) -> None:
     assert (output / "tokenizer.json").is_file()
     one = request("one", prompt(70), max_tokens=6)
     resident = open_engine(file)
-    slots = open_engine(output, expert_cache="3MB")
-    assert logprobs_of(run(slots, one)["one"]) == logprobs_of(run(resident, one)["one"])
-    stats = store_of(slots).stats()
-    assert stats["hits"] > 0
-    assert stats["disk_reads"] > 0
+    said = logprobs_of(run(resident, one)["one"])
+    for path, settings in ((output, {}), (file, {"expert_ram": "4MB"})):
+        slots = open_engine(path, expert_cache="3MB", **settings)
+        assert logprobs_of(run(slots, one)["one"]) == said
+        stats = store_of(slots).stats()
+        assert stats["hits"] > 0
+        assert stats["disk_reads"] > 0
 
 
 def test_batches_prefixes_and_chunks_of_a_converted_checkpoint(
@@ -252,6 +269,11 @@ def test_what_cannot_be_is_said(
         open_engine(converted, **settings)
 
 
+def test_random_weights_cannot_be_read_in_place() -> None:
+    with pytest.raises(ConfigError, match="random_weights is set"):
+        make_engine(HYBRID_MOE, expert_cache=SOME, expert_ram="1MB")
+
+
 def test_codes_in_the_order_of_a_gpu_are_refused_on_a_cpu(tmp_path: Path) -> None:
     packed, _ = pack_state(plain_state(HYBRID_MOE), FORMATS["int8"])
     given = {**HYBRID_MOE, "quantization_config": FORMATS["int8"].quantization}
@@ -290,6 +312,12 @@ def test_the_command_plans_converts_and_verifies(
     assert plan["expert_bytes"] <= report["expert_bytes"] <= plan["most_bytes"]
     assert main(words) == 1
     assert "holds a converted model already" in capsys.readouterr().err
+    assert main(["inspect", str(output), "--json"]) == 0
+    stored = json.loads(capsys.readouterr().out)["stored"]
+    assert main(["inspect", str(checkpoint), "--json"]) == 0
+    assert stored == json.loads(capsys.readouterr().out)["stored"]
+    assert main(["quantize", str(output), "-o", str(tmp_path / "other")]) == 1
+    assert "is a converted model" in capsys.readouterr().err
     assert main(["convert", "Qwen3.5-4B", "-o", str(tmp_path / "other")]) == 1
 
 
@@ -311,3 +339,39 @@ def test_the_bench_compares_tokens_and_counts_tiers(
     assert main(["bench", "step", "-m", str(converted), "--expert-cache", SOME]) == 1
     assert "Use `penstock bench offload`" in capsys.readouterr().err
     assert main(["bench", "step", "--runs", "2"]) == 2
+
+
+def test_a_drafting_head_has_its_experts_in_slots_too(tmp_path: Path) -> None:
+    config = {**HYBRID_MOE, "mtp_num_hidden_layers": 1}
+    model = write(tmp_path / "model", plain_state(config), config)
+    output = convert(model, tmp_path / "out")
+    settings = EngineConfig(device="cpu", expert_cache=SOME)
+    for path in (model, output):
+        source = find_model(str(path))
+        for has_head in (False, True):
+            loaded: Any = load_with_experts(source, settings, "cpu", lambda _: None, has_head)
+            assert (loaded.mtp is not None) == has_head
+            assert loaded.expert_store.num_layers == 4 + has_head
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_records_for_a_gpu_hold_the_same_numbers(name: str, tmp_path: Path) -> None:
+    """In tiles, or expanded where a GPU has none: read back from files, they are the original's."""
+    format = FORMATS[name]
+    packed, _ = pack_state(plain_state(HYBRID_MOE), format)
+    given = {**HYBRID_MOE, format.key: format.quantization}
+    model = write(tmp_path / "packed", packed, given)
+    index = read_index(convert(model, tmp_path / "out", "cuda"))
+    assert index.made_for == "cuda"
+    original: Any = load_weights(model)
+    host = FiledExperts(index, None, pin_memory=False)
+    for layer, records in enumerate(index.layers):
+        layout = host.layout_of(layer)
+        *weights, tensors = layout.new_slots(8, torch.float32, torch.device("cpu"))
+        for (_, expert), own in host.read(layer, range(8), lambda: None):
+            for tensor, one in zip(tensors, own, strict=True):
+                tensor[expert] = one
+        mlp = original.get_submodule(records.module)
+        for weight, expected in zip(weights, (mlp.gate_up, mlp.down), strict=True):
+            assert torch.equal(weight.dequantize(), expected.dequantize())
+    host.close()

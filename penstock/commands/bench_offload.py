@@ -23,7 +23,7 @@ from penstock.commands.provenance import cpu_name, gpu_name, provenance
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.eval.results import deliver_line, prepare_output
-from penstock.models.source import find_model
+from penstock.models.source import find_model, is_converted
 from penstock.progress import PhaseList, timed
 from penstock.types import Request, SamplingParams
 
@@ -58,7 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
         with timed("libraries", phases):
             from penstock.engine.device import leave_a_core, select_device
             from penstock.engine.engine import Engine
-            from penstock.offload.files import is_converted
             from penstock.offload.speeds import measure_speeds
         select_device(config.device)
         leave_a_core()

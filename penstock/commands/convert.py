@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.commands.console import human_bytes, print_note, print_table
 from penstock.commands.provenance import provenance
 from penstock.errors import CheckpointError
-from penstock.models.source import find_model
+from penstock.models.source import find_model, is_converted
 from penstock.progress import PhaseList, timed
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         with timed("libraries", phases):
             from penstock.engine.device import leave_a_core, pick_device
             from penstock.offload.convert import Conversion
-            from penstock.offload.files import is_converted, read_index
+            from penstock.offload.files import read_index
         leave_a_core()
         made_for = arguments.made_for
         if made_for == "auto":

@@ -27,7 +27,7 @@ from penstock.commands.offload_estimate import CONTEXT, GB, Need, Tiers, estimat
 from penstock.commands.roofline import Roofline, text_config
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import CapacityError
-from penstock.models.source import ModelSource, find_model, has_weight_files
+from penstock.models.source import ModelSource, find_model, has_weight_files, is_converted
 
 if TYPE_CHECKING:
     from penstock.engine.memory import MemoryPlan
@@ -240,9 +240,15 @@ def _find_storage(source: ModelSource) -> dict[str, Any] | None:
     if source.path is None or not has_weight_files(source.path):
         return None
     from penstock.weights.quantized import find_format, open_weights
-    from penstock.weights.storage_report import describe_storage
+    from penstock.weights.storage_report import Storage, StorageGroup, describe_storage
 
-    storage = describe_storage(open_weights(source, find_format(source)))
+    if is_converted(source.path):
+        from penstock.offload.files import read_index
+
+        groups = read_index(source.path).storage
+        storage = Storage(tuple(StorageGroup(**group) for group in groups))
+    else:
+        storage = describe_storage(open_weights(source, find_format(source)))
     return {
         "num_bytes": storage.num_bytes,
         "bits_per_weight": round(storage.bits_per_weight, 2),

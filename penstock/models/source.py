@@ -22,6 +22,7 @@ from penstock.models.presets import PRESETS
 
 CONFIG_NAMES = ("config.json", "model_config.json")
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+CONVERTED = "experts.json"  # what `penstock convert` writes last
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
             "Download or copy the file again.",
         )
     return value
+
+
+def is_converted(path: Path | None) -> bool:
+    """Whether the folder is one of `penstock convert`."""
+    return path is not None and (path / CONVERTED).is_file()
 
 
 def has_weight_files(path: Path) -> bool:

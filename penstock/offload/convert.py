@@ -32,8 +32,14 @@ from penstock.gguf.header import is_gguf
 from penstock.layers.mlp import SparseMLP
 from penstock.models import build_model
 from penstock.models.placement import Placement
-from penstock.models.source import WEIGHT_SUFFIXES, ModelSource, read_json_object
-from penstock.offload.files import DENSE, FOLDER, INDEX, Index, LayerRecords, is_converted
+from penstock.models.source import (
+    CONVERTED,
+    WEIGHT_SUFFIXES,
+    ModelSource,
+    is_converted,
+    read_json_object,
+)
+from penstock.offload.files import DENSE, FOLDER, Index, LayerRecords
 from penstock.offload.layout import RECORD_ALIGNMENT, ExpertLayout, StoredMatrix, stack_tensors
 from penstock.ops import Weight
 from penstock.ops.quantized import QuantizedRows
@@ -86,7 +92,7 @@ class Conversion:
         self.placements: Mapping[str, Placement] = model.placements([one.name for one in stored])  # type: ignore[operator]
         stored = without_idle_biases(stored, self.placements)
         self.wanted = match_tensors(source.path, stored, self.placements, model.ignored)  # type: ignore[arg-type]
-        self.model: nn.Module = model
+        self.weights, self.targets = weights_of(model), targets_of(model)
         self.by_target: dict[str, list[StoredTensor]] = defaultdict(list)
         for tensor in self.wanted:
             self.by_target[self.placements[tensor.name].parameter].append(tensor)
@@ -141,7 +147,7 @@ class Conversion:
                 dense,
                 tuple(storage),
             )
-            write_text(json.dumps(index.to_json()), output / INDEX)
+            write_text(json.dumps(index.to_json()), output / CONVERTED)
         work.remove()
         return index
 
@@ -192,29 +198,38 @@ class Conversion:
         return layout, LayerRecords(module, name, len(checksums), 0, tuple(checksums))
 
     def _records(self, module: str) -> tuple[ExpertLayout, Iterator[bytes]]:
-        stacks = [self._read(name) for name in _stacks(module)]
+        layout, stacks = self._ordered([self.read(name) for name in _stacks(module)])
+        return layout, _cut_records(layout, stacks)
+
+    def read_expert(self, module: str, expert: int) -> tuple[ExpertLayout, list[Tensor]]:
+        """The tensors of one expert, as stacks of one."""
+        return self._ordered([self.read(name, expert) for name in _stacks(module)])
+
+    def _ordered(self, stacks: list[Weight]) -> tuple[ExpertLayout, list[Tensor]]:
         if self.made_for == "cuda":
             for stack in stacks:
                 order_for_gpu(stack)
-        layout = ExpertLayout.of(*stacks)
-        return layout, _cut_records(layout, stack_tensors(stacks))
+        return ExpertLayout.of(*stacks), stack_tensors(stacks)
 
-    def _read(self, name: str) -> Weight:
-        """A weight as an engine loads it, except that numbers keep the dtype of their file."""
-        target = weights_of(self.model).get(name)
-        shape = targets_of(self.model)[name].shape
+    def read(self, name: str, expert: int | None = None) -> Weight:
+        """A weight as an engine loads it, except that numbers keep the dtype of their file; or one
+        expert of a stack.
+        """
+        target = self.weights.get(name)
+        shape = self.targets[name].shape
+        placed = [(one, self.placements[one.name]) for one in self._one_for_each_place(name)]
+        if expert is not None:
+            shape, placed = torch.Size([1, *shape[1:]]), _of_expert(placed, expert)
         weight = Weight(torch.empty(shape, device="meta"))
-        tensors = self._one_for_each_place(name)
         can_quantize = target is not None and target.can_quantize
-        if can_quantize and any(tensor.read_codes is not None for tensor in tensors):
+        if can_quantize and any(tensor.read_codes is not None for tensor, _ in placed):
             parts = WeightParts(weight, torch.device("cpu"))
-            for tensor in tensors:
-                parts.add(tensor, self.placements[tensor.name])
+            for tensor, placement in placed:
+                parts.add(tensor, placement)
             parts.finish()
             return weight
         values: Tensor | None = None
-        for tensor in tensors:
-            placement = self.placements[tensor.name]
+        for tensor, placement in placed:
             own = placement.converted(tensor.load_part(placement.source))
             if values is None:
                 values = torch.empty(shape, dtype=own.dtype)
@@ -239,9 +254,9 @@ class Conversion:
         stacks = {name for module in self.modules for name in _stacks(module)}
         matrices: dict[str, StoredMatrix] = {}
         tensors: dict[str, Tensor] = {}
-        for name in targets_of(self.model):
+        for name in self.targets:
             if name not in stacks:
-                weight = self._read(name)
+                weight = self.read(name)
                 matrices[name] = StoredMatrix.of(weight, is_stack=False)
                 own = stack_tensors([weight])
                 tensors |= {f"{name}:{i}": one.contiguous() for i, one in enumerate(own)}
@@ -250,6 +265,22 @@ class Conversion:
             save_file(tensors, part)
             part.replace(output / DENSE)
         return matrices
+
+
+def _of_expert(
+    placed: list[tuple[StoredTensor, Placement]], expert: int
+) -> list[tuple[StoredTensor, Placement]]:
+    """Where the tensors of one expert go in a stack of one: its own, or its part of a stack."""
+    found = []
+    for tensor, place in placed:
+        if not place.index:
+            assert not place.source
+            own = (slice(expert, expert + 1),)
+            found.append((tensor, dataclasses.replace(place, source=own)))
+        elif place.index[0] == expert:
+            index = (0, *place.index[1:])
+            found.append((tensor, dataclasses.replace(place, index=index)))
+    return found
 
 
 def order_for_gpu(stack: Weight) -> None:

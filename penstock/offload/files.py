@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CheckpointError
-from penstock.models.source import read_json_object
+from penstock.models.source import CONVERTED, read_json_object
 from penstock.offload.layout import ExpertLayout, StoredMatrix
 
-INDEX = "experts.json"
 DENSE = "dense.safetensors"
 FOLDER = "experts"
 VERSION = 1
@@ -70,12 +69,8 @@ class Index:
         }
 
 
-def is_converted(path: Path | None) -> bool:
-    return path is not None and (path / INDEX).is_file()
-
-
 def read_index(folder: Path) -> Index:
-    path = folder / INDEX
+    path = folder / CONVERTED
     given = read_json_object(path)
     if given.get("version") != VERSION:
         raise CheckpointError(

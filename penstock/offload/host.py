@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.offload.files import Index, RecordFile
+from penstock.offload.files import Index, LayerRecords, RecordFile
 from penstock.offload.layout import RECORD_ALIGNMENT, ExpertLayout
 from penstock.offload.residency import Key, Residency
 
@@ -45,6 +45,14 @@ class HostExperts(Protocol):
     def close(self) -> None: ...
 
 
+class LayerReader(Protocol):
+    """Reads the experts of one layer, many at a time."""
+
+    def read(self, record: int, buffer: memoryview) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class StackedExperts:
     """All experts in RAM, as the stacks that a checkpoint was loaded into."""
 
@@ -68,23 +76,32 @@ class StackedExperts:
 
 
 class FiledExperts:
-    """Experts in converted files, and in RAM those that are used most.
+    """Experts in files, and in RAM those that are used most.
 
     Without a budget, RAM holds only what is on its way, and the page cache keeps what it can. With
-    one, files are read past the page cache, where the file system can: RAM holds nothing twice.
+    one, converted files are read past the page cache, where the file system can: RAM holds nothing
+    twice.
     """
 
-    def __init__(self, index: Index, ram_bytes: int | None, *, pin_memory: bool) -> None:
+    def __init__(
+        self,
+        index: Index,
+        ram_bytes: int | None,
+        *,
+        pin_memory: bool,
+        open_layer: Callable[[LayerRecords], LayerReader] | None = None,  # None: as converted
+    ) -> None:
         self._index = index
-        self._files = [
-            RecordFile(
+
+        def open_file(layer: LayerRecords) -> LayerReader:
+            return RecordFile(
                 index.folder / layer.file,
                 layer.num_experts,
                 index.layouts[layer.layout].record_bytes,
                 direct=ram_bytes is not None,
             )
-            for layer in index.layers
-        ]
+
+        self._files = [(open_layer or open_file)(layer) for layer in index.layers]
         self._memory = [
             _RecordMemory(layout, self._new_residency(num_records), pin_memory)
             for layout, num_records in zip(index.layouts, _share_out(index, ram_bytes))

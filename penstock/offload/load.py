@@ -5,9 +5,9 @@ slots over RAM and files.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,21 @@ from penstock.config import EngineConfig
 from penstock.errors import CapacityError, CheckpointError, ConfigError
 from penstock.layers.mlp import SparseMLP
 from penstock.models import build_model
-from penstock.models.source import ModelSource
-from penstock.offload.convert import order_for_gpu
+from penstock.models.source import ModelSource, is_converted
+from penstock.offload.convert import Conversion, order_for_gpu
 from penstock.offload.expert_log import ExpertLog
-from penstock.offload.files import DENSE, Index, is_converted, read_index
-from penstock.offload.host import FiledExperts, HostExperts, StackedExperts, least_ram_bytes
+from penstock.offload.files import DENSE, Index, LayerRecords, read_index
+from penstock.offload.host import (
+    FiledExperts,
+    HostExperts,
+    LayerReader,
+    StackedExperts,
+    least_ram_bytes,
+)
+from penstock.offload.in_place import CheckpointLayer
 from penstock.offload.layout import ExpertLayout, StoredMatrix, stack_tensors
 from penstock.offload.store import ExpertStore, attach, least_slots
+from penstock.ops import Weight
 from penstock.ops.weight import deferred_weights
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, Phase
@@ -33,10 +41,8 @@ from penstock.weights.checkpoint import list_some
 from penstock.weights.load import load_model, resolve_dtype, targets_of, weights_of
 from penstock.weights.packing import for_device
 from penstock.weights.safetensors_reader import open_safetensors
-from penstock.weights.storage_report import Storage, StorageGroup
+from penstock.weights.storage_report import Storage, StorageGroup, describe_storage
 from penstock.weights.stored import StoredTensor
-
-log = logging.getLogger("penstock.offload")
 
 # Of what is free after the dense weights: the rest is for caches and steps.
 DEVICE_SHARE = {"cuda": 0.7, "cpu": 0.5}
@@ -53,10 +59,14 @@ def load_with_experts(
 ) -> nn.Module:
     """The model of a source on a device, or a rank's part of it, ready to run."""
     _refuse_ranks(source, config, ranks)
+    files: _Files | None = None
     if is_converted(source.path) and not config.random_weights:
-        model = _load_converted(source, config, torch.device(device), on_phase)
+        files = _open_converted(source, config, torch.device(device))
+    elif config.expert_ram is not None:
+        files = _open_in_place(source, config, torch.device(device))
+    if files is not None:
+        model = _load_from(files, source, config, on_phase, device, with_drafting_head)
     else:
-        _refuse_ram(config)
         load = partial(
             load_model,
             source,
@@ -122,21 +132,13 @@ def without_graphs(config: EngineConfig) -> EngineConfig:
 
 
 def _refuse_ranks(source: ModelSource, config: EngineConfig, ranks: Ranks) -> None:
-    is_kept_elsewhere = config.expert_cache is not None or is_converted(source.path)
+    is_asked = config.expert_cache is not None or config.expert_ram is not None
+    is_kept_elsewhere = is_asked or is_converted(source.path)
     if is_kept_elsewhere and not ranks.is_alone:
         raise ConfigError(
             f"tp is {ranks.size}, and experts are not all on the device",
             "A rank reads its part of every expert once, when it starts.",
-            "Omit --expert-cache and name a model that is not converted, or use --tp 1.",
-        )
-
-
-def _refuse_ram(config: EngineConfig) -> None:
-    if config.expert_ram is not None:
-        raise ConfigError(
-            f"expert_ram is {config.expert_ram}, and the model is not converted",
-            "Its experts are all on the device or, with --expert-cache, all in RAM.",
-            "Convert it first, to read experts from files: penstock convert MODEL -o OUT.",
+            "Use --tp 1, or a model that is not converted, without --expert-cache and --expert-ram.",
         )
 
 
@@ -180,6 +182,9 @@ def _move_to_slots(model: Any, config: EngineConfig) -> None:
         layouts.append(ExpertLayout.of(mlp.gate_up, mlp.down))
         own = stack_tensors([mlp.gate_up, mlp.down])
         stacks.append([one.pin_memory() for one in own] if model.device.type == "cuda" else own)
+        for name in ("gate_up", "down"):  # what was pinned or put into tiles is not kept twice
+            shape = getattr(mlp, name).shape
+            setattr(mlp, name, Weight(torch.empty(shape, dtype=model.dtype, device="meta")))
     _use_slots(model, mlps, StackedExperts(layouts, stacks), config.expert_cache_bytes or 0)
 
 
@@ -208,9 +213,50 @@ def _use_slots(model: Any, mlps: list[SparseMLP], host: HostExperts, slot_bytes:
         assert mlp.offloaded is not None
 
 
-def _load_converted(
-    source: ModelSource, config: EngineConfig, device: torch.device, on_phase: OnPhase
-) -> nn.Module:
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """A checkpoint whose experts stay in its files, converted or not."""
+
+    index: Index
+    dense: Collection[str]  # names of what every token needs
+    read_dense: Callable[[str], tuple[StoredMatrix, list[Tensor]]]
+    open_layer: Callable[[LayerRecords], LayerReader] | None = None
+
+
+def _open_in_place(source: ModelSource, config: EngineConfig, device: torch.device) -> _Files:
+    if config.random_weights or config.quantization != "none":
+        flag = "random_weights" if config.random_weights else "quantization"
+        raise ConfigError(
+            f"expert_ram is {config.expert_ram}, and {flag} is set",
+            "Experts would be read from files as they are needed; these are made in RAM.",
+            "Omit one of the two.",
+        )
+    conversion = Conversion(source, device.type)
+    layouts: dict[str, ExpertLayout] = {}
+    layers = []
+    for module, mlp in conversion.modules.items():
+        layout, _ = conversion.read_expert(module, 0)
+        layouts.setdefault(layout.key, layout)
+        number = list(layouts).index(layout.key)
+        layers.append(LayerRecords(module, "", mlp.router.shape[0], number, ()))
+    storage = [dataclasses.asdict(group) for group in describe_storage(conversion.wanted).groups]
+    index = Index(
+        conversion.path, device.type, tuple(layouts.values()), tuple(layers), {}, tuple(storage)
+    )
+
+    def read_dense(name: str) -> tuple[StoredMatrix, list[Tensor]]:
+        weight = conversion.read(name)
+        return StoredMatrix.of(weight, is_stack=False), stack_tensors([weight])
+
+    return _Files(
+        index,
+        list(conversion.targets),
+        read_dense,
+        lambda layer: CheckpointLayer(conversion, layer.module, index.layouts[layer.layout]),
+    )
+
+
+def _open_converted(source: ModelSource, config: EngineConfig, device: torch.device) -> _Files:
     assert source.path is not None
     if config.quantization != "none":
         raise ConfigError(
@@ -220,11 +266,31 @@ def _load_converted(
         )
     index = read_index(source.path)
     _check_made_for(index, device)
-    dtype = resolve_dtype(config.dtype, source.config, str(device))
+    path = index.folder / DENSE
+    stored = {tensor.name: tensor for tensor in open_safetensors(path)}
+
+    def read_dense(name: str) -> tuple[StoredMatrix, list[Tensor]]:
+        return index.dense[name], _tensors_of(path, stored, name, index.dense[name])
+
+    return _Files(index, list(index.dense), read_dense)
+
+
+def _load_from(
+    files: _Files,
+    source: ModelSource,
+    config: EngineConfig,
+    on_phase: OnPhase,
+    device_name: str,
+    with_drafting_head: bool,
+) -> nn.Module:
+    index, device = files.index, torch.device(device_name)
+    dtype = resolve_dtype(config.dtype, source.config, device_name)
     with deferred_weights():
-        model: Any = build_model(source.config, dtype, device, with_drafting_head=False)
-    model.placements(list(index.dense))  # drops a drafting head that the files do not have
-    _fill_dense(model, index, device, on_phase)
+        model: Any = build_model(
+            source.config, dtype, device, with_drafting_head=with_drafting_head
+        )
+    model.placements(files.dense)  # drops a drafting head that the files do not have
+    _fill_dense(model, files, device, on_phase)
     model.storage = Storage(tuple(StorageGroup(**group) for group in index.storage))
     by_module = sparse_layers(model)
     layers = tuple(layer for layer in index.layers if layer.module in by_module)
@@ -238,7 +304,12 @@ def _load_converted(
     )
     given = config.expert_cache_bytes
     slot_bytes = _free_bytes(device) if given is None else given
-    host = FiledExperts(index, _checked_ram(index, config), pin_memory=device.type == "cuda")
+    host = FiledExperts(
+        index,
+        _checked_ram(index, config),
+        pin_memory=device.type == "cuda",
+        open_layer=files.open_layer,
+    )
     if slot_bytes >= total:
         _fill_stacks(mlps, index, host, dtype, device, on_phase)
         host.close()
@@ -281,23 +352,20 @@ def _free_bytes(device: torch.device) -> int:
     return int(DEVICE_SHARE[device.type] * free)
 
 
-def _fill_dense(model: Any, index: Index, device: torch.device, on_phase: OnPhase) -> None:
-    path = index.folder / DENSE
-    stored = {tensor.name: tensor for tensor in open_safetensors(path)}
+def _fill_dense(model: Any, files: _Files, device: torch.device, on_phase: OnPhase) -> None:
     targets, weights = targets_of(model), weights_of(model)
     stacks = set(_stack_names(model))
     wanted = [name for name in targets if name not in stacks]
-    missing = [name for name in wanted if name not in index.dense]
+    missing = [name for name in wanted if name not in files.dense]
     if missing:
         raise CheckpointError(
-            f"{path} is not of this config.json",
+            f"{files.index.folder} is not of this config.json",
             f"It lacks {list_some(missing)}.",
             "Convert the model again: penstock convert MODEL -o OUT.",
         )
     for number, name in enumerate(wanted):
-        on_phase(Phase("weights", DENSE, number / len(wanted)))
-        matrix = index.dense[name]
-        tensors = _tensors_of(path, stored, name, matrix)
+        on_phase(Phase("weights", name, number / len(wanted)))
+        matrix, tensors = files.read_dense(name)
         if name in weights and matrix.is_quantized:
             matrix.fill(weights[name], iter([tensor.to(device) for tensor in tensors]))
             weights[name].parts = tuple(
@@ -339,7 +407,7 @@ def _fill_stacks(
 ) -> None:
     """All experts fit on the device: it is a resident model."""
     for layer, mlp in enumerate(mlps):
-        on_phase(Phase("weights", index.layers[layer].file, layer / len(mlps)))
+        on_phase(Phase("weights", index.layers[layer].module, layer / len(mlps)))
         num_experts = index.layers[layer].num_experts
         mlp.gate_up, mlp.down, stacks = host.layout_of(layer).new_slots(num_experts, dtype, device)
         for (_, expert), tensors in host.read(layer, range(num_experts), lambda: None):

@@ -23,6 +23,7 @@ Key = tuple[int, int]  # layer, expert
 
 MEMORY = 0.1  # weight of a layer's last turn in its averages
 LEAST_LIKELY = 1e-6
+QUEUE_SHARE = 32  # one place in so many is queued for eviction in one pass over all
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Residency:
         self._layer_in = np.full(num_places, -1)  # -1: the place is free
         self._expert_in = np.zeros(num_places, int)
         self._is_pinned = np.zeros(num_places, bool)
+        self._queue: list[int] = []  # places to vacate, the next one at the end
+        self._is_queued = np.zeros(num_places, bool)  # False again when the expert is used
         self._likely = np.zeros(shape)  # at the layer's turn when the expert was last used
         self._fading = np.zeros(num_layers)  # logarithm of what averages have lost since the start
         self._fading_at = np.zeros(shape)  # that of the layer when the expert was last used
@@ -56,7 +59,9 @@ class Residency:
         """A place for each of these different experts. They keep it at least until `release`."""
         self._learn(layer, experts)
         places = self._place_of[layer, experts]
-        self._is_pinned[places[places >= 0]] = True  # before any is evicted for another
+        held = places[places >= 0]
+        self._is_pinned[held] = True  # before any is evicted for another
+        self._is_queued[held] = False
         num_new = int((places < 0).sum())
         if num_new > len(self._free):
             self._evict(layer, num_new - len(self._free))
@@ -95,16 +100,28 @@ class Residency:
 
     def _evict(self, layer: int, count: int) -> None:
         """In the turn of a layer: the experts that are expected to be used last."""
+        while count:
+            if not self._queue:
+                self._fill_queue(layer, count)
+            place = self._queue.pop()
+            if self._is_queued[place]:
+                self._vacate(place)
+                count -= 1
+
+    def _fill_queue(self, layer: int, count: int) -> None:
         turns = (self._layer_in - layer - 1) % self.num_layers + 1
         likely = np.maximum(self._likelihood(self._layer_in, self._expert_in), LEAST_LIKELY)
         expected = turns + self.num_layers * (1 / likely - 1)
         expected[self._is_pinned | (self._layer_in < 0)] = -np.inf
-        assert np.count_nonzero(expected > -np.inf) >= count, "fewer are pinned than places exist"
-        for place in np.argpartition(-expected, count - 1)[:count].tolist():
-            self._vacate(place)
+        num_free = int(np.count_nonzero(expected > -np.inf))
+        assert num_free >= count, "fewer are pinned than places exist"
+        length = min(max(count, self.num_places // QUEUE_SHARE), num_free)
+        chosen = np.argpartition(-expected, length - 1)[:length]
+        self._queue = chosen[np.argsort(expected[chosen])].tolist()
+        self._is_queued[self._queue] = True
 
     def _vacate(self, place: int) -> None:
         self._place_of[self._layer_in[place], self._expert_in[place]] = -1
         self._layer_in[place] = -1
-        self._is_pinned[place] = False
+        self._is_pinned[place] = self._is_queued[place] = False
         self._free.append(place)

@@ -94,7 +94,8 @@ class TiledRows:
             weight = values * scales + offsets
         if self.columns is None:
             return weight
-        return torch.empty_like(weight).index_copy_(-1, self.columns.long(), weight)
+        order = self.columns.long().unsqueeze(-2).expand_as(weight)
+        return torch.empty_like(weight).scatter_(-1, order, weight)
 
     def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K] float32
         """Of an embedding: the rows of these tokens."""

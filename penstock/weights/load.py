@@ -152,6 +152,8 @@ def _check_fits(
     needed = sum(parameter.numel() * parameter.element_size() for parameter in sizing.parameters())
     on_host = set(find_host_weights(sizing)) if device.type == "cuda" else set()
     needed -= sum(weights_of(sizing)[name].num_bytes for name in on_host)
+    if on_host:
+        _check_ram(source, sizing, on_host, stored, quantization)
     placed = sizing.placements([tensor.name for tensor in stored]) if stored else {}  # type: ignore[operator]
     shares = shares_of(sizing)
     for tensor in stored:
@@ -170,6 +172,34 @@ def _check_fits(
             f"Its weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}; "
             f"the device has {available / 1e9:.1f} GB for them.",
             "Use a smaller or a quantised model, --quantization, or another --device.",
+        )
+
+
+def _check_ram(
+    source: ModelSource,
+    sizing: nn.Module,
+    on_host: Collection[str],
+    stored: list[StoredTensor],
+    quantization: str,
+) -> None:
+    """Refuses experts that do not fit in RAM: the system would end the process."""
+    if stored:
+        placed = sizing.placements([tensor.name for tensor in stored])  # type: ignore[operator]
+        own = [t for t in stored if t.name in placed and placed[t.name].parameter in on_host]
+        needed = sum(tensor.num_bytes for tensor in own)
+    else:
+        weights = [weights_of(sizing)[name] for name in on_host]
+        bits = ROUNDED_BITS.get(quantization)
+        needed = sum(
+            weight.num_bytes if bits is None else weight.shape.numel() * bits // 8
+            for weight in weights
+        )
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > available:
+        raise CapacityError(
+            f"The experts of {source.name} do not fit in RAM",
+            f"They take {needed / 1e9:.1f} GB; the machine has {available / 1e9:.1f} GB.",
+            "Set --expert-ram: then some stay in files. `penstock convert` makes that quick.",
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.errors import CheckpointError
 from penstock.file_kinds import LOADABLE
-from penstock.models.source import ModelSource, read_json_object
+from penstock.models.source import ModelSource, is_converted, read_json_object
 from penstock.weights.checkpoint import damaged, open_checkpoint
 from penstock.weights.formats import auto_round, awq, compressed_tensors, fp8, gptq, mlx, modelopt
 from penstock.weights.formats.parts import CODES, UNUSED, Format, Parts
@@ -36,6 +36,12 @@ MAX_METHOD_CHARS = 64
 def open_weights(source: ModelSource, format: Format | None) -> list[StoredTensor]:
     """Every weight of a source's checkpoint; quantised ones have a scheme."""
     assert source.path is not None
+    if is_converted(source.path):
+        raise CheckpointError(
+            f"{source.name} is a converted model",
+            "Its weights are in the order of kernels, not as a checkpoint stores them.",
+            "Give the checkpoint that it was made from.",
+        )
     stored = open_checkpoint(source.path)
     return as_published(stored if format is None else combine(source.path, stored, format))
 
