@@ -78,7 +78,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus.current)
     monkeypatch.setattr(torch.cuda, "set_device", gpus.set_device)
     monkeypatch.setattr(torch.cuda, "device", Inside)
-    monkeypatch.setattr(device_part, "load_model", gpus.load_model)
+    monkeypatch.setattr("penstock.offload.load.load_model", gpus.load_model)
     return gpus
 
 

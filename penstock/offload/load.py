@@ -53,7 +53,6 @@ def load_with_experts(
     config: EngineConfig,
     device: str,
     on_phase: OnPhase,
-    *,
     with_drafting_head: bool = False,
     ranks: Ranks = ALONE,
 ) -> nn.Module:

@@ -528,8 +528,8 @@ Weight weight_of(const u8* low, const u8* high, const void* scale, int scale_typ
     low, high, scale, scale_type, scale_coarse, scale_coarse_type, scale_repeat, offset,           \
         offset_type, offset_coarse, offset_coarse_type, offset_repeat, are_zeros, group, K
 
-// x [T, K], or [T, 2K] of swiglu; out and residual [T, stride]; rows 0 to N. A code, or the byte that
-// the table has for it, is (value + zero) / unit. Norm, bias and residual may be null.
+// x [T, K], or [T, 2K] of swiglu; out and residual [T, stride]; rows 0 to N. A code, or the byte
+// that the table has for it, is (value + zero) / unit. Norm, bias and residual may be null.
 extern "C" void multiply_quantized(WEIGHT, const u8* bytes, float zero, float unit, const float* x,
                                    const float* norm, float eps, int is_swiglu, const float* bias,
                                    const float* residual, float* out, long T, long N, long stride) {
