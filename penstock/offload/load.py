@@ -137,7 +137,7 @@ def _refuse_ranks(source: ModelSource, config: EngineConfig, ranks: Ranks) -> No
         raise ConfigError(
             f"tp is {ranks.size}, and experts are not all on the device",
             "A rank reads its part of every expert once, when it starts.",
-            "Use --tp 1, or a model that is not converted, without --expert-cache and --expert-ram.",
+            "Use --tp 1, or an unconverted model without --expert-cache and --expert-ram.",
         )
 
 
