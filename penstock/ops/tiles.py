@@ -56,7 +56,7 @@ class TiledRows:
     fields: Fields
     codes: Tensor  # [..., tiles, steps, bytes] uint8; row-major: [..., tiles, 16, columns]
     records: Tensor  # [..., tiles, steps, 16, bytes] uint8
-    columns: Tensor | None = None  # [K]  the input column of each of ours; None: in order
+    columns: Tensor | None = None  # [..., K]  the input column of each of ours; None: in order
     is_row_major: bool = False
     # [..., N / 128, K / 128] float32, of E4M3 whose blocks of 128 x 128 have a scale each
     block_scales: Tensor | None = None

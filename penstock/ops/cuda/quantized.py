@@ -219,11 +219,12 @@ def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Te
         wanted = None if ids is None else ids.flatten().long()
         arguments = (rows.codes, rows.records, wanted, out, c_int(num_rows))
         _launch(EXPAND, rows, out, (num_blocks, steps), tile, {}, *arguments)
-    if rows.columns is not None:
-        out = torch.empty_like(out).index_copy_(1, rows.columns.long(), out)
-    if ids is not None:
-        return out.view(*ids.shape, rows.num_columns)
-    return out.view(*stack, rows.num_rows, rows.num_columns)
+    out = out.view(*(ids.shape if ids is not None else rows.shape[:-1]), rows.num_columns)
+    if rows.columns is None:
+        return out
+    order = rows.columns.long()  # of each matrix of a stack
+    order = order.unsqueeze(-2) if ids is None else order
+    return torch.empty_like(out).scatter_(-1, order.expand_as(out), out)
 
 
 class Experts:
