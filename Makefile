@@ -67,6 +67,7 @@ $(VENV)/installed-test: pyproject.toml | $(VENV)/torch
 # Debian's chromium-headless-shell or chromium will do; CHROMIUM=path names another one.
 $(VENV)/installed-page: pyproject.toml | $(VENV)/installed-test
 	$(BIN)/python -m pip install -q -e '.[page]'
-	@test -n "$(CHROMIUM)" || command -v chromium-headless-shell chromium google-chrome > /dev/null || \
-	  $(BIN)/python -m playwright install --only-shell chromium
+	@test -n "$(CHROMIUM)" || for name in chromium-headless-shell chromium google-chrome; do \
+	  command -v $$name > /dev/null && exit 0; \
+	done || $(BIN)/python -m playwright install --only-shell chromium
 	@touch $@
