@@ -120,7 +120,7 @@ def test_a_completion_shows_each_token_with_its_alternatives(page: Any) -> None:
     page.locator("#view-playground .primary", has_text="Complete").click()
     page.wait_for_function(
         "() => [...document.querySelectorAll('#view-playground .columns small')]"
-        ".some((note) => note.textContent.includes('perplexity'))"
+        ".every((note) => note.textContent.includes('perplexity'))"
     )
     page.locator(".output .token").first.hover()
     assert page.locator(".token-card tr").count() >= 5
