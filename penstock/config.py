@@ -269,7 +269,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> Speculation:
-        """Nobody drafts where it is still to be found out who could."""
+        """Without a drafter while `auto` is not resolved yet."""
         read = Speculation.parse(self.speculate)
         return read if read.num_drafts else Speculation()
 

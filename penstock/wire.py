@@ -197,6 +197,20 @@ def _request_id_in(payload: bytearray) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def read_exactly(connection: socket.socket, num_bytes: int) -> bytearray | None:
+    """None: the other end has closed. Not by a buffered file: a thread that waits in one holds its
+    lock, even against closing it.
+    """
+    data = bytearray(num_bytes)
+    rest = memoryview(data)
+    while rest:
+        num_read = connection.recv_into(rest)
+        if num_read == 0:
+            return None
+        rest = rest[num_read:]
+    return data
+
+
 class EngineChannel:
     """The engine's end: blocking. One thread may receive while any others send."""
 
@@ -240,18 +254,10 @@ class EngineChannel:
         return message
 
     def _read(self, num_bytes: int) -> bytearray | None:
-        # Not a buffered file: a thread that waits in one holds its lock, even against closing it.
-        data = bytearray(num_bytes)
-        rest = memoryview(data)
-        while rest:
-            try:
-                num_read = self._connection.recv_into(rest)
-            except ConnectionError:
-                return None
-            if num_read == 0:
-                return None
-            rest = rest[num_read:]
-        return data
+        try:
+            return read_exactly(self._connection, num_bytes)
+        except ConnectionError:
+            return None
 
     def close(self) -> None:
         self._connection.close()

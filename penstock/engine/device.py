@@ -57,7 +57,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def used_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """Of a GPU's memory, whoever uses it; otherwise of the machine's, by this process. Zeros: the
+    """Of a GPU's memory, all processes; otherwise of the machine's, this process. Zeros: the
     system does not say."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -76,10 +76,8 @@ def load_part(
 
 def rank_device(config: EngineConfig, rank: int) -> str:
     """Rank r runs on the r-th GPU that is visible."""
-    if config.tp == 1:
-        return pick_device(config.device)
     device = pick_device(config.device)
-    if not device.startswith("cuda"):
+    if config.tp == 1 or not device.startswith("cuda"):
         return device
     if device != "cuda":
         raise ConfigError(

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.types import StepPlan
-from penstock.wire import ErrorFields
+from penstock.wire import ErrorFields, read_exactly
 
 _LENGTH = struct.Struct(">I")
 
@@ -86,17 +86,10 @@ class RankChannel:
         return None if payload is None else self._decoder.decode(payload)
 
     def _read(self, num_bytes: int) -> bytearray | None:
-        data = bytearray(num_bytes)
-        rest = memoryview(data)
-        while rest:
-            try:
-                num_read = self.connection.recv_into(rest)
-            except OSError:
-                return None
-            if num_read == 0:
-                return None
-            rest = rest[num_read:]
-        return data
+        try:
+            return read_exactly(self.connection, num_bytes)
+        except OSError:
+            return None
 
     def close(self) -> None:
         self.connection.close()

@@ -8,6 +8,7 @@ never do. References and kernels ask the same rules.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -51,7 +52,7 @@ def can_use_library(rows: TiledRows, dtype: torch.dtype, device: torch.device) -
         and is_whole
         and dtype == torch.bfloat16
         and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) == LIBRARY_CAPABILITY
+        and _capability(device) == LIBRARY_CAPABILITY
     )
 
 
@@ -102,5 +103,9 @@ def rounded_experts(
 
 
 def _is_able(x: Tensor) -> bool:
-    is_new = x.is_cuda and torch.cuda.get_device_capability(x.device) >= FIRST_CAPABILITY
-    return is_new and x.dtype in DTYPES
+    return x.is_cuda and _capability(x.device) >= FIRST_CAPABILITY and x.dtype in DTYPES
+
+
+@functools.cache  # asked by every product of a step
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -88,20 +88,10 @@ def sparse_mlp(
     """residual + the weighted sum of the chosen experts (+ the shared one), summed in float32."""
     stored = (gate_up, down, shared_gate_up, shared_down)
     is_plain = not any(weight is not None and weight.parts for weight in stored)
-    if is_plain and decode.is_alone(x, deterministic):
-        return decode.sparse_mlp(
-            x,
-            weights,
-            ids,
-            gate_up.values,
-            down.values,
-            residual,
-            shared_weight,
-            None if shared_gate_up is None else shared_gate_up.values,
-            None if shared_down is None else shared_down.values,
-        )
-    if is_plain and decode.are_few(x, deterministic):
-        return decode.sparse_mlp_of_few(
+    is_alone, are_few = decode.is_alone(x, deterministic), decode.are_few(x, deterministic)
+    if is_plain and (is_alone or are_few):
+        run = decode.sparse_mlp if is_alone else decode.sparse_mlp_of_few
+        return run(
             x,
             weights,
             ids,

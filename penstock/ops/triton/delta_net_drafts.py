@@ -177,6 +177,7 @@ def drafts_kernel(
     qk_channels = i_key_head * KEY_DIM + s_k  # of the query; the key's are KEY_SIZE further
     v_channels = 2 * KEY_SIZE + i_head * VALUE_DIM + s_v
 
+    wait_for_previous(PDL)  # nothing is written before
     # A state that is passed here is kept with its ring: inputs before it are still there.
     num_done = start - num_right
     for entry in range(num_right + 1):
@@ -206,7 +207,6 @@ def drafts_kernel(
     rate = tl.load(a_log + i_head)
     step_bias = tl.load(dt_bias + i_head)
     b_norm = tl.load(norm_weight + s_v, mask=in_v, other=0.0)
-    wait_for_previous(PDL)
     p_row = mixed + first * mixed_stride
     for token in range(num_tokens):
         b_q = _convolve(
