@@ -64,3 +64,8 @@ def test_a_token_is_turned_stored_and_attends_as_the_references_say(
         *stored, attended = run(*case)
         assert all(torch.equal(one, other) for one, other in zip(found, stored, strict=False))
         torch.testing.assert_close(found[-1], attended, rtol=1e-5, atol=5e-6)
+
+
+def test_tensors_on_another_device_are_not_read_as_if_they_lay_in_memory() -> None:
+    q, k = torch.empty(1, 2, 32, device="meta"), torch.empty(1, 1, 32, device="meta")
+    assert not attention.is_better(q, k, torch.empty(1, 64, 1, 32, device="meta"))

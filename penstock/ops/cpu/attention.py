@@ -18,7 +18,8 @@ LANES = 16
 def is_better(q: Tensor, k: Tensor, cache: Tensor, *places: Tensor) -> bool:
     """Whether these functions can take a step of one token: q [1, Hq, D], k [.., Hkv, D]."""
     return (
-        cache.dtype == q.dtype == torch.float32
+        q.is_cpu
+        and cache.dtype == q.dtype == torch.float32
         and q.shape[0] == 1
         and q.shape[2] % LANES == 0
         and q.stride(-1) == k.stride(-1) == 1
