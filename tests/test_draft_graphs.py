@@ -15,9 +15,10 @@ from penstock.engine.draft_step import DraftStep
 from penstock.engine.engine import Engine
 from penstock.engine.graph_sizes import DraftLimits, DraftSize, draft_sizes
 from penstock.engine.graphs import warm_up
-from penstock.types import KeptState, RowPlan
+from penstock.types import KeptState, RowPlan, StepPlan
 from scripted_drafter import EVERY_PLACE, drafting_engine
 from small_models import FAMILIES, LLAMA, make_engine, prompt, request, run, tokens_of
+from test_gpu import prefill_rows, synchronising_is_an_error
 from test_speculation import WITH_HEAD, assert_same
 
 
@@ -212,3 +213,113 @@ def test_plain_graphs_are_for_rows_without_drafts_behind_them() -> None:
     assert table.must_replay((plan(2, keep=KeptState(64, 3)),))
     table.note_launched((plan(1),))
     assert not table.must_replay(rows)
+
+
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+GPU_CASES = [pytest.param(dtype, marks=ON_GPU) for dtype in ("float32", "bfloat16")]
+TIES = {"float32": 0.0, "bfloat16": 0.05}  # between two log-probabilities that rounding may swap
+
+
+def assert_same_up_to_ties(plain: Any, drafted: Any, dtype: str) -> int:
+    """How many tokens are the same. Where a reply first differs, the plain one has a near tie."""
+    num_same = 0
+    for id, deltas in plain.items():
+        expected = [one for delta in deltas for one in delta.logprobs]
+        for one, token in zip(expected, tokens_of(drafted[id]), strict=True):
+            if token != one.token_id:
+                likely = dict(one.top)
+                assert token in likely, f"{id} says {token}, the likeliest were {likely}"
+                assert one.logprob - likely[token] < TIES[dtype]
+                break
+            num_same += 1
+    return num_same
+
+
+def gpu_settings(dtype: str, **more: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"device": "cuda", "dtype": dtype, "memory_gb": 0.3, "graphs": True}
+    return given | {"deterministic": True, "max_rows": 6, **more}
+
+
+def replies_without_pace(engine: Engine, requests: list[Any]) -> Any:
+    engine.policy.speculator.pace = None
+    return run(engine, *requests)
+
+
+@pytest.mark.parametrize("dtype", GPU_CASES)
+@pytest.mark.parametrize("speculate", ["mtp:1", "mtp:3", "ngram:3", "suffix:7"])
+def test_captured_drafts_say_what_plain_graphs_say(speculate: str, dtype: str) -> None:
+    """Greedy and drawn rows, prompts of every length, chunks, a prefix hit, rows without drafts."""
+    shared = prompt(150, 9)
+    warmth = 0.7 if dtype == "float32" else 0.0  # rounding moves what is drawn anywhere
+    requests = [
+        request(f"r{n}", prompt(n, n), max_tokens=40, temperature=warmth * (n % 2), seed=n)
+        for n in (1, 4, 63, 64, 65, 200)
+    ]
+    requests += [request(f"hit{n}", (*shared, *prompt(n, n)), max_tokens=40) for n in (5, 9)]
+    requests += [request("biased", prompt(30, 3), max_tokens=40, logit_bias={7: 1.0})]
+    settings = gpu_settings(dtype, max_step_tokens=256)
+    plain = run(make_engine(WITH_HEAD, **settings), *requests)
+    engine = make_engine(WITH_HEAD, speculate=speculate, **settings)
+    assert engine.runner.draft_graphs is not None
+    quiet = [dataclasses.replace(one, sampling=_without_logprobs(one)) for one in requests]
+    for asked in (requests, quiet):  # sampled outside a graph, and within
+        drafted = replies_without_pace(engine, asked)
+        num_same = assert_same_up_to_ties(plain, drafted, dtype)
+        assert num_same >= (9 * 40 if dtype == "float32" else 100)
+        engine.policy.cache.check()
+
+
+@pytest.mark.parametrize("dtype", GPU_CASES)
+def test_captured_drafts_that_are_right_are_accepted_and_replayed(dtype: str) -> None:
+    """The journal in a graph: drafts of every number, right up to every place."""
+    requests = [request(f"r{n}", prompt(n, n), max_tokens=60) for n in (3, 62, 64, 130)]
+    settings = gpu_settings(dtype)
+    plain = run(make_engine(WITH_HEAD, **settings), *requests)
+    engine = drafting_engine(WITH_HEAD, plain, EVERY_PLACE, **settings)
+    drafted = run(engine, *requests)
+    num_same = assert_same_up_to_ties(plain, drafted, dtype)
+    assert num_same >= (4 * 60 if dtype == "float32" else 60)
+    stats = engine.stats().drafts
+    assert stats is not None
+    assert stats.num_tokens > 1.2 * stats.num_decodes
+
+
+@pytest.mark.parametrize("dtype", GPU_CASES)
+def test_preempted_rows_come_back_to_captured_drafts(dtype: str) -> None:
+    requests = [request(f"r{i}", prompt(60 + i, i), max_tokens=100) for i in range(4)]
+    plain = run(make_engine(LLAMA, **gpu_settings(dtype)), *requests)
+    # 4 replies of 160 tokens in 9 pages of 64: they cannot all stay.
+    engine = drafting_engine(LLAMA, plain, EVERY_PLACE, **gpu_settings(dtype, max_model_len=192))
+    cache = engine.policy.cache
+    taken = [cache._pages.take() for _ in range(max(0, cache.num_free_pages - 9))]
+    drafted = run(engine, *requests)
+    assert taken
+    assert engine.stats().num_preemptions > 0
+    assert_same_up_to_ties(plain, drafted, dtype)
+
+
+@pytest.mark.parametrize("dtype", GPU_CASES)
+def test_no_step_with_drafts_synchronises(dtype: str) -> None:
+    """The host launches ten steps of the head's drafts and reads nothing in between."""
+    engine = make_engine(
+        WITH_HEAD, speculate="mtp:3", **gpu_settings(dtype, prefix_cache=False, max_rows=3)
+    )
+    requests = [request(f"r{row}", prompt(60, row), max_tokens=45) for row in range(3)]
+    plain_settings = gpu_settings(dtype, prefix_cache=False, max_rows=3)
+    plain = run(make_engine(WITH_HEAD, **plain_settings), *requests)
+    first = prefill_rows(engine, num_rows=3, length=60)
+    rows = tuple(dataclasses.replace(one, max_tokens=4) for one in first)
+    with synchronising_is_an_error():
+        pending = [engine.runner.launch(StepPlan(1, rows)) for _ in range(10)]
+    seen = [one.wait().token_ids for one in pending]
+    for row in range(3):
+        said = [token for step in seen for token in step[row]]
+        assert len(said) >= 10
+        expected = tokens_of(plain[f"r{row}"])[1 : 1 + len(said)]
+        if dtype == "float32":
+            assert said == expected
+    table = engine.runner.rows
+    assert (int(table.context_len[-1]), int(table.last_token[-1])) == (1, 0), "padding"

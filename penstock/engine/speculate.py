@@ -44,7 +44,7 @@ class Speculator:
         most_drafts: Callable[[int], int] | None = None,  # of so many rows; None: any number
     ) -> None:
         self.speculation = speculation
-        self._most_drafts = most_drafts
+        self.most_drafts = most_drafts
         new_drafter = HOST_DRAFTERS.get(speculation.kind)
         self.drafter: HostDrafter | None = None if new_drafter is None else new_drafter()
         # None: all drafts are worth their time.
@@ -79,8 +79,8 @@ class Speculator:
 
     def drafts(self, sequence: Sequence, most: int) -> tuple[int, tuple[int, ...]]:
         """How many, and which if the host has them."""
-        if self._most_drafts is not None:
-            most = min(most, self._most_drafts(self._num_rows))
+        if self.most_drafts is not None:
+            most = min(most, self.most_drafts(self._num_rows))
         if not most:
             return 0, ()
         draft_ids: tuple[int, ...] = ()
