@@ -156,7 +156,6 @@ def decode_attention_cases() -> list[CompileCase]:
     merge = {
         "HEAD_DIM": 256,
         "WINDOW": 0,
-        "NUM_NEWEST": 1,
         "BLOCK_KEYS": tile["BLOCK_KEYS"],
         **merge_tile,
         "PDL": False,
@@ -181,7 +180,7 @@ def decode_attention_cases() -> list[CompileCase]:
             (
                 decode_attention._decode_kernel,
                 {**types, **splits},
-                {**given, **dict.fromkeys(gate)},
+                {**given, **dict.fromkeys(gate), "NUM_NEWEST": 4},  # of a step with drafts
                 options,
             ),
         ]

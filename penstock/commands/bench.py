@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what != "step":
         _refuse(arguments, DRAFT_DEFAULTS)
     elif arguments.drafts:
-        _refuse(arguments, {**OFFLOAD_DEFAULTS, "sampled": False, "breakdown": False})
+        _refuse(arguments, {**OFFLOAD_DEFAULTS, "sampled": False})
         return bench_drafts.run(arguments)
     if arguments.what == "offload":
         _refuse(

@@ -18,9 +18,11 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.commands import breakdown
 from penstock.commands.console import print_table
 from penstock.commands.flags import read_settings
 from penstock.commands.measure import (
+    PROFILED_STEPS,
     Decoding,
     is_on_gpu,
     random_prompts,
@@ -154,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
     scheme = _scheme(config, engine.engine.info.dtype)
     print_table(COLUMNS, [one.as_row() for one in measured], f"{source.name}, {scheme}, {device}")
     rows = [one.as_dict(source.name, scheme, arguments.acceptance) for one in measured]
-    line = {
+    line: dict[str, Any] = {
         "bench": "drafts",
         **provenance(),
         "gpu": gpu_name(),
@@ -166,6 +168,8 @@ def run(arguments: argparse.Namespace) -> int:
         "check": checked,
         "rows": rows,
     }
+    if bench.breakdowns:
+        line["breakdowns"] = bench.breakdowns
     deliver_line(json.dumps(line), arguments.json, "--json")
     return 0
 
@@ -188,7 +192,7 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
     """The timed shapes decide how much memory the engine needs."""
     settings = read_settings(EngineConfig, arguments)
     settings.setdefault("max_step_tokens", STEP_TOKENS)
-    num_steps = arguments.warmup + arguments.repeats + 2
+    num_steps = max(arguments.warmup + arguments.repeats, PROFILED_STEPS) + 2
     longest = max(arguments.context) + num_steps * (1 + max(arguments.drafts))
     settings["max_rows"] = max(*arguments.batch, CHECK_ROWS)
     settings["max_model_len"] = max(longest, CHECK_PROMPT + CHECK_TOKENS + 16)
@@ -313,6 +317,8 @@ class DraftBench:
         self.engine, self.roofline = engine, roofline
         self.warmup, self.repeats = arguments.warmup, arguments.repeats
         self.drafts, self.acceptance = sorted(set(arguments.drafts)), arguments.acceptance
+        self.breaks_down = arguments.breakdown and is_on_gpu(engine)
+        self.breakdowns: list[dict[str, Any]] = []
 
     def shape(self, batch: int, context: int) -> list[DraftedSteps]:
         """Plain steps, and those with each number of drafts that has a graph."""
@@ -328,12 +334,24 @@ class DraftBench:
                 measured.append(one)
                 words = f"{one.median_s * 1e3:.3f} ms a step, {one.ms_a_token:.3f} ms a token"
                 report(Phase(name, words))
+            if self.breaks_down:
+                self._break_down(name, batch, context, num_drafts)
         return measured
 
-    def _steps(
-        self, batch: int, context: int, num_drafts: int, plain_s: float | None
-    ) -> DraftedSteps:
-        inner, num_steps = self.engine.engine, self.warmup + self.repeats
+    def _break_down(self, name: str, batch: int, context: int, num_drafts: int) -> None:
+        decoding, step = self._decoding(batch, context, num_drafts, PROFILED_STEPS)
+        found = breakdown.break_down(step, PROFILED_STEPS)
+        decoding.release()
+        title = f"{name}: {found.step_us:.0f} us, busy {found.busy:.1%}"
+        print_table(breakdown.COLUMNS, found.as_rows(), title)
+        shape = {"batch": batch, "context": context, "drafts": num_drafts}
+        self.breakdowns.append({**shape, **found.as_dict()})
+
+    def _decoding(
+        self, batch: int, context: int, num_drafts: int, num_steps: int
+    ) -> tuple[Decoding, Callable[[], PendingStep]]:
+        """Rows in the middle of their replies, and what launches a step of them."""
+        inner = self.engine.engine
         decoding = Decoding(inner, batch, context, num_steps * (1 + num_drafts), SamplingParams())
         take = self._taker(batch, num_drafts, num_steps)
 
@@ -341,6 +359,13 @@ class DraftBench:
             take()
             return decoding.step(1 + num_drafts)
 
+        return decoding, step
+
+    def _steps(
+        self, batch: int, context: int, num_drafts: int, plain_s: float | None
+    ) -> DraftedSteps:
+        inner, num_steps = self.engine.engine, self.warmup + self.repeats
+        decoding, step = self._decoding(batch, context, num_drafts, num_steps)
         seconds = self._time(step)
         decoding.release()
         verify_s = None
