@@ -138,6 +138,7 @@ def decode_attention_cases() -> list[CompileCase]:
     }
     constexprs |= {
         "WINDOW": 0,
+        "NUM_NEWEST": 1,
         "BLOCK_KEYS": tile["BLOCK_KEYS"],
         "BLOCK_M": 16,
         "BLOCK_D": 256,
@@ -179,7 +180,7 @@ def decode_attention_cases() -> list[CompileCase]:
             (
                 decode_attention._decode_kernel,
                 {**types, **splits},
-                {**given, **dict.fromkeys(gate)},
+                {**given, **dict.fromkeys(gate), "NUM_NEWEST": 4},  # of a step with drafts
                 options,
             ),
         ]
@@ -195,7 +196,12 @@ def decode_rows_cases() -> list[CompileCase]:
     tail = ("p_rows", "p_num_new", "p_token_ids", "p_last_token", "p_context_len")
     advance = dict.fromkeys(tail, "*i64") | {"num_rows": "i32"}
     accepting = ("p_rows", "p_num_tokens", "p_sampled", "p_drafts", "p_last_token")
-    accepting += ("p_context_len", "p_num_accepted", "p_num_new")
+    accepting += ("p_context_len", "p_num_accepted", "p_forced", "p_num_new")
+    placing = ("p_rows", "p_num_tokens", "p_context_len", "p_num_accepted", "p_numbers")
+    placing += ("p_by_place", "p_of_rows")
+    place = dict.fromkeys(placing, "*i64") | dict.fromkeys(("num_rows", "num_pages"), "i32")
+    place |= dict.fromkeys(("p_page_table", "p_row_pages"), "*i32")
+    tokens = ("p_rows", "p_given", "p_last_token", "p_drafts", "p_token_ids")
     options = {"num_warps": decode_rows._TILE["num_warps"], "num_stages": 1}
     return [
         (
@@ -213,8 +219,25 @@ def decode_rows_cases() -> list[CompileCase]:
         (
             decode_rows.accept_drafts_kernel,
             dict.fromkeys(accepting, "*i64") | {"num_rows": "i32"},
-            {"NUM_DRAFTS": 3, "BLOCK_ROWS": 64, "BLOCK_N": 4, "PDL": False},
+            {"NUM_DRAFTS": 3, "WIDTH": 0, "BLOCK_ROWS": 64, "BLOCK_N": 4, "PDL": False},
             {"num_warps": 1, "num_stages": 1},
+        ),
+        (
+            decode_rows.place_drafts_kernel,
+            place,
+            {"PAGE_SIZE": 16, "WIDTH": 4, "BLOCK": decode_rows._TILE["BLOCK"], "PDL": False},
+            options,
+        ),
+        (
+            decode_rows.draft_tokens_kernel,
+            dict.fromkeys(tokens, "*i64") | {"num_rows": "i32"},
+            {
+                "NUM_DRAFTS": 3,
+                "WIDTH": 4,
+                "BLOCK": decode_rows._ADVANCE_TILE["BLOCK"],
+                "PDL": False,
+            },
+            options,
         ),
     ]
 

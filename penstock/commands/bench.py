@@ -14,9 +14,16 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands import bench_offload, bench_serve, breakdown
+from penstock.commands import bench_drafts, bench_offload, bench_serve, breakdown
 from penstock.commands.console import print_table
-from penstock.commands.flags import add_flags, foreign_flag, read_count, read_counts, read_settings
+from penstock.commands.flags import (
+    add_flags,
+    foreign_flag,
+    read_chances,
+    read_count,
+    read_counts,
+    read_settings,
+)
 from penstock.commands.measure import (
     CHECK_TOKENS,
     COLUMNS,
@@ -47,6 +54,8 @@ DESCRIPTION = (
 )
 EXAMPLES = [
     "penstock bench step -m Qwen3.5-35B-A3B --random-weights --batch 1,2,4,8 --context 1536",
+    "penstock bench step -m Qwen3.5-35B-A3B --random-weights --batch 1,8 --drafts 1,2,3 "
+    "--acceptance 0.85,0.75,0.65",
     "penstock bench prefill -m Qwen3.5-4B --random-weights --batch 1,8 --context 1k --json "
     "prefill.json",
     "penstock bench offload -m Qwen3.5-35B-A3B --random-weights --quantization int4 "
@@ -63,6 +72,7 @@ OWN_DEFAULTS = {
     "sampled": False,
     "breakdown": False,
 }
+DRAFT_DEFAULTS = {"drafts": (), "acceptance": (0.85, 0.75, 0.65)}
 OFFLOAD_DEFAULTS = {"runs": 3, "new_tokens": 32, "against_resident": False}
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)  # uses every filter, as chats do
 
@@ -94,18 +104,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare tokens with the model's that has all experts on the device",
     )
     parser.add_argument("--breakdown", action="store_true", help="time a step's kernels too (GPU)")
+    drafts = parser.add_argument_group("bench step with drafts")
+    drafts.add_argument(
+        "--drafts",
+        type=read_counts,
+        metavar="N,N",
+        help="time steps of the drafting head with so many drafts a row, beside plain ones",
+    )
+    drafts.add_argument(
+        "--acceptance",
+        type=read_chances,
+        metavar="P,P",
+        help="chance of each draft to be taken if those before it are: weights do not decide",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the JSON object to this file too")
     add_flags(parser, EngineConfig, title="the engine", skip=bench_serve.SERVER_FLAGS)
     bench_serve.add_arguments(parser)
-    parser.set_defaults(**OWN_DEFAULTS, **OFFLOAD_DEFAULTS)
+    parser.set_defaults(**OWN_DEFAULTS, **OFFLOAD_DEFAULTS, **DRAFT_DEFAULTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.what == "serve":
-        _refuse(arguments, {**OWN_DEFAULTS, **OFFLOAD_DEFAULTS})
+        _refuse(arguments, {**OWN_DEFAULTS, **OFFLOAD_DEFAULTS, **DRAFT_DEFAULTS})
         return bench_serve.run(arguments)
     bench_serve.refuse_flags(arguments)
     _check_shapes(arguments)
+    if arguments.what != "step":
+        _refuse(arguments, DRAFT_DEFAULTS)
+    elif arguments.drafts:
+        _refuse(arguments, {**OFFLOAD_DEFAULTS, "sampled": False})
+        return bench_drafts.run(arguments)
     if arguments.what == "offload":
         _refuse(
             arguments, {name: OWN_DEFAULTS[name] for name in ("repeats", "sampled", "breakdown")}
@@ -198,6 +226,7 @@ def _refuse(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
     for name, default in defaults.items():
         if getattr(arguments, name) != default and not is_given_by_variable(arguments, name):
             owner = "`penstock bench offload`" if name in OFFLOAD_DEFAULTS else "the other benches"
+            owner = "`penstock bench step`" if name in DRAFT_DEFAULTS else owner
             flag = "--" + name.replace("_", "-")
             raise foreign_flag(f"bench {arguments.what}", flag, owner)
 

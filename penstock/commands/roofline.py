@@ -33,6 +33,7 @@ class Parameters:
     mtp: int  # the drafting head, which a plain step does not read
     last_experts: int  # of the last layer
     last_dense: int  # of the last layer, what only last tokens need
+    mtp_experts: int = 0  # of the drafting head
 
     @property
     def always_read(self) -> int:
@@ -54,6 +55,14 @@ class Parameters:
         or in the last one only `num_last`."""
         before = (self.experts - self.last_experts) * self._share_chosen(num_tokens)
         return round(before + self.last_experts * self._share_chosen(num_last or num_tokens))
+
+    def drafting_read(self, num_rows: int, num_drafts: int) -> int:
+        """Parameters that the drafting head's layer reads in a step: once for all tokens of the
+        step, and once for each draft behind the first."""
+        dense = num_drafts * (self.mtp - self.mtp_experts)
+        shares = self._share_chosen(num_rows * (1 + num_drafts))
+        shares += (num_drafts - 1) * self._share_chosen(num_rows)
+        return dense + round(self.mtp_experts * shares) if num_drafts else 0
 
     def _share_chosen(self, num_tokens: int) -> float:
         if not self.num_experts:
@@ -98,12 +107,21 @@ def count_parameters(
         mtp=sum(sizes[name] for name in drafting),
         last_experts=sum(sizes[name] for name in last.intersection(stacks)),
         last_dense=last_dense,
+        mtp_experts=sum(sizes[name] for name in drafting if parameters[name].ndim == 3),
     )
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     nested: Mapping[str, Any] = config.get("text_config", config)
     return nested
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBytes:
+    """Of a step with drafts."""
+
+    read: int  # what its kernels ask for
+    floor: int  # weights, every state read and written once, every key and value read once
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +188,29 @@ class Roofline:
         return self._weight_bytes_read(batch) + batch * (
             self.kv_bytes_per_token * (context + 1) + state
         )
+
+    def draft_bytes(
+        self, batch: int, context: int, num_drafts: int, num_accepted: float, head_bytes: int
+    ) -> DraftBytes:
+        """One token and so many drafts for each of `batch` requests, whose last step had
+        `num_accepted` right ones; `head_bytes` is what a draft is chosen from.
+
+        Every place reads all keys and values; those of one request are adjacent programs, so a
+        cache may have them. A journal's entry is a key, a value and two gates of every head.
+        """
+        num_tokens, own_kv = batch * (1 + num_drafts), 0
+        weights = self._weight_bytes_read(num_tokens) + num_drafts * head_bytes
+        weights += self.stored.drafting_read(batch, num_drafts)
+        if num_drafts and self.attention:
+            own_kv = self.attention[0].num_bytes(self.kv_bytes)  # of the drafting head
+        kv = (self.kv_bytes_per_token + own_kv) * (context + 1 + num_drafts)
+        entry = 4 * sum(
+            spec.num_value_heads * (spec.key_dim + spec.value_dim + 2) for spec in self.delta_nets
+        )
+        state = self.state_bytes_per_request + self._recurrent_bytes
+        again = num_drafts * kv + (num_drafts + num_accepted) * entry
+        floor = weights + batch * (state + kv)
+        return DraftBytes(read=round(floor + batch * again), floor=floor)
 
     def prefill_bytes(self, batch: int, length: int) -> int:
         """Whole prompts without a cache: reads weights once, writes KV and final states once."""

@@ -227,7 +227,7 @@ def _step(engine: Engine, decoding: Decoding) -> Callable[[], torch.Tensor]:
     """Up to the logits: continuing from its own tokens would change experts in every replay."""
     from penstock.engine.graphs import DecodeStep
 
-    runner, rows = engine.runner, decoding.rows
+    runner, rows = engine.runner, decoding.rows()
     step = DecodeStep(runner.model, runner.caches, runner.rows, len(rows), deterministic=False)
     step.load(rows)
     return partial(step.run, "logits")

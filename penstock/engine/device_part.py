@@ -26,6 +26,8 @@ from penstock.parallel.links import GroupLinks
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, timed
 
+AUTO_ON_GPU = False  # whether `--speculate auto` drafts on a GPU too
+
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
@@ -61,7 +63,7 @@ def load_part(
         if meeting_file is not None:
             links = GroupLinks.of_file(meeting_file, rank, config.tp, torch.device(device))
             ranks = Ranks(rank, config.tp, links=links)
-        is_auto = config.speculate == "auto" and not device.startswith("cuda")
+        is_auto = config.speculate == "auto" and drafts_by_itself(device)
         with timed("weights", on_phase) as report:
             model = load_with_experts(
                 source,
@@ -95,12 +97,17 @@ def rank_device(config: EngineConfig, rank: int) -> str:
     return f"cuda:{rank}"
 
 
+def drafts_by_itself(device: str) -> bool:
+    """Whether `auto` drafts on such a device."""
+    return AUTO_ON_GPU or not device.startswith("cuda")
+
+
 def _find_drafter(config: EngineConfig, model: Any, name: str) -> EngineConfig:
-    """What `auto` means for a model: a drafting head drafts on a CPU, where that was measured."""
+    """What `auto` means for a model: its drafting head drafts where that was measured."""
     # Many checkpoints have no drafting head although their config.json counts one.
     has_head = getattr(model, "mtp", None) is not None
     if config.speculate == "auto":
-        drafts = has_head and model.device.type == "cpu"
+        drafts = has_head and drafts_by_itself(model.device.type)
         return dataclasses.replace(config, speculate="mtp" if drafts else "off")
     if config.speculation.kind == "mtp" and not has_head:
         raise ConfigError(
@@ -108,14 +115,6 @@ def _find_drafter(config: EngineConfig, model: Any, name: str) -> EngineConfig:
             "Its checkpoint stores no tensors named mtp.",
             "Use --speculate ngram, which needs no head, or --speculate off.",
         )
-    if config.speculation.num_drafts and model.device.type == "cuda":
-        if config.graphs:
-            raise ConfigError(
-                f"speculate is {config.speculate!r} and graphs are on",
-                "Steps with drafts are not captured as graphs.",
-                "Set only one of them.",
-            )
-        return dataclasses.replace(config, graphs=False)
     return config
 
 

@@ -37,8 +37,14 @@ HOST_DRAFTERS: dict[str, Callable[[], HostDrafter]] = {
 
 
 class Speculator:
-    def __init__(self, speculation: Speculation, forced_ids: Propose = lambda *_: ()) -> None:
+    def __init__(
+        self,
+        speculation: Speculation,
+        forced_ids: Propose = lambda *_: (),
+        most_drafts: Callable[[int], int] | None = None,  # of so many rows; None: any number
+    ) -> None:
         self.speculation = speculation
+        self.most_drafts = most_drafts
         new_drafter = HOST_DRAFTERS.get(speculation.kind)
         self.drafter: HostDrafter | None = None if new_drafter is None else new_drafter()
         # None: all drafts are worth their time.
@@ -73,6 +79,10 @@ class Speculator:
 
     def drafts(self, sequence: Sequence, most: int) -> tuple[int, tuple[int, ...]]:
         """How many, and which if the host has them."""
+        if self.most_drafts is not None:
+            most = min(most, self.most_drafts(self._num_rows))
+        if not most:
+            return 0, ()
         draft_ids: tuple[int, ...] = ()
         knows_all = not sequence.steps_in_flight
         is_constrained = sequence.request.sampling.grammar is not None

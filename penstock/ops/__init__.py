@@ -18,6 +18,7 @@ in `ops/triton` go through `op`, which takes it on a GPU.
 from penstock.ops.dispatch import op
 from penstock.ops.reference import attention, delta_net, masking, matmul, moe, norm, sampling
 from penstock.ops.reference import decode_rows as _decode_rows
+from penstock.ops.reference.decode_rows import PlacedDrafts
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.moe import new_counters
 from penstock.ops.reference.norm import gated_rms_norm
@@ -38,6 +39,8 @@ gated_delta_net = op(delta_net.gated_delta_net)
 accept_drafts = op(_decode_rows.accept_drafts)
 advance_rows = op(_decode_rows.advance_rows)
 decode_rows = op(_decode_rows.decode_rows)
+draft_tokens = op(_decode_rows.draft_tokens)
+place_drafts = op(_decode_rows.place_drafts)
 mask_logits = op(masking.mask_logits)
 sample = op(sampling.sample)
 
@@ -45,6 +48,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "LEAST_KEYS",
     "Journal",
+    "PlacedDrafts",
     "Replay",
     "TokenBlocks",
     "Weight",
@@ -53,6 +57,7 @@ __all__ = [
     "bias_logits",
     "cut_blocks",
     "decode_rows",
+    "draft_tokens",
     "gated_delta_net",
     "gated_rms_norm",
     "linear",
@@ -62,6 +67,7 @@ __all__ = [
     "norm_route",
     "paged_attention",
     "penalize_repeats",
+    "place_drafts",
     "rms_norm",
     "rope_and_store",
     "rope_table",

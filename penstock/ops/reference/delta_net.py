@@ -51,7 +51,7 @@ def gated_delta_net(
     blocks: TokenBlocks,
     num_key_heads: int,
     journal: Journal | None = None,
-    replay: Replay | None = None,  # with a journal
+    replay: Replay | None = None,  # None: nothing to replay, and no drafts
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
@@ -63,7 +63,7 @@ def gated_delta_net(
         if len(mixed) == 1 and not (num_accepted or keep_slot):
             slots = (state_slots, initial_slots)
             return decode.gated_delta_net(*given, *slots, position, num_key_heads, L2_EPS)
-        if journal is not None:
+        if journal is not None and replay is not None:
             return decode.gated_delta_net_drafts(
                 *given,
                 (int(state_slots), int(initial_slots)),
@@ -85,8 +85,7 @@ def gated_delta_net(
     )
     for group in cut_rows(spans, batch_decodes=not deterministic):
         rows, tokens = group.rows, group.tokens
-        if journal is not None and spans[rows.start].is_decode:
-            assert replay is not None
+        if journal is not None and replay is not None and spans[rows.start].is_decode:
             out[tokens] = _decode_with_drafts(
                 _Decodes(
                     channels[tokens].to(conv.dtype),
@@ -347,6 +346,7 @@ class _OneToken(NamedTuple):
     num_tokens: int = 1
     checkpoints: tuple[tuple[int, int], ...] = ()
     is_decode: bool = True
+    num_newest: int = 1
 
 
 class _Prepared(NamedTuple):

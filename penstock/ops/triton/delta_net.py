@@ -57,15 +57,14 @@ def gated_delta_net(
     blocks: TokenBlocks,
     num_key_heads: int,
     journal: Journal | None = None,
-    replay: Replay | None = None,  # with a journal
+    replay: Replay | None = None,  # None: nothing to replay, and no drafts
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
     weights = (conv_weight, a_log, dt_bias, norm_weight, eps, conv, recurrent)
     out = mixed.new_empty(len(mixed), a_log.shape[0] * norm_weight.shape[0])
     for rows, tokens in decode_runs(spans):
-        if journal is not None:
-            assert replay is not None
+        if journal is not None and replay is not None:
             delta_net_drafts.decode_with_drafts(
                 out,
                 mixed,
