@@ -221,7 +221,15 @@ class Runner:
 
     def graphs_to_capture(self, max_step_tokens: int) -> tuple[PrefillGraphs, DecodeGraphs]:
         given = (self.model, self.caches, self.rows, self.deterministic)
-        return PrefillGraphs(*given, max_step_tokens), DecodeGraphs(*given)
+        slots = getattr(self.model, "expert_store", None)
+        if slots is None:
+            return PrefillGraphs(*given, max_step_tokens), DecodeGraphs(*given)
+        # Of more tokens, experts are copied by the host, which a graph cannot call.
+        most = getattr(slots, "most_captured", 0)
+        return (
+            PrefillGraphs(*given, max_step_tokens, captures=False),
+            DecodeGraphs(*given, max_rows=most),
+        )
 
     @_on_its_device
     def warm_up(self, max_step_tokens: int) -> None:
