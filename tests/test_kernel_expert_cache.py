@@ -33,7 +33,9 @@ def new_tables(num_experts: int, num_slots: int, device: str, share: float = 0.0
 
 def choose(num_tokens: int, k: int, num_experts: int, seed: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:k] for _ in range(num_tokens)])
+    ids = torch.stack(
+        [torch.randperm(num_experts, generator=generator)[:k] for _ in range(num_tokens)]
+    )
     return ids.int(), torch.rand(num_tokens, k, generator=generator)
 
 

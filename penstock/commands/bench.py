@@ -63,7 +63,7 @@ OWN_DEFAULTS = {
     "sampled": False,
     "breakdown": False,
 }
-OFFLOAD_DEFAULTS = {"runs": 3, "new_tokens": 32, "against_resident": False}
+OFFLOAD_DEFAULTS = {"runs": 3, "new_tokens": 32, "against_resident": False, "case": []}
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)  # uses every filter, as chats do
 
 
@@ -92,6 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against-resident",
         action="store_true",
         help="compare tokens with the model's that has all experts on the device",
+    )
+    offload.add_argument(
+        "--case",
+        action="append",
+        metavar="NAME",
+        help="a case of results/h200/offload.json, or `all`; it brings model and settings",
     )
     parser.add_argument("--breakdown", action="store_true", help="time a step's kernels too (GPU)")
     parser.add_argument("--json", metavar="FILE", help="write the JSON object to this file too")

@@ -68,6 +68,7 @@ class DeviceSlots:
         self.most_captured = min(layer.most_fetched for layer in self.layers)
         addresses = large_addresses(tensor for stack in stacks for tensor in stack)
         self.close = weakref.finalize(self, unpin, addresses)
+        self.close.atexit = False  # the system takes it back then
 
     def stats(self) -> dict[str, int]:
         """Totals since the start; on a GPU as of the last call or later, because nobody waits."""
@@ -266,6 +267,12 @@ class Lanes:
                 self._fill(layer + 1)
         gate_up, down, _ = self._views[layer]
         return gate_up, down
+
+    def take(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        """A lane's memory and the layer's stacks, to measure copies between them."""
+        with self._lock:
+            self._holds[layer % len(self._memory)] = None
+        return self._views[layer][2], self._stacks[layer]
 
     def _fill(self, layer: int) -> None:
         lane = layer % len(self._memory)

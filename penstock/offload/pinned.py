@@ -1,7 +1,7 @@
 """Pinned memory of the host: a GPU reads it by itself, and copies from it run in the background.
 
-Large tensors lie on huge pages, which all cores ask for at once before they are pinned: pinning page
-by page would take minutes for a large model.
+Large tensors lie on huge pages, which all cores ask for at once before they are pinned: pinning
+page by page would take minutes for a large model.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from penstock.errors import CapacityError
 from penstock.ops.cpu.memory import HUGE_PAGE, new_tensor
 
 PAGE = 4096
+PORTABLE_AND_MAPPED = 1 | 2
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
@@ -31,7 +32,9 @@ def new_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
     memory.view(-1).view(torch.uint8)[::PAGE].zero_()  # by all threads
     if torch.cuda.is_available():
-        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        code = torch.cuda.cudart().cudaHostRegister(
+            memory.data_ptr(), memory.nbytes, PORTABLE_AND_MAPPED
+        )
         if int(code):
             raise CapacityError(
                 f"{memory.nbytes / 1e9:.1f} GB of RAM cannot be pinned for the GPU",

@@ -1,4 +1,4 @@
-"""Slots for the experts of a layer: which of them a step needs, and copying those that no slot holds.
+"""Slots for the experts of a layer: those that a step needs, and copies of the missing ones.
 
 The host does not take part: the device keeps the table of what its slots hold, chooses what to
 evict, and reads experts from the host's memory itself, so that a step is one graph whatever it

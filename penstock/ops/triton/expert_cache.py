@@ -128,9 +128,7 @@ def _take_slots_kernel(
     is_evictable = (held >= 0) & (is_needed == 0)
     num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
     num_host = (num_missing.to(tl.float32) * tl.load(host_share) + 0.5).to(tl.int32)
-    num_fetched = tl.minimum(
-        num_missing - num_host, tl.sum(is_evictable.to(tl.int32), axis=0)
-    )
+    num_fetched = tl.minimum(num_missing - num_host, tl.sum(is_evictable.to(tl.int32), axis=0))
     left = tl.where(is_missing, b_scores, -1.0)
     worth = tl.where(is_evictable, b_scores, NOTHING)
     for place in range(num_fetched):
