@@ -78,6 +78,9 @@ class EngineConfig:
         False, "use random weights from a seed instead of the checkpoint's"
     )
     weights_seed: int = setting(0, "seed of --random-weights")
+    alike_experts: bool = setting(
+        False, "give random experts the same numbers in all layers, which is quick"
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     tp: int = setting(
         1,

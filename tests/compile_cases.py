@@ -18,6 +18,7 @@ from penstock.ops.triton import (
     delta_net_convolve,
     delta_net_drafts,
     delta_net_prepare,
+    expert_cache,
     fp8,
     launch,
     masking,
@@ -499,6 +500,20 @@ def fp8_cases() -> list[CompileCase]:
     return cases
 
 
+def expert_cache_cases() -> list[CompileCase]:
+    """The slots of a step of 8 tokens, and copies of four fields."""
+    types = dict.fromkeys(("ids", "slot_of", "marks", "slots", "wanted"), "*i32")
+    types |= dict.fromkeys(("weights", "scores", "host_share"), "*fp32")
+    types |= dict.fromkeys(("slot_weights", "host_weights"), "*fp32")
+    types |= {"counts": "*i64", "table": "*i64", "num_pairs": "i32", "num_slots": "i32"}
+    sizes = {"E": 256, "SHARE": 0.1, "BLOCK_E": 256, "BLOCK_P": 64}
+    chunks = {"CHUNKS": 100, "FIELDS": 4, "CHUNK": 4096}
+    return [
+        case(expert_cache._take_slots_kernel, types, {"num_warps": 1}, **sizes),
+        case(expert_cache._fetch_experts_kernel, types, {"num_warps": 8}, **chunks),
+    ]
+
+
 def moe_permute_cases() -> list[CompileCase]:
     """8192 tokens of the 35B-A3B: (kernel, signature, constexprs, options)."""
     types = dict.fromkeys(("ids", "counts", "order", "tiles"), "*i32")
@@ -732,6 +747,7 @@ def all_cases() -> list[CompileCase]:
         *moe_gemv_cases(),
         *moe_small_gemm_cases(),
         *moe_grouped_gemm_cases(),
+        *expert_cache_cases(),
         *norm_cases(),
         *sampling_cases(),
         *fp8_cases(),

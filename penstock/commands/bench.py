@@ -73,7 +73,7 @@ OWN_DEFAULTS = {
     "breakdown": False,
 }
 DRAFT_DEFAULTS = {"drafts": (), "acceptance": (0.85, 0.75, 0.65)}
-OFFLOAD_DEFAULTS = {"runs": 3, "new_tokens": 32, "against_resident": False}
+OFFLOAD_DEFAULTS = {"runs": 3, "new_tokens": 32, "against_resident": False, "case": []}
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)  # uses every filter, as chats do
 
 
@@ -102,6 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against-resident",
         action="store_true",
         help="compare tokens with the model's that has all experts on the device",
+    )
+    offload.add_argument(
+        "--case",
+        action="append",
+        metavar="NAME",
+        help="a case of results/h200/offload.json, or `all`; it brings model and settings",
     )
     parser.add_argument("--breakdown", action="store_true", help="time a step's kernels too (GPU)")
     drafts = parser.add_argument_group("bench step with drafts")

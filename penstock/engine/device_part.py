@@ -40,8 +40,9 @@ class DevicePart:
     def of(cls, model: Any, config: EngineConfig, name: str, on_phase: OnPhase) -> DevicePart:
         """For a model whose weights are loaded: plans the memory, and allocates its cache."""
         config = _find_drafter(config, model, name)
-        if getattr(model, "expert_store", None) is not None:
-            config = without_graphs(config)
+        store = getattr(model, "expert_store", None)
+        if store is not None:
+            config = without_graphs(config, store)
         check_page_size(config, model.device)
         if model.device.type == "cpu" and not config.deterministic:
             pack_weights(model, keep=model.head.weight)

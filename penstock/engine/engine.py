@@ -32,6 +32,7 @@ from penstock.engine.runner import PendingStep
 from penstock.errors import PenstockError
 from penstock.gguf.folder import folder_of
 from penstock.models.source import ModelSource, find_model
+from penstock.offload.device_slots import DeviceSlots
 from penstock.offload.store import ExpertStore
 from penstock.parallel.links import GroupLinks
 from penstock.progress import OnPhase, timed
@@ -56,7 +57,9 @@ class Engine:
     def _begin(self, part: DevicePart, name: str, tokenizer_file: Path | None) -> None:
         config, self.runner = part.config, part.runner
         is_gpu = part.model.device.type == "cuda"
-        self.expert_store: ExpertStore | None = getattr(part.model, "expert_store", None)
+        self.expert_store: ExpertStore | DeviceSlots | None = getattr(
+            part.model, "expert_store", None
+        )
         self.info = _describe(part.model, name, part.memory, config)
         new_buffer = self.runner.rows.host_buffer
         self.policy = Policy(config, part.memory, self.info, tokenizer_file, new_buffer)
@@ -236,7 +239,7 @@ def _describe(model: Any, name: str, memory: MemoryPlan, config: EngineConfig) -
 
 
 def _experts_of(model: Any) -> dict[str, Any]:
-    store: ExpertStore | None = getattr(model, "expert_store", None)
+    store: ExpertStore | DeviceSlots | None = getattr(model, "expert_store", None)
     if store is None:
         return {}
     return {

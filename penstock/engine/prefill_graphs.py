@@ -81,7 +81,9 @@ class PrefillGraphs:
         rows: RowTable,
         deterministic: bool,
         max_step_tokens: int,
+        captures: bool = True,  # False: it only launches every kernel
     ) -> None:
+        self._captures = captures
         self._new_step = partial(PrefillStep, model, caches, rows, deterministic=deterministic)
         warmup_caches = warmup_layers(model, caches)
         self._new_warmup_step = partial(
@@ -97,7 +99,7 @@ class PrefillGraphs:
 
     @property
     def num_captures(self) -> int:
-        return len(self._sizes)
+        return len(self._sizes) if self._captures else 0
 
     @property
     def warmup(self) -> Warmup:
@@ -113,7 +115,8 @@ class PrefillGraphs:
         return Warmup.split(launches, ahead=by_bucket.values())
 
     def capture(self, pool: Any, on_phase: OnPhase) -> None:
-        sizes = list(reversed(self._sizes))  # the largest first, the others fit into its memory
+        # The largest first, the others fit into its memory.
+        sizes = list(reversed(self._sizes)) if self._captures else []
         for done, size in enumerate(sizes):
             on_phase(Phase("graphs", f"{size.num_tokens} tokens", done / len(sizes)))
             step = self._new_step(size)
@@ -122,7 +125,8 @@ class PrefillGraphs:
 
     def size_for(self, rows: Sequence[RowPlan]) -> StepSize | None:
         counts = RowCounts.of(rows)
-        return next((size for size in self._sizes if size.holds(counts)), None)
+        sizes = self._sizes if self._captures else ()
+        return next((size for size in sizes if size.holds(counts)), None)
 
     def replay(self, rows: Sequence[RowPlan], size: StepSize) -> Tensor:  # [L, vocab] float32
         """The logits of the sampling rows, in the order of the plan."""

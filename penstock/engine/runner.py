@@ -233,10 +233,13 @@ class Runner:
     ) -> tuple[PrefillGraphs, DecodeGraphs, DraftGraphs]:
         """The last has no shapes where nothing drafts."""
         given = (self.model, self.caches, self.rows)
+        slots = getattr(self.model, "expert_store", None)
+        # Of more tokens, experts are copied by the host, which a graph cannot call.
+        most = None if slots is None else getattr(slots, "most_captured", 0)
         return (
-            PrefillGraphs(*given, self.deterministic, max_step_tokens),
-            DecodeGraphs(*given, self.deterministic),
-            DraftGraphs(*given, self.drafter, self.deterministic),
+            PrefillGraphs(*given, self.deterministic, max_step_tokens, captures=slots is None),
+            DecodeGraphs(*given, self.deterministic, max_rows=most),
+            DraftGraphs(*given, self.drafter, self.deterministic, max_tokens=most),
         )
 
     @_on_its_device

@@ -20,7 +20,8 @@ from penstock.errors import CapacityError, CheckpointError, ConfigError
 from penstock.layers.mlp import SparseMLP
 from penstock.models import build_model
 from penstock.models.source import ModelSource, is_converted
-from penstock.offload.convert import Conversion, order_for_gpu
+from penstock.offload.convert import Conversion
+from penstock.offload.device_slots import DeviceSlots, use_device_slots
 from penstock.offload.expert_log import ExpertLog
 from penstock.offload.files import DENSE, Index, LayerRecords, read_index
 from penstock.offload.host import (
@@ -32,9 +33,10 @@ from penstock.offload.host import (
 )
 from penstock.offload.in_place import CheckpointLayer
 from penstock.offload.layout import ExpertLayout, StoredMatrix, stack_tensors
+from penstock.offload.pinned import large_addresses, pinned_copy, unpin
 from penstock.offload.store import ExpertStore, attach, least_slots
 from penstock.ops import Weight
-from penstock.ops.weight import deferred_weights
+from penstock.ops.weight import deferred_weights, map_part
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, Phase
 from penstock.weights.checkpoint import list_some
@@ -77,9 +79,13 @@ def load_with_experts(
             quantization=config.quantization,
             with_drafting_head=with_drafting_head,
             ranks=ranks,
+            alike_experts=config.alike_experts,
         )
         if config.expert_cache is None:
             model = load()
+        elif torch.device(device).type == "cuda":
+            model = load(find_host_weights=_stack_names, keep_on_host=pin_weight)
+            give_device_slots(model, config)
         else:
             model = load(find_host_weights=_stack_names)
             _move_to_slots(model, config)
@@ -107,7 +113,7 @@ def _open_log(model: nn.Module, config: EngineConfig) -> None:
 def describe_experts(model: Any, config: EngineConfig) -> str:
     """What is unusual about its experts, for the start of an engine; "": nothing."""
     said = []
-    store: ExpertStore | None = getattr(model, "expert_store", None)
+    store: ExpertStore | DeviceSlots | None = getattr(model, "expert_store", None)
     if store is not None:
         size = f"{store.num_bytes / 1e9:.2f} GB"
         said.append(
@@ -119,13 +125,15 @@ def describe_experts(model: Any, config: EngineConfig) -> str:
     return "\n".join(said)
 
 
-def without_graphs(config: EngineConfig) -> EngineConfig:
-    """A graph cannot wait for an expert that is not on the device."""
+def without_graphs(config: EngineConfig, store: ExpertStore | DeviceSlots) -> EngineConfig:
+    """A graph cannot wait for a file, nor tell a log what it has fetched."""
+    if isinstance(store, DeviceSlots) and store.log is None:
+        return config
     if config.graphs:
         raise ConfigError(
-            "graphs is on, and the device does not hold all experts",
-            "A captured step cannot fetch an expert.",
-            "Omit --graphs, or give --expert-cache room for all experts.",
+            "graphs is on, and experts are in files, or logged",
+            "A captured step can neither read a file nor write a log.",
+            "Omit --graphs, or --expert-ram and --expert-log.",
         )
     return dataclasses.replace(config, graphs=False)
 
@@ -165,23 +173,51 @@ def _stack_names(model: nn.Module) -> list[str]:
     return [f"{name}.{stack}" for name in sparse_layers(model) for stack in ("gate_up", "down")]
 
 
-def _move_to_slots(model: Any, config: EngineConfig) -> None:
-    """The stacks of a loaded model stay in RAM; the device gets slots."""
+def pin_weight(weight: Weight) -> None:
+    """Moves it to pinned RAM."""
+    if weight.parts:
+        weight.parts = tuple(map_part(part, pinned_copy) for part in weight.parts)
+    else:
+        weight.values = nn.Parameter(pinned_copy(weight.values.data), requires_grad=False)
+
+
+def give_device_slots(model: Any, config: EngineConfig) -> None:
+    """The pinned stacks of a loaded model stay in RAM; a GPU gets slots that it keeps itself, or
+    all experts, if there is room.
+    """
+    mlps = _sparse_layers_of(model, config)
+    layouts = [ExpertLayout.of(mlp.gate_up, mlp.down) for mlp in mlps]
+    stacks = [stack_tensors([mlp.gate_up, mlp.down]) for mlp in mlps]
+    slot_bytes = config.expert_cache_bytes or 0
+    total = sum(tensor.nbytes for stack in stacks for tensor in stack)
+    if slot_bytes >= total:
+        for mlp, layout, stack in zip(mlps, layouts, stacks, strict=True):
+            mlp.gate_up, mlp.down, own = layout.new_slots(len(stack[0]), model.dtype, model.device)
+            for target, source in zip(own, stack, strict=True):
+                target.copy_(source, non_blocking=True)
+        unpin(large_addresses(tensor for stack in stacks for tensor in stack))
+        return
+    model.expert_store = use_device_slots(model, mlps, layouts, stacks, slot_bytes)
+
+
+def _sparse_layers_of(model: nn.Module, config: EngineConfig) -> list[SparseMLP]:
     mlps = list(sparse_layers(model).values())
     if not mlps:
         raise ConfigError(
             f"expert_cache is {config.expert_cache}, and the model has no experts",
             todo="Omit it.",
         )
+    return mlps
+
+
+def _move_to_slots(model: Any, config: EngineConfig) -> None:
+    """The stacks of a loaded model stay where they are; a CPU gets slots for a few of them."""
+    mlps = _sparse_layers_of(model, config)
     layouts, stacks = [], []
     for mlp in mlps:
-        if model.device.type == "cuda":
-            order_for_gpu(mlp.gate_up)
-            order_for_gpu(mlp.down)
         layouts.append(ExpertLayout.of(mlp.gate_up, mlp.down))
-        own = stack_tensors([mlp.gate_up, mlp.down])
-        stacks.append([one.pin_memory() for one in own] if model.device.type == "cuda" else own)
-        for name in ("gate_up", "down"):  # what was pinned or put into tiles is not kept twice
+        stacks.append(stack_tensors([mlp.gate_up, mlp.down]))
+        for name in ("gate_up", "down"):
             shape = getattr(mlp, name).shape
             setattr(mlp, name, Weight(torch.empty(shape, dtype=model.dtype, device="meta")))
     _use_slots(model, mlps, StackedExperts(layouts, stacks), config.expert_cache_bytes or 0)

@@ -155,9 +155,9 @@ class OffloadedExperts:
     def _fetch(self, experts: Sequence[int], ids: Tensor) -> Tensor:
         """The slots for these ids."""
         slots = self.store.fetch(self.layer, experts, self.pool)
-        table = torch.zeros(self.num_experts, dtype=torch.long)
-        table[torch.tensor(experts)] = torch.tensor(slots)
-        return table.to(ids.device)[ids]
+        table = torch.zeros(self.num_experts, dtype=ids.dtype)  # which kernels read
+        table[torch.tensor(experts)] = torch.tensor(slots, dtype=ids.dtype)
+        return table.to(ids.device)[ids.long()]
 
     def _run_in_passes(
         self, x: Tensor, ids: Tensor, experts: Sequence[int], deterministic: bool

@@ -1,0 +1,60 @@
+"""The cases of `penstock bench offload --case`: models that a card has no room for, on one that is
+limited to stand in for it. Random weights and random tokens choose experts at random, the worst
+case for any cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+GPU_SHARE = {"memory_gb": 1.0, "max_step_tokens": 4096}  # what a small card would have left
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    model: str
+    expert_cache: str
+    batch: int = 1
+    context: int = 4096
+    new_tokens: int = 64
+    runs: int = 3
+    layers: int | None = None  # so many of the model's, and the time projected to all
+    against_resident: bool = False
+    settings: dict[str, Any] = field(default_factory=lambda: dict(GPU_SHARE))
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("35B-A3B int4 6GB batch 1", "Qwen3.5-35B-A3B", "6GB", against_resident=True),
+        Case(
+            "35B-A3B int4 6GB batch 8",
+            "Qwen3.5-35B-A3B",
+            "6GB",
+            batch=8,
+            context=256,
+            against_resident=True,
+        ),
+        Case("122B-A10B int4 24GB batch 1", "Qwen3.5-122B-A10B", "12GB", runs=2),
+        Case(
+            "122B-A10B int4 24GB batch 8",
+            "Qwen3.5-122B-A10B",
+            "12GB",
+            batch=8,
+            context=256,
+            new_tokens=32,
+            runs=2,
+        ),
+        Case(
+            "397B-A17B int4 RAM projected",
+            "Qwen3.5-397B-A17B",
+            "9.3GB",
+            context=1024,
+            new_tokens=32,
+            runs=2,
+            layers=24,
+        ),
+    )
+}
