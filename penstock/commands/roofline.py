@@ -164,19 +164,21 @@ class Roofline:
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """One token for each of `batch` requests that have `context` tokens in the cache."""
+        return self.weight_bytes_read(batch) + batch * self.row_bytes(context)
+
+    def row_bytes(self, context: int) -> int:
+        """That a decode reads and writes of its own request."""
         # Of the ring of the convolution's inputs a token reads all entries but its own, which it
         # writes.
         state = self.state_bytes_per_request + self._recurrent_bytes
-        return self._weight_bytes_read(batch) + batch * (
-            self.kv_bytes_per_token * (context + 1) + state
-        )
+        return self.kv_bytes_per_token * (context + 1) + state
 
     def prefill_bytes(self, batch: int, length: int) -> int:
         """Whole prompts without a cache: reads weights once, writes KV and final states once."""
         written = self.kv_bytes_per_token * length + self.state_bytes_per_request
-        return self._weight_bytes_read(batch * length, batch) + batch * written
+        return self.weight_bytes_read(batch * length, batch) + batch * written
 
-    def _weight_bytes_read(self, num_tokens: int, num_last: int | None = None) -> int:
+    def weight_bytes_read(self, num_tokens: int, num_last: int | None = None) -> int:
         read = self.stored.always_read + self.stored.experts_read(num_tokens, num_last)
         return read + self.element_bytes * num_tokens * self.hidden_size
 
