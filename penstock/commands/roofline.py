@@ -81,6 +81,8 @@ def count_parameters(
     embedding = sum(size for name, size in sizes.items() if name.startswith("embed"))
     last = {name for name in sizes if name.startswith(f"layers.{len(model.layers) - 1}.")}
     last_dense = sum(sizes[name] for name in last.difference(stacks))
+    # Of whole experts a rank has some; tokens choose among those of all ranks.
+    num_holders = model.ranks.size if model.ranks.whole_experts else 1
     spec = model.cache_specs()[-1]
     if isinstance(spec, KVSpec):
         # Keys and values of all tokens.
@@ -93,7 +95,7 @@ def count_parameters(
         head=sizes.get("head.weight.values", embedding),
         is_tied="head.weight.values" not in sizes,
         experts=sum(sizes[name] for name in stacks),
-        num_experts=parameters[stacks[0]].shape[0] if stacks else 0,
+        num_experts=parameters[stacks[0]].shape[0] * num_holders if stacks else 0,
         num_experts_per_token=text_config(config)["num_experts_per_tok"] if stacks else 0,
         mtp=sum(sizes[name] for name in drafting),
         last_experts=sum(sizes[name] for name in last.intersection(stacks)),
@@ -116,7 +118,7 @@ class Roofline:
     kv_bytes: int  # of an element of KV
     state_bytes: int  # of an element of a recurrent state
     hidden_size: int
-    query_width: int  # query heads x head width
+    query_width: int  # query heads x head width, of a rank
     attention: tuple[KVSpec, ...]
     delta_nets: tuple[StateSpec, ...]
     ends_with_attention: bool
@@ -140,7 +142,7 @@ class Roofline:
             kv_bytes=kv_bytes or element_bytes,
             state_bytes=state_bytes,
             hidden_size=text["hidden_size"],
-            query_width=text["num_attention_heads"] * head_dim,
+            query_width=text["num_attention_heads"] // model.ranks.size * head_dim,
             attention=attention,
             delta_nets=tuple(spec for spec in specs if isinstance(spec, StateSpec)),
             ends_with_attention=isinstance(specs[-1], KVSpec),

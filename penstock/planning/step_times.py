@@ -113,13 +113,10 @@ class StepTimes:
         sent_s = 2 * (self.tp - 1) / self.tp * num_bytes / self.link_bytes_per_s
         return (2 * self.num_layers + 2) * (self.all_reduce_s + sent_s)
 
-    def _operations(self, start: int, length: int) -> float:
-        """Of a rank: its parameters, and its part of the query heads."""
-        own = self.roofline.prefill_operations(1, length)
-        whole = 4 * self.roofline.query_width * len(self.roofline.attention)
-        pairs = length * (length + 1) // 2
-        # The floor counts the query heads of all ranks, and a prompt from its first token.
-        return own + whole * (length * start / self.tp - pairs * (1 - 1 / self.tp))
+    def _operations(self, start: int, length: int) -> int:
+        """The floor counts a prompt from its first token; here tokens before it are attended to."""
+        before = 4 * self.roofline.query_width * len(self.roofline.attention) * start
+        return self.roofline.prefill_operations(1, length) + length * before
 
 
 @dataclass(frozen=True, slots=True)
