@@ -124,6 +124,8 @@ def test_large_models_can_be_cut_as_they_will_be_measured(model: str, tp: int) -
     built: Any = build_model(
         find_model(model).config, torch.bfloat16, torch.device("meta"), ranks=Ranks(0, tp)
     )
+    attention: Any
+    delta: Any
     attention, delta = (
         next(spec for spec in built.cache_specs() if isinstance(spec, kind))
         for kind in (KVSpec, StateSpec)

@@ -33,6 +33,7 @@ rms_norm = op(norm.rms_norm)
 rope_and_store = op(attention.rope_and_store)
 paged_attention = op(attention.paged_attention)
 norm_route = op(moe.norm_route)
+own_experts = op(moe.own_experts)
 sparse_mlp = op(moe.sparse_mlp)
 gated_delta_net = op(delta_net.gated_delta_net)
 accept_drafts = op(_decode_rows.accept_drafts)
@@ -60,6 +61,7 @@ __all__ = [
     "new_counters",
     "norm_linear",
     "norm_route",
+    "own_experts",
     "paged_attention",
     "penalize_repeats",
     "rms_norm",
