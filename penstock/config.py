@@ -88,6 +88,12 @@ class EngineConfig:
         "part of the heads, of the inner widths and of the vocabulary",
         aliases=("--tensor-parallel-size", "-tp"),
     )
+    ep: bool = setting(
+        False,
+        "of a model over several GPUs, each has whole experts instead of a slice of every expert "
+        "(expert parallel)",
+        aliases=("--enable-expert-parallel",),
+    )
     dtype: str = setting("auto", "type of weights and activations", choices=DTYPES)
     kv_dtype: str = setting(
         "auto",

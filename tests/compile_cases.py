@@ -28,6 +28,7 @@ from penstock.ops.triton import (
     moe_fp8_gemm,
     moe_gemv,
     moe_grouped_gemm,
+    moe_own,
     moe_permute,
     moe_route,
     moe_small_gemm,
@@ -527,7 +528,19 @@ def moe_permute_cases() -> list[CompileCase]:
         "BLOCK_M": 128,
         "PDL": False,
     }
-    return [(moe_permute._list_tiles_kernel, types, constants, {"num_warps": 16, "num_stages": 1})]
+    own_types = {"p_weights": "*fp32", "p_ids": "*i32", "p_own_weights": "*fp32"}
+    own = case(
+        moe_own._own_experts_kernel,
+        {**own_types, "p_own_ids": "*i32"},
+        {"num_warps": 1},
+        FIRST=32,
+        COUNT=32,
+        TOP_K=8,
+        BLOCK_K=8,
+        NUM_LOWEST=16,
+    )
+    listed = (moe_permute._list_tiles_kernel, types, constants, {"num_warps": 16, "num_stages": 1})
+    return [listed, own]
 
 
 def moe_route_cases() -> list[CompileCase]:

@@ -44,6 +44,7 @@ rms_norm = op(norm.rms_norm)
 rope_and_store = op(attention.rope_and_store)
 paged_attention = op(attention.paged_attention)
 norm_route = op(moe.norm_route)
+own_experts = op(moe.own_experts)
 sparse_mlp = op(moe.sparse_mlp)
 take_slots = op(expert_cache.take_slots)
 fetch_experts = op(expert_cache.fetch_experts)
@@ -79,6 +80,7 @@ __all__ = [
     "new_counters",
     "norm_linear",
     "norm_route",
+    "own_experts",
     "paged_attention",
     "penalize_repeats",
     "place_drafts",
