@@ -7,7 +7,7 @@
 // multiply 64 pairs each; while one adds what it got for a block of 128 columns, times the scales
 // of that block, the other has the tensor cores.
 //
-//               slot: 128 pairs x 128 bytes | 256 rows x 128 bytes
+//               slot: 128 pairs x 128 bytes | 256 rows x 128 bytes | their scales
 //   loading     waits for `empty`, copies, and each thread's copies arrive at `full`
 //   multiplying waits for `full`, 2 x 4 instructions of 64 x 128 x 32, arrives at `empty`
 //
@@ -22,7 +22,8 @@ constexpr int PAIRS = 128, HALF_ROWS = 128, ROWS = 2 * HALF_ROWS, STEP = 128, ST
 constexpr int TILE_ROWS = 16, TILE_BYTES = TILE_ROWS * STEP;
 constexpr int COLUMNS = IS_DOWN ? N : N / 2; // of the result
 constexpr int PIECES = N / ROWS;             // of an expert
-constexpr int PAIR_BYTES = PAIRS * STEP, SLOT_BYTES = PAIR_BYTES + ROWS * STEP;
+constexpr int PAIR_BYTES = PAIRS * STEP, SCALES = PAIR_BYTES + ROWS * STEP; // of a slot
+constexpr int SLOT_BYTES = SCALES + 1024; // a scale for each pair and for each half of the rows
 constexpr int LOADING = 128, THREADS = LOADING + 256;
 constexpr float LARGEST = 448.0f, LEAST = 1e-12f;
 static_assert(K % STEP == 0 && N % ROWS == 0, "whole blocks");
@@ -60,6 +61,16 @@ __device__ __forceinline__ void wait_for(u32 barrier, u32 phase) {
 
 __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void copy_scale(u32 to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ float load_scale(u32 from) {
+    float scale;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(from) : "memory");
+    return scale;
 }
 
 __device__ __forceinline__ void copy(u32 to, const unsigned char* from) {
@@ -172,6 +183,15 @@ __device__ __forceinline__ void load_pieces(const Given& given, u32 slots, u32 f
             const int pair = min(16 * i + own_row, piece.count - 1);
             pairs[i] = (IS_DOWN ? piece.row + pair : given.order[piece.place + pair] / SLOTS) * K;
         }
+        const int scaled = min((int)threadIdx.x, piece.count - 1);
+        const float* pair_scale =
+            given.source_scales +
+            (IS_DOWN ? piece.row + scaled : given.order[piece.place + scaled] / SLOTS);
+        const float* row_scale = // of a half: the first two threads copy them
+            is_shared ? given.shared_scales
+                      : given.expert_scales + (u64)piece.expert * (N / STEP * STEPS);
+        row_scale += work % PIECES * (IS_DOWN ? 2 : 1) * STEPS;
+        if (threadIdx.x % 2) row_scale += (IS_DOWN ? 1 : N / 2 / STEP) * STEPS;
 #pragma unroll 1
         for (int step = 0; step < STEPS; ++step) {
             wait_for(empty + 8 * slot, phase ^ 1);
@@ -185,6 +205,10 @@ __device__ __forceinline__ void load_pieces(const Given& given, u32 slots, u32 f
 #pragma unroll
             for (int i = 0; i < PAIRS / 16; ++i)
                 if (i < count) copy(slots + at + own_pair + 16 * i * STEP, source + pairs[i]);
+            copy_scale(slots + at + SCALES + 4 * threadIdx.x, pair_scale);
+            if (threadIdx.x < 2)
+                copy_scale(slots + at + SCALES + 4 * (PAIRS + threadIdx.x), row_scale + step);
+            pair_scale += given.source_count;
             asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full +
                                                                                       8 * slot)
                          : "memory");
@@ -254,31 +278,21 @@ __device__ __forceinline__ void multiply_pieces(const Given& given, u32 slots, u
         const Piece piece = load_piece(given.tiles, given.num_tiles, work);
         if (piece.count == 0) return;
         const bool has_pairs = 64 * group < piece.count;
-        const bool is_shared = HAS_SHARED && piece.expert == E;
         const int piece_id = work % PIECES;
-        const float* row_scales = is_shared ? given.shared_scales
-                                            : given.expert_scales +
-                                                  (u64)piece.expert * (N / STEP * STEPS);
-        row_scales += (IS_DOWN ? 2 * piece_id : piece_id) * STEPS;
-        const float* other_scales = row_scales + (IS_DOWN ? 1 : N / 2 / STEP) * STEPS;
-        const float* pair_scales[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int pair = min(first_pair + 8 * i, piece.count - 1);
-            pair_scales[i] = given.source_scales +
-                             (IS_DOWN ? piece.row + pair : given.order[piece.place + pair] / SLOTS);
-        }
         float total[2][64];
 #pragma unroll
         for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = 0.0f;
         for (int step = 0; step < STEPS; ++step) {
-            const float own[2] = {pair_scales[0][(u64)step * given.source_count],
-                                  pair_scales[1][(u64)step * given.source_count]};
-            const float rows[2] = {row_scales[step], other_scales[step]};
             wait_for(full + 8 * slot, phase);
             if (has_pairs) {
                 asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 const u32 at = slots + slot * SLOT_BYTES;
+                const float own = load_scale(at + SCALES + 4 * first_pair);
+                const float other = load_scale(at + SCALES + 4 * (first_pair + 8));
+                const float rows[2] = {load_scale(at + SCALES + 4 * PAIRS),
+                                       load_scale(at + SCALES + 4 * (PAIRS + 1))};
+                const float scales[2][2] = {{own * rows[0], other * rows[0]},
+                                            {own * rows[1], other * rows[1]}};
                 const u64 pairs = descriptor(at + group * (64 * STEP));
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -293,10 +307,9 @@ __device__ __forceinline__ void multiply_pieces(const Given& given, u32 slots, u
                                  : SUMS8(0), SUMS8(8), SUMS8(16), SUMS8(24), SUMS8(32), SUMS8(40),
                                    SUMS8(48), SUMS8(56)::"memory");
                     if (half == 1 && lane == 0) arrive(empty + 8 * slot);
-                    const float scales[2] = {own[0] * rows[half], own[1] * rows[half]};
 #pragma unroll
                     for (int i = 0; i < 64; ++i)
-                        total[half][i] = fmaf(sums[i], scales[i / 2 % 2], total[half][i]);
+                        total[half][i] = fmaf(sums[i], scales[half][i / 2 % 2], total[half][i]);
                 }
             } else if (lane == 0)
                 arrive(empty + 8 * slot);

@@ -18,8 +18,8 @@ from penstock.ops.tiles import STEP, TiledRows
 
 PAIRS, ROWS = 128, 256  # of a piece of work
 NUM_THREADS = 384
-STAGES = 4  # of what a multiprocessor's shared memory holds, each 48 KiB
-SHARED_BYTES = STAGES * (PAIRS + ROWS) * STEP + 1024  # they begin at a multiple of that
+STAGES = 4  # of what a multiprocessor's shared memory holds, each 49 KiB: codes and scales
+SHARED_BYTES = STAGES * ((PAIRS + ROWS) * STEP + 1024) + 1024  # from a multiple of 1,024 on
 CAPABILITY = (9, 0)  # no other has these instructions
 DTYPES = (torch.bfloat16, torch.float16)
 SOURCE = Path(__file__).with_name("fp8_experts.cu")
