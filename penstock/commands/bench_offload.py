@@ -42,6 +42,7 @@ COLUMNS = [
     *("copied GB/s", "of floor", "tokens"),
 ]
 Tokens = dict[str, list[int]]
+CPU_TOLERANCE = 2e-2  # of the largest value, as of any kernel in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +154,10 @@ def _measure(case: Case, settings: dict[str, Any], batches: Sequence[int]) -> di
     rows = []
     for batch in batches:
         with PhaseList() as phases, timed(f"batch {batch}", phases):
+            check = _check_cpu(engine, batch, case, expected.get(batch))
             runs = [_run(engine, batch, case) for _ in range(case.runs + 1)]
         row = _summarize(batch, case, runs, speeds, expected.get(batch), projection)
+        row |= check
         if batch in resident:
             row["resident_tok_s"] = _new_tokens(runs[0]) / max(resident[batch], 1e-9)
         rows.append(row)
@@ -181,6 +184,36 @@ def _measure(case: Case, settings: dict[str, Any], batches: Sequence[int]) -> di
         },
         "seconds": round(time.perf_counter() - started, 1),
         "rows": rows,
+    }
+
+
+def _check_cpu(engine: Engine, batch: int, case: Case, expected: Tokens | None) -> dict[str, Any]:
+    """Where the CPU takes part, tokens depend on its rounding. So they are compared with all
+    misses fetched, and its products with those of fetched experts.
+    """
+    store = engine.expert_store
+    if getattr(store, "products", None) is None:
+        return {}
+    from penstock.offload.device_slots import DeviceSlots
+    from penstock.offload.host_products import largest_difference
+    from penstock.offload.load import sparse_layers
+
+    assert isinstance(store, DeviceSlots)
+    mlps = list(sparse_layers(engine.runner.model).values())  # type: ignore[arg-type]
+    difference = largest_difference(store, mlps)
+    share = store.host_share.clone()
+    products, store.host_share[:] = store.products, 0.0
+    assert products is not None
+    split, products.split = products.split, None
+    runs = [_run(engine, batch, case) for _ in range(1 if expected else 2)]
+    products.split = split
+    store.host_share.copy_(share)
+    is_same = all(one.tokens == (expected or runs[0].tokens) for one in runs)
+    return {
+        "cpu_share": float(share),
+        "cpu_difference": difference,
+        "compared_with": "resident, if fetched" if expected else "first run, if fetched",
+        "match": is_same and difference <= CPU_TOLERANCE,
     }
 
 

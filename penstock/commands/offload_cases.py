@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GPU_SHARE = {"memory_gb": 1.0, "max_step_tokens": 4096}  # what a small card would have left
+BOTH = {**GPU_SHARE, "expert_misses": "auto"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,17 @@ CASES = {
             context=256,
             against_resident=True,
         ),
-        Case("122B-A10B int4 24GB batch 1", "Qwen3.5-122B-A10B", "12GB", runs=2),
+        Case(
+            "35B-A3B int4 6GB batch 1, link and CPU",
+            "Qwen3.5-35B-A3B",
+            "6GB",
+            against_resident=True,
+            settings=BOTH,
+        ),
+        Case(
+            "122B-A10B int4 24GB batch 1, link", "Qwen3.5-122B-A10B", "12GB", runs=2, new_tokens=32
+        ),
+        Case("122B-A10B int4 24GB batch 1", "Qwen3.5-122B-A10B", "12GB", runs=2, settings=BOTH),
         Case(
             "122B-A10B int4 24GB batch 8",
             "Qwen3.5-122B-A10B",
@@ -46,6 +57,7 @@ CASES = {
             context=256,
             new_tokens=32,
             runs=2,
+            settings=BOTH,
         ),
         Case(
             "397B-A17B int4 RAM projected",
@@ -55,6 +67,7 @@ CASES = {
             new_tokens=32,
             runs=2,
             layers=24,
+            settings=BOTH,
         ),
     )
 }

@@ -265,6 +265,8 @@ class Runner:
 
     def _step(self, plan: StepPlan, is_masked: bool, fill_masks: FillMasks | None) -> StepResults:
         self.rows.update(plan)
+        if (slots := getattr(self.model, "expert_store", None)) is not None:
+            slots.adapt()
         needs = self.rows.sampling_needs(plan)
         # A decode that nobody drafts for is none of a drafter's business.
         follows = self.drafter is not None and (plan.has_drafts or not plan.is_decode)

@@ -31,6 +31,7 @@ from penstock.offload.host import (
     StackedExperts,
     least_ram_bytes,
 )
+from penstock.offload.host_products import can_multiply
 from penstock.offload.in_place import CheckpointLayer
 from penstock.offload.layout import ExpertLayout, StoredMatrix, stack_tensors
 from penstock.offload.pinned import large_addresses, pinned_copy, unpin
@@ -120,6 +121,8 @@ def describe_experts(model: Any, config: EngineConfig) -> str:
             f"{store.num_slots:,} of {store.num_experts:,} experts in slots on {model.device} "
             f"({size}), the others in {store.host.place}"
         )
+        if isinstance(store, DeviceSlots) and store.products is not None:
+            said.append(store.products.describe())
     if config.experts_per_token is not None:
         said.append(f"{config.experts_per_token} experts per token, by --experts-per-token")
     return "\n".join(said)
@@ -197,7 +200,18 @@ def give_device_slots(model: Any, config: EngineConfig) -> None:
                 target.copy_(source, non_blocking=True)
         unpin(large_addresses(tensor for stack in stacks for tensor in stack))
         return
-    model.expert_store = use_device_slots(model, mlps, layouts, stacks, slot_bytes)
+    can_compute = all(can_multiply(mlp.gate_up, mlp.down, model.dtype) for mlp in mlps)
+    if config.expert_misses == "cpu" and not can_compute:
+        raise ConfigError(
+            "expert_misses is cpu, and the CPU has no kernel for these experts",
+            "It multiplies with 4-bit codes that have one scale for 128 columns or more, and no "
+            "zero points, and needs a C++ compiler.",
+            "Use --expert-misses fetch, or --quantization int4.",
+        )
+    store = use_device_slots(model, mlps, layouts, stacks, slot_bytes)
+    if config.expert_misses != "fetch" and can_compute:
+        store.use_cpu(config.expert_misses)
+    model.expert_store = store
 
 
 def _sparse_layers_of(model: nn.Module, config: EngineConfig) -> list[SparseMLP]:
