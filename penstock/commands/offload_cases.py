@@ -69,5 +69,16 @@ CASES = {
             layers=24,
             settings=BOTH,
         ),
+        # A share of RAM as 64 GB are of all 60 layers' experts.
+        Case(
+            "397B-A17B int4 64GB RAM + disk projected",
+            "Qwen3.5-397B-A17B",
+            "3.5GB",
+            context=16,
+            new_tokens=16,
+            runs=1,
+            layers=8,
+            settings={"memory_gb": 1.0, "max_step_tokens": 512, "expert_ram": "8.5GB"},
+        ),
     )
 }

@@ -35,6 +35,7 @@ from penstock.offload.host_products import can_multiply
 from penstock.offload.in_place import CheckpointLayer
 from penstock.offload.layout import ExpertLayout, StoredMatrix, stack_tensors
 from penstock.offload.pinned import large_addresses, pinned_copy, unpin
+from penstock.offload.spill import spill
 from penstock.offload.store import ExpertStore, attach, least_slots
 from penstock.ops import Weight
 from penstock.ops.weight import deferred_weights, map_part
@@ -64,7 +65,7 @@ def load_with_experts(
     files: _Files | None = None
     if is_converted(source.path) and not config.random_weights:
         files = _open_converted(source, config, torch.device(device))
-    elif config.expert_ram is not None:
+    elif config.expert_ram is not None and not config.random_weights:
         files = _open_in_place(source, config, torch.device(device))
     if files is not None:
         model = _load_from(files, source, config, on_phase, device, with_drafting_head)
@@ -84,6 +85,9 @@ def load_with_experts(
         )
         if config.expert_cache is None:
             model = load()
+        elif config.expert_ram is not None:
+            model = load(find_host_weights=_stack_names, keep_on_host=_move_to_ram)
+            _use_spilled(model, config)
         elif torch.device(device).type == "cuda":
             model = load(find_host_weights=_stack_names, keep_on_host=pin_weight)
             give_device_slots(model, config)
@@ -174,6 +178,21 @@ def sparse_layers(model: nn.Module) -> dict[str, SparseMLP]:
 
 def _stack_names(model: nn.Module) -> list[str]:
     return [f"{name}.{stack}" for name in sparse_layers(model) for stack in ("gate_up", "down")]
+
+
+def _move_to_ram(weight: Weight) -> None:
+    if weight.parts:
+        weight.parts = tuple(map_part(part, Tensor.cpu) for part in weight.parts)
+    else:
+        weight.values = nn.Parameter(weight.values.data.cpu(), requires_grad=False)
+
+
+def _use_spilled(model: Any, config: EngineConfig) -> None:
+    """Random experts, over files that exist as long as the engine does."""
+    mlps = _sparse_layers_of(model, config)
+    index = spill(mlps, model.device.type, model.dtype)
+    host = FiledExperts(index, _checked_ram(index, config), pin_memory=model.device.type == "cuda")
+    _use_slots(model, mlps, host, config.expert_cache_bytes or 0)
 
 
 def pin_weight(weight: Weight) -> None:
@@ -273,12 +292,11 @@ class _Files:
 
 
 def _open_in_place(source: ModelSource, config: EngineConfig, device: torch.device) -> _Files:
-    if config.random_weights or config.quantization != "none":
-        flag = "random_weights" if config.random_weights else "quantization"
+    if config.quantization != "none":
         raise ConfigError(
-            f"expert_ram is {config.expert_ram}, and {flag} is set",
-            "Experts would be read from files as they are needed; these are made in RAM.",
-            "Omit one of the two.",
+            f"expert_ram is {config.expert_ram}, and quantization is set",
+            "Experts are read from files as they are needed, and would be quantised each time.",
+            "Omit one of the two, or quantise the model first (penstock quantize).",
         )
     conversion = Conversion(source, device.type)
     layouts: dict[str, ExpertLayout] = {}
