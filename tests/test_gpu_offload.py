@@ -15,7 +15,7 @@ from small_models import HYBRID_MOE, make_engine, prompt, request, run, tokens_o
 
 pytestmark = ON_GPU
 
-# Widths that 4-bit tiles have; 40 experts of 74 kB in each of 4 layers.
+# Widths that 4-bit tiles have; 40 experts of 51 kB in each of 4 layers.
 MODEL: dict[str, Any] = {
     **HYBRID_MOE,
     "hidden_size": 256,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-GPU_SHARE = {"memory_gb": 1.0, "max_step_tokens": 4096}  # what a small card would have left
+GPU_SHARE = {"memory_gb": 2.0, "max_step_tokens": 4096}  # what a small card would have left
 BOTH = {**GPU_SHARE, "expert_misses": "auto"}
 
 
@@ -46,13 +46,13 @@ CASES = {
             settings=BOTH,
         ),
         Case(
-            "122B-A10B int4 24GB batch 1, link", "Qwen3.5-122B-A10B", "12GB", runs=2, new_tokens=32
+            "122B-A10B int4 24GB batch 1, link", "Qwen3.5-122B-A10B", "11GB", runs=2, new_tokens=32
         ),
-        Case("122B-A10B int4 24GB batch 1", "Qwen3.5-122B-A10B", "12GB", runs=2, settings=BOTH),
+        Case("122B-A10B int4 24GB batch 1", "Qwen3.5-122B-A10B", "11GB", runs=2, settings=BOTH),
         Case(
             "122B-A10B int4 24GB batch 8",
             "Qwen3.5-122B-A10B",
-            "12GB",
+            "11GB",
             batch=8,
             context=256,
             new_tokens=32,

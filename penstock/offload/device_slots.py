@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class DeviceSlots:
         self.num_layers = len(mlps)
         self.num_experts = sum(mlp.router.shape[0] for mlp in mlps)
         self.log: ExpertLog | None = None
+        self.lock = threading.Lock()
         self.lanes = Lanes(layouts, stacks, dtype, device)
         self.counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=device)
         self.host_share = torch.zeros(1, device=device)  # of missing experts: those of the CPU
@@ -124,7 +125,6 @@ class LayerSlots:
     slot_of: Tensor
     scores: Tensor
     marks: Tensor
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(
@@ -175,8 +175,7 @@ class LayerSlots:
         """Tokens of a step whose experts are fetched one by one. More need most experts: those
         come through the lanes.
         """
-        most, at_once = self.num_experts // self.experts_per_token, self._at_once
-        return most if at_once >= LISTED_TOKENS else min(most, at_once, LISTED_TOKENS - 1)
+        return self.num_experts // self.experts_per_token
 
     @property
     def _at_once(self) -> int:
@@ -214,16 +213,17 @@ class LayerSlots:
                 deterministic=deterministic,
             )
         parts = []
-        for own, num_new in token_chunks(len(x), self._at_once):
-            slots, slot_weights, added = self._fetch(x[own], weights[own], ids[own])
+        for own in token_chunks(len(x), self._at_once):
+            given = Chunk.of(own, len(x), x, weights, ids, residual, shared_weight)
+            slots, slot_weights, added = self._fetch(given.x, given.weights, given.ids)
             out = sparse_mlp(
-                x[own],
+                given.x,
                 slot_weights,
                 slots,
                 gate_up,
                 down,
-                residual[own],
-                None if shared_weight is None else shared_weight[own],
+                given.residual,
+                given.shared_weight,
                 shared_gate_up,
                 shared_down,
                 counters,
@@ -233,7 +233,7 @@ class LayerSlots:
                 assert self.store.products is not None
                 self.store.products.join()
                 out.add_(added)
-            parts.append(out[-num_new:])
+            parts.append(out[: own.stop - own.start])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _fetch(
@@ -244,7 +244,7 @@ class LayerSlots:
         """
         store, added = self.store, None
         tables = (self.slot_of, self.scores, self.marks, store.counts, store.host_share)
-        with self.lock:
+        with store.lock:
             slots, slot_weights, host_weights, wanted = take_slots(
                 ids.contiguous(), weights.contiguous(), *tables, self.num_slots
             )
@@ -260,18 +260,54 @@ class LayerSlots:
         return torch.tensor(numbers, dtype=torch.int32, device=self.slot_of.device)
 
 
-def token_chunks(num_tokens: int, at_once: int) -> list[tuple[slice, int]]:
-    """Tokens to compute together, and how many of them, the last ones, are new. The last chunk is
-    as long as the others, so that all are multiplied in one way.
-    """
-    if num_tokens <= at_once:
-        return [(slice(0, num_tokens), num_tokens)]
-    size = at_once if at_once >= LISTED_TOKENS else min(at_once, num_tokens)
-    chunks = []
-    for first in range(0, num_tokens, size):
-        end = min(first + size, num_tokens)
-        chunks.append((slice(end - size, end), end - first))
-    return chunks
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some tokens of a step, as `LayerSlots.run` takes them."""
+
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    residual: Tensor
+    shared_weight: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        own: slice,
+        num_tokens: int,  # of the step
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        residual: Tensor,
+        shared_weight: Tensor | None,
+    ) -> Chunk:
+        """A few tokens of more are padded with the last one, so that all are multiplied in the way
+        in which the whole step would be. It needs no expert more.
+        """
+        num_more = LISTED_TOKENS - (own.stop - own.start) if num_tokens >= LISTED_TOKENS else 0
+
+        def take(tensor: Tensor) -> Tensor:
+            if num_more <= 0:
+                return tensor[own]
+            last = tensor[own.stop - 1 : own.stop].expand(num_more, -1)
+            return torch.cat((tensor[own], last))
+
+        taken = take(weights)
+        if num_more > 0:
+            taken[-num_more:] = 0
+        return cls(
+            take(x),
+            taken,
+            take(ids),
+            take(residual),
+            None if shared_weight is None else take(shared_weight),
+        )
+
+
+def token_chunks(num_tokens: int, at_once: int) -> list[slice]:
+    """Tokens whose experts have slots at the same time."""
+    starts = range(0, num_tokens, at_once)
+    return [slice(first, min(first + at_once, num_tokens)) for first in starts]
 
 
 class Lanes:
