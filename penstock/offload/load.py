@@ -21,7 +21,7 @@ from penstock.layers.mlp import SparseMLP
 from penstock.models import build_model
 from penstock.models.source import ModelSource, is_converted
 from penstock.offload.convert import Conversion
-from penstock.offload.device_slots import DeviceSlots, use_device_slots
+from penstock.offload.device_slots import DeviceSlots
 from penstock.offload.expert_log import ExpertLog
 from penstock.offload.files import DENSE, Index, LayerRecords, read_index
 from penstock.offload.host import (
@@ -31,10 +31,9 @@ from penstock.offload.host import (
     StackedExperts,
     least_ram_bytes,
 )
-from penstock.offload.host_products import can_multiply
 from penstock.offload.in_place import CheckpointLayer
+from penstock.offload.in_ram import fits_ram, give_device_slots, pin_weight, read_into_ram
 from penstock.offload.layout import ExpertLayout, StoredMatrix, stack_tensors
-from penstock.offload.pinned import large_addresses, pinned_copy, unpin
 from penstock.offload.spill import spill
 from penstock.offload.store import ExpertStore, attach, least_slots
 from penstock.ops import Weight
@@ -90,7 +89,8 @@ def load_with_experts(
             _use_spilled(model, config)
         elif torch.device(device).type == "cuda":
             model = load(find_host_weights=_stack_names, keep_on_host=pin_weight)
-            give_device_slots(model, config)
+            mlps = _sparse_layers_of(model, config)
+            give_device_slots(model, mlps, config, config.expert_cache_bytes or 0)
         else:
             model = load(find_host_weights=_stack_names)
             _move_to_slots(model, config)
@@ -193,44 +193,6 @@ def _use_spilled(model: Any, config: EngineConfig) -> None:
     index = spill(mlps, model.device.type, model.dtype)
     host = FiledExperts(index, _checked_ram(index, config), pin_memory=model.device.type == "cuda")
     _use_slots(model, mlps, host, config.expert_cache_bytes or 0)
-
-
-def pin_weight(weight: Weight) -> None:
-    """Moves it to pinned RAM."""
-    if weight.parts:
-        weight.parts = tuple(map_part(part, pinned_copy) for part in weight.parts)
-    else:
-        weight.values = nn.Parameter(pinned_copy(weight.values.data), requires_grad=False)
-
-
-def give_device_slots(model: Any, config: EngineConfig) -> None:
-    """The pinned stacks of a loaded model stay in RAM; a GPU gets slots that it keeps itself, or
-    all experts, if there is room.
-    """
-    mlps = _sparse_layers_of(model, config)
-    layouts = [ExpertLayout.of(mlp.gate_up, mlp.down) for mlp in mlps]
-    stacks = [stack_tensors([mlp.gate_up, mlp.down]) for mlp in mlps]
-    slot_bytes = config.expert_cache_bytes or 0
-    total = sum(tensor.nbytes for stack in stacks for tensor in stack)
-    if slot_bytes >= total:
-        for mlp, layout, stack in zip(mlps, layouts, stacks, strict=True):
-            mlp.gate_up, mlp.down, own = layout.new_slots(len(stack[0]), model.dtype, model.device)
-            for target, source in zip(own, stack, strict=True):
-                target.copy_(source, non_blocking=True)
-        unpin(large_addresses(tensor for stack in stacks for tensor in stack))
-        return
-    can_compute = all(can_multiply(mlp.gate_up, mlp.down, model.dtype) for mlp in mlps)
-    if config.expert_misses == "cpu" and not can_compute:
-        raise ConfigError(
-            "expert_misses is cpu, and the CPU has no kernel for these experts",
-            "It multiplies with 4-bit codes that have one scale for 128 columns or more, and no "
-            "zero points, and needs a C++ compiler.",
-            "Use --expert-misses fetch, or --quantization int4.",
-        )
-    store = use_device_slots(model, mlps, layouts, stacks, slot_bytes)
-    if config.expert_misses != "fetch" and can_compute:
-        store.use_cpu(config.expert_misses)
-    model.expert_store = store
 
 
 def _sparse_layers_of(model: nn.Module, config: EngineConfig) -> list[SparseMLP]:
@@ -371,19 +333,35 @@ def _load_from(
     )
     given = config.expert_cache_bytes
     slot_bytes = _free_bytes(device) if given is None else given
+    ram_bytes = _checked_ram(index, config)
+    goes_to_ram = slot_bytes < total and is_for_ram(index, ram_bytes, device)
     host = FiledExperts(
         index,
-        _checked_ram(index, config),
+        None if goes_to_ram else ram_bytes,
         pin_memory=device.type == "cuda",
         open_layer=files.open_layer,
     )
     if slot_bytes >= total:
         _fill_stacks(mlps, index, host, dtype, device, on_phase)
         host.close()
+    elif goes_to_ram:
+        tell = partial(_tell, on_phase)
+        read_into_ram(mlps, index, host, dtype, tell)
+        host.close()
+        give_device_slots(model, mlps, config, slot_bytes)
     else:
         _use_slots(model, mlps, host, slot_bytes)
     loaded: nn.Module = model.requires_grad_(False).eval()
     return loaded
+
+
+def is_for_ram(index: Index, ram_bytes: int | None, device: torch.device) -> bool:
+    """A GPU reads pinned RAM by itself; on a CPU, the page cache is as good."""
+    return device.type == "cuda" and fits_ram(index, ram_bytes)
+
+
+def _tell(on_phase: OnPhase, name: str, share: float) -> None:
+    on_phase(Phase("weights", name, share))
 
 
 def _check_made_for(index: Index, device: torch.device) -> None:
