@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-GPU_SHARE = {"memory_gb": 2.0, "max_step_tokens": 4096}  # what a small card would have left
+GPU_SHARE = {"memory_gb": 2.5, "max_step_tokens": 4096}  # what a small card would have left
 BOTH = {**GPU_SHARE, "expert_misses": "auto"}
 
 
@@ -23,7 +23,14 @@ class Case:
     runs: int = 3
     layers: int | None = None  # so many of the model's, and the time projected to all
     against_resident: bool = False
+    is_cached: bool = False  # there is room for all experts
     settings: dict[str, Any] = field(default_factory=lambda: dict(GPU_SHARE))
+
+    @property
+    def engine(self) -> object:
+        """Cases that have it alike can be measured with one engine."""
+        given = tuple(sorted(self.settings.items()))
+        return self.model, self.expert_cache, self.layers, self.against_resident, given
 
 
 CASES = {
@@ -46,7 +53,11 @@ CASES = {
             settings=BOTH,
         ),
         Case(
-            "122B-A10B int4 24GB batch 1, link", "Qwen3.5-122B-A10B", "11GB", runs=2, new_tokens=32
+            "35B-A3B int4 all cached batch 1",
+            "Qwen3.5-35B-A3B",
+            "30GB",
+            against_resident=True,
+            is_cached=True,
         ),
         Case("122B-A10B int4 24GB batch 1", "Qwen3.5-122B-A10B", "11GB", runs=2, settings=BOTH),
         Case(
