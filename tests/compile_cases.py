@@ -508,7 +508,7 @@ def expert_cache_cases() -> list[CompileCase]:
     types |= dict.fromkeys(("slot_weights", "host_weights"), "*fp32")
     types |= {"counts": "*i64", "table": "*i64", "num_pairs": "i32", "num_slots": "i32"}
     sizes = {"E": 256, "SHARE": 0.1, "BLOCK_E": 256, "BLOCK_P": 64}
-    chunks = {"CHUNKS": 100, "FIELDS": 4, "CHUNK": 4096}
+    chunks = {"CHUNKS": 100, "FIELDS": 4, "CHUNK": 4096, "IS_WIDE": True}
     return [
         case(expert_cache._take_slots_kernel, types, {"num_warps": 1}, **sizes),
         case(expert_cache._fetch_experts_kernel, types, {"num_warps": 8}, **chunks),

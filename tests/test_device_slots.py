@@ -5,14 +5,20 @@ A CPU runs what a GPU runs, with the references in place of the kernels.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from packed_checkpoints import FORMATS, pack_state, plain_state, write
+from penstock.config import EngineConfig
+from penstock.engine.engine import Engine
 from penstock.errors import CapacityError
+from penstock.models.source import find_model
 from penstock.offload import load
-from penstock.offload.device_slots import DeviceSlots, token_chunks
+from penstock.offload.convert import Conversion
+from penstock.offload.device_slots import Chunk, DeviceSlots, token_chunks
 from small_models import HYBRID_MOE, logprobs_of, make_engine, prompt, request, run
 
 # More experts than a short prompt needs: a token uses 2 of 24, so that 12 tokens go through slots.
@@ -29,7 +35,15 @@ def room(slots: int, quantization: str = "none") -> str:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "_move_to_slots", load.give_device_slots)
+    def give(model: Any, config: EngineConfig) -> None:
+        mlps = list(load.sparse_layers(model).values())
+        load.give_device_slots(model, mlps, config, config.expert_cache_bytes or 0)
+
+    def is_for_ram(index: Any, ram_bytes: int | None, device: Any) -> bool:
+        return load.fits_ram(index, ram_bytes)
+
+    monkeypatch.setattr(load, "_move_to_slots", give)
+    monkeypatch.setattr(load, "is_for_ram", is_for_ram)
 
 
 def store_of(engine: Any) -> DeviceSlots:
@@ -98,17 +112,44 @@ def test_alike_experts_are_alike_and_apart() -> None:
     assert said(engine) == said(make_engine(MODEL, **given))
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "at_once", "expected"),
-    [
-        (3, 9, [(0, 3, 3)]),
-        (8, 5, [(0, 5, 5), (3, 8, 3)]),
-        (12, 5, [(0, 5, 5), (5, 10, 5), (7, 12, 2)]),
-        (4, 3, [(0, 3, 3), (1, 4, 1)]),
-    ],
-)
-def test_the_last_chunk_is_as_long_as_the_others(
-    num_tokens: int, at_once: int, expected: list[tuple[int, int, int]]
+@pytest.mark.parametrize(("num_tokens", "at_once", "size"), [(3, 2, 2), (8, 3, 5), (12, 6, 6)])
+def test_chunks_of_a_long_step_are_as_long_as_such_a_step(
+    num_tokens: int, at_once: int, size: int
 ) -> None:
-    seen = [(own.start, own.stop, new) for own, new in token_chunks(num_tokens, at_once)]
-    assert seen == expected
+    """Products of a few tokens are made in another way, and rounded in another way."""
+    numbers = torch.arange(num_tokens, dtype=torch.float32)[:, None].repeat(1, 2)
+    seen = []
+    for own in token_chunks(num_tokens, at_once):
+        chunk = Chunk.of(own, num_tokens, numbers, numbers + 1, numbers, numbers, None)
+        count = own.stop - own.start
+        assert len(chunk.x) == len(chunk.ids) == (size if num_tokens > 4 else count)
+        assert not chunk.weights[count:].any()
+        assert chunk.ids.unique().tolist() == numbers[own, 0].tolist()
+        seen += chunk.x[:count, 0].tolist()
+    assert seen == list(range(num_tokens))
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("name", ["int4", "fp8", "gptq"])
+def test_converted_files_that_fit_ram_go_there(name: str, tmp_path: Path) -> None:
+    format = FORMATS[name]
+    packed, _ = pack_state(plain_state(MODEL), format)
+    model = write(tmp_path / "packed", packed, {**MODEL, format.key: format.quantization})
+    output = tmp_path / "converted"
+    Conversion(find_model(str(model)), "cpu").write(output, lambda _: None)
+    given: dict[str, Any] = {"device": "cpu", "deterministic": True, "max_model_len": 1024}
+
+    def open_engine(path: Path, **settings: Any) -> Engine:
+        return Engine.from_source(find_model(str(path)), EngineConfig(**given, **settings))
+
+    whole = open_engine(output, expert_cache="100MB")
+    assert whole.expert_store is None
+    index = load.read_index(output)
+    each = index.layouts[0].slot_bytes(torch.float32)
+    room = f"{0.9 * NUM_LAYERS * 24 * each / 1e3:.1f}kB"
+    engine = open_engine(output, expert_cache=room)
+    assert isinstance(engine.expert_store, DeviceSlots)
+    assert said(engine) == said(whole)
+    tight = open_engine(output, expert_cache=room, expert_ram="800kB")
+    assert not isinstance(tight.expert_store, DeviceSlots)
+    assert said(tight) == said(whole)

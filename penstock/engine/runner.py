@@ -278,6 +278,8 @@ class Runner:
 
     def _step(self, plan: StepPlan, is_masked: bool, fill_masks: FillMasks | None) -> StepResults:
         self.rows.update(plan)
+        if (slots := getattr(self.model, "expert_store", None)) is not None:
+            slots.adapt()
         needs = self.rows.sampling_needs(plan)
         size = self._draft_size(plan)
         results = (

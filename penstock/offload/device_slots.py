@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from penstock.errors import CapacityError
 from penstock.layers.mlp import SparseMLP
 from penstock.offload.expert_log import ExpertLog
+from penstock.offload.host_products import LEAST_GAIN, HostProducts, measure_split
 from penstock.offload.layout import ExpertLayout
 from penstock.offload.pinned import large_addresses, unpin
 from penstock.ops import Weight, copy_table, fetch_experts, sparse_mlp, take_slots
@@ -47,13 +48,15 @@ class DeviceSlots:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.device, self.host = device, self
+        self.device, self.dtype, self.host = device, dtype, self
         self.num_layers = len(mlps)
         self.num_experts = sum(mlp.router.shape[0] for mlp in mlps)
         self.log: ExpertLog | None = None
+        self.lock = threading.Lock()
         self.lanes = Lanes(layouts, stacks, dtype, device)
         self.counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=device)
-        self.host_share = torch.zeros(1, device=device)
+        self.host_share = torch.zeros(1, device=device)  # of missing experts: those of the CPU
+        self.products: HostProducts | None = None  # None: all are fetched
         self._seen = Seen(self.counts)
         counts = share_out(mlps, layouts, slot_bytes - self.lanes.num_bytes, dtype)
         self.layers = [
@@ -90,9 +93,20 @@ class DeviceSlots:
             "wait_us": 0,
         }
 
-    def reset_counts(self) -> None:
-        self.counts.zero_()
-        self.lanes.copied_bytes = 0
+    def use_cpu(self, misses: str) -> None:
+        """The CPU takes part from now on: in all misses, or in as many as is best."""
+        products = HostProducts(self.device, self.dtype)
+        if misses == "auto":
+            products.split = split = measure_split(self, self.dtype)
+            if split.fetch + split.compute < LEAST_GAIN * max(split.fetch, 1.0):
+                return
+        self.host_share.fill_(1.0 if products.split is None else products.split.host_share)
+        self.products = products
+
+    def adapt(self) -> None:
+        """Called by every step: the share of the CPU follows what its calls take."""
+        if self.products is not None and (share := self.products.adapt()) is not None:
+            self.host_share.fill_(share)
 
 
 @dataclass(slots=True)
@@ -104,13 +118,13 @@ class LayerSlots:
     num_experts: int
     num_slots: int
     experts_per_token: int
-    sources: list[Tensor]  # [E, ...]
+    host_rows: tuple[Any, Any]  # gate and up, and down, as they are stored in RAM
+    sources: list[Tensor]  # [E, ...]  their tensors
     targets: list[Tensor]  # [S + 1, ...]  the last one holds zeros
     table: Tensor
     slot_of: Tensor
     scores: Tensor
     marks: Tensor
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(
@@ -125,6 +139,7 @@ class LayerSlots:
     ) -> LayerSlots:
         """Gives the layer slots in place of its stacks, and fills them with the first experts."""
         num_experts, device = mlp.router.shape[0], store.device
+        gate_up, down = (weight.parts or (weight.values,) for weight in (mlp.gate_up, mlp.down))
         mlp.gate_up, mlp.down, targets = layout.new_slots(num_slots + 1, dtype, device)
         for source, target in zip(sources, targets, strict=True):
             target[:num_slots].copy_(source[:num_slots], non_blocking=True)
@@ -136,6 +151,7 @@ class LayerSlots:
             num_experts,
             num_slots,
             mlp.experts_per_token,
+            (gate_up[0], down[0]),
             sources,
             targets,
             copy_table(sources, targets),
@@ -159,8 +175,7 @@ class LayerSlots:
         """Tokens of a step whose experts are fetched one by one. More need most experts: those
         come through the lanes.
         """
-        most, at_once = self.num_experts // self.experts_per_token, self._at_once
-        return most if at_once >= LISTED_TOKENS else min(most, at_once, LISTED_TOKENS - 1)
+        return self.num_experts // self.experts_per_token
 
     @property
     def _at_once(self) -> int:
@@ -184,46 +199,115 @@ class LayerSlots:
     ) -> Tensor:  # [T, H]
         if self.store.log is not None:
             self.store.log.add(self.layer, ids.unique().tolist())
-        shared = (shared_gate_up, shared_down, counters)
         if len(x) > self.most_fetched:
-            lane = self.store.lanes.use(self.layer)
-            given = (residual, shared_weight, *shared)
-            return sparse_mlp(x, weights, ids, *lane, *given, deterministic=deterministic)
+            return sparse_mlp(
+                x,
+                weights,
+                ids,
+                *self.store.lanes.use(self.layer),
+                residual,
+                shared_weight,
+                shared_gate_up,
+                shared_down,
+                counters,
+                deterministic=deterministic,
+            )
         parts = []
-        for own, num_new in token_chunks(len(x), self._at_once):
-            slots, slot_weights = self._fetch(weights[own], ids[own])
-            gate = None if shared_weight is None else shared_weight[own]
-            given = (gate_up, down, residual[own], gate, *shared)
-            out = sparse_mlp(x[own], slot_weights, slots, *given, deterministic=deterministic)
-            parts.append(out[-num_new:])
+        for own in token_chunks(len(x), self._at_once):
+            given = Chunk.of(own, len(x), x, weights, ids, residual, shared_weight)
+            slots, slot_weights, added = self._fetch(given.x, given.weights, given.ids)
+            out = sparse_mlp(
+                given.x,
+                slot_weights,
+                slots,
+                gate_up,
+                down,
+                given.residual,
+                given.shared_weight,
+                shared_gate_up,
+                shared_down,
+                counters,
+                deterministic=deterministic,
+            )
+            if added is not None:
+                assert self.store.products is not None
+                self.store.products.join()
+                out.add_(added)
+            parts.append(out[: own.stop - own.start])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _fetch(self, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots and weights. Threads that launch at the same time, as at the start, must not fetch
-        between another's choice and its copies.
+    def _fetch(
+        self, x: Tensor, weights: Tensor, ids: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Slots and weights, and what the CPU will have added up. Threads that launch at the same
+        time, as at the start, must not fetch between another's choice and its copies.
         """
-        store = self.store
+        store, added = self.store, None
         tables = (self.slot_of, self.scores, self.marks, store.counts, store.host_share)
-        with self.lock:
-            slots, slot_weights, _, wanted = take_slots(
+        with store.lock:
+            slots, slot_weights, host_weights, wanted = take_slots(
                 ids.contiguous(), weights.contiguous(), *tables, self.num_slots
             )
+            if store.products is not None:
+                added = store.products.launch(self, x, ids, host_weights)
             fetch_experts(wanted, self.sources, self.targets, self.table)
-        return slots, slot_weights
+        return slots, slot_weights, added
+
+    def held(self) -> Tensor:  # [1 + 2 * S] int32
+        """All that slots hold, as a list for `fetch_experts`: it changes nothing."""
+        held = [[expert, slot] for expert, slot in enumerate(self.slot_of.tolist()) if slot >= 0]
+        numbers = [len(held), *(number for pair in held for number in pair)]
+        return torch.tensor(numbers, dtype=torch.int32, device=self.slot_of.device)
 
 
-def token_chunks(num_tokens: int, at_once: int) -> list[tuple[slice, int]]:
-    """Tokens to compute together, and how many of them, the last ones, are new. The last chunk is
-    as long as the others, so that all are multiplied in one way.
-    """
-    if num_tokens <= at_once:
-        return [(slice(0, num_tokens), num_tokens)]
-    size = at_once if at_once >= LISTED_TOKENS else min(at_once, num_tokens)
-    chunks = []
-    for first in range(0, num_tokens, size):
-        end = min(first + size, num_tokens)
-        chunks.append((slice(end - size, end), end - first))
-    return chunks
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some tokens of a step, as `LayerSlots.run` takes them."""
+
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    residual: Tensor
+    shared_weight: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        own: slice,
+        num_tokens: int,  # of the step
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        residual: Tensor,
+        shared_weight: Tensor | None,
+    ) -> Chunk:
+        """A few tokens of more are padded with the last one, so that all are multiplied in the way
+        in which the whole step would be. It needs no expert more.
+        """
+        num_more = LISTED_TOKENS - (own.stop - own.start) if num_tokens >= LISTED_TOKENS else 0
+
+        def take(tensor: Tensor) -> Tensor:
+            if num_more <= 0:
+                return tensor[own]
+            last = tensor[own.stop - 1 : own.stop].expand(num_more, -1)
+            return torch.cat((tensor[own], last))
+
+        taken = take(weights)
+        if num_more > 0:
+            taken[-num_more:] = 0
+        return cls(
+            take(x),
+            taken,
+            take(ids),
+            take(residual),
+            None if shared_weight is None else take(shared_weight),
+        )
+
+
+def token_chunks(num_tokens: int, at_once: int) -> list[slice]:
+    """Tokens whose experts have slots at the same time."""
+    starts = range(0, num_tokens, at_once)
+    return [slice(first, min(first + at_once, num_tokens)) for first in starts]
 
 
 class Lanes:

@@ -139,7 +139,7 @@ class ExpertLayout:
             ).zero_()  # a kernel may load what it does not use
             for field in self.fields
         ]
-        return *self._stacks(tensors, dtype), tensors
+        return *self.stacks_of(tensors, dtype), tensors
 
     def bytes_in(self, num_slots: int, dtype: torch.dtype) -> int:
         """That `slots_in` needs."""
@@ -155,7 +155,7 @@ class ExpertLayout:
             own = own.view(dtype if field.is_plain else field.dtype)
             tensors.append(own.view(num_slots, *field.shape))
             end += _aligned(num_slots * size)
-        return *self._stacks(tensors, dtype), tensors
+        return *self.stacks_of(tensors, dtype), tensors
 
     def _field_bytes(self, dtype: torch.dtype) -> list[int]:
         """Of one slot."""
@@ -164,7 +164,8 @@ class ExpertLayout:
             for field in self.fields
         ]
 
-    def _stacks(self, tensors: list[Tensor], dtype: torch.dtype) -> tuple[Weight, Weight]:
+    def stacks_of(self, tensors: list[Tensor], dtype: torch.dtype) -> tuple[Weight, Weight]:
+        """Gate and up, and down, of these tensors."""
         rest, weights = iter(tensors), []
         for matrix in (self.gate_up, self.down):
             shape = (len(tensors[0]), *matrix.shape)

@@ -10,9 +10,11 @@ import torch
 
 from penstock.offload.device_slots import DeviceSlots
 from penstock.offload.host import FiledExperts
+from penstock.offload.host_products import measure_compute
 from penstock.offload.residency import Residency
 from penstock.offload.store import ExpertStore, SlotPool
 from penstock.ops import fetch_experts
+from penstock.ops.cpu.tiled_experts import can_run
 
 COPIES = 64  # experts
 READS = 256
@@ -75,13 +77,11 @@ def measure_speeds(store: ExpertStore | DeviceSlots, experts_of_layer: int) -> T
 def _measure_device_slots(store: DeviceSlots) -> TierSpeeds:
     """Slots are filled with what they hold, and a lane with its layer."""
     layer = store.layers[0]
-    held = [[expert, slot] for expert, slot in enumerate(layer.slot_of.tolist()) if slot >= 0]
-    numbers = [len(held), *(number for pair in held for number in pair)]
-    wanted = torch.tensor(numbers, dtype=torch.int32, device=store.device)
+    wanted = layer.held()
     seconds = _least(
         lambda: fetch_experts(wanted, layer.sources, layer.targets, layer.table), store.device
     )
-    fetched = len(held) * layer.expert_bytes / seconds
+    fetched = int(wanted[0]) * layer.expert_bytes / seconds
     targets, sources = store.lanes.take(0)
     num_bytes = sum(source.nbytes for source in sources)
 
@@ -89,7 +89,11 @@ def _measure_device_slots(store: DeviceSlots) -> TierSpeeds:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
 
-    return TierSpeeds(num_bytes / _least(copy_all, store.device), fetch=fetched)
+    compute = None
+    if can_run(*layer.host_rows, store.dtype):
+        compute = measure_compute(store, store.dtype)
+    copied = num_bytes / _least(copy_all, store.device)
+    return TierSpeeds(copied, fetch=fetched, compute=compute)
 
 
 def _least(launch: Callable[[], None], device: torch.device) -> float:

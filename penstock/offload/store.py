@@ -97,6 +97,9 @@ class ExpertStore:
         """Totals since the start."""
         return {**self._counters, **self.host.counters, "wait_us": self._wait_us}
 
+    def adapt(self) -> None:
+        """There is nothing to decide: all misses are fetched."""
+
     def close(self) -> None:
         self.host.close()
         if self.log is not None:

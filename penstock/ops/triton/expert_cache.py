@@ -80,8 +80,14 @@ def fetch_experts(
         CHUNKS=sum(cdiv(words, CHUNK) for words in num_words),
         FIELDS=len(sources),
         CHUNK=CHUNK,
+        # Then a thread loads 16 bytes at a time.
+        IS_WIDE=all(words % 4 == 0 for words in num_words) and _are_aligned(sources, targets),
         num_warps=8,
     )
+
+
+def _are_aligned(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
+    return all(tensor.data_ptr() % 16 == 0 for tensor in (*sources, *targets))
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_slots"])
@@ -158,7 +164,12 @@ def _take_slots_kernel(
 
 @triton.jit
 def _fetch_experts_kernel(
-    wanted, table, CHUNKS: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr
+    wanted,
+    table,
+    CHUNKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    IS_WIDE: tl.constexpr,
 ):
     """A program takes every so many-th chunk of all experts of the list."""
     words = tl.arange(0, CHUNK)
@@ -181,6 +192,11 @@ def _fetch_experts_kernel(
         start = (place - first) * CHUNK
         p_source = (source + 4 * (expert * num_words + start)).to(tl.pointer_type(tl.int32))
         p_target = (target + 4 * (slot * num_words + start)).to(tl.pointer_type(tl.int32))
+        if IS_WIDE:
+            p_source = tl.multiple_of(p_source, 16)
+            p_target = tl.multiple_of(p_target, 16)
+            num_words = tl.multiple_of(num_words, 4)
+            start = tl.multiple_of(start, 4)
         is_word = start + words < num_words
         b_words = tl.load(p_source + words, mask=is_word, other=0)
         tl.store(p_target + words, b_words, mask=is_word)
