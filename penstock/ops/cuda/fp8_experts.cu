@@ -79,20 +79,23 @@ __device__ __forceinline__ void copy(u32 to, const unsigned char* from) {
 }
 
 // Where row 16 i + r of 128 lies in a slot, as a sum of what r and what i give. A thread has the
-// sums of places 8 j + 2 quarter + {0, 1}, which are columns 32 quarter + 2 j + {0, 1}: for `down`
-// the rows' numbers, for gate and up their places in a tile of `down` (`tiles.py`: `_order`).
+// sums of places 8 j + 2 quarter + {0, 1}. Of `down` they are columns 32 (j / 4) + 8 quarter +
+// 2 (j % 4) + {0, 1}, so that the four threads of a pair write 64 bytes at a time. Of gate and up
+// they are 32 quarter + 2 j + {0, 1}, in the order in which a tile of `down` has columns
+// (`tiles.py`: `_order`).
 __device__ __forceinline__ int place_of(int r) {
+    if constexpr (IS_DOWN) return r % 8 / 2 * 8 + r / 8 * 2 + r % 2;
     const int in_four = r % 4 == 0 ? 1 : r % 4 == 1 ? 3 : r % 4 == 2 ? 0 : 2;
-    const int column = IS_DOWN ? r : r / 8 * 16 + r % 8 / 4 * 4 + in_four;
+    const int column = r / 8 * 16 + r % 8 / 4 * 4 + in_four;
     return column / 2 * 8 + column % 2;
 }
 
 __device__ constexpr int swap_of(int i) { // by which the row's 16-byte pieces are swapped, too
-    return IS_DOWN ? i / 2 * 2 : i / 4 * 4 + i % 2 * 2;
+    return IS_DOWN ? i % 2 * 4 : i / 4 * 4 + i % 2 * 2;
 }
 
 __device__ constexpr int distance_of(int i) {
-    return (IS_DOWN ? i % 2 * 64 : i / 2 % 2 * 32) + swap_of(i);
+    return (IS_DOWN ? i / 2 * 32 : i / 2 % 2 * 32) + swap_of(i);
 }
 
 // Rows of 128 bytes, eight of which are 1,024 bytes from the next; 128-byte swizzle.
@@ -224,17 +227,16 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
 
 // Of one of the thread's two pairs: sums i and i + 1 of each four, from `first` on.
 __device__ __forceinline__ void store_pair(const Given& given, const Piece& piece,
-                                           float (&sums)[2][64], int first, int pair, int piece_id,
-                                           int quarter) {
+                                           float (&sums)[2][64], int first, int pair, int listed,
+                                           int piece_id, int quarter) {
     if constexpr (IS_DOWN) {
-        const u64 row = given.order[piece.place + pair];
-        u16* out = (u16*)given.result + row * COLUMNS + piece_id * ROWS + quarter * 32;
+        u16* out = (u16*)given.result + (u64)listed * COLUMNS + piece_id * ROWS + quarter * 8;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int i = 0; i < 64; i += 16) {
                 const float* own = &sums[half][i + first];
-                store(out + half * HALF_ROWS + i / 2, pack(own[0], own[1]), pack(own[4], own[5]),
+                store(out + half * HALF_ROWS + 2 * i, pack(own[0], own[1]), pack(own[4], own[5]),
                       pack(own[8], own[9]), pack(own[12], own[13]));
             }
     } else {
@@ -274,9 +276,17 @@ __device__ __forceinline__ void multiply_pieces(const Given& given, u32 slots, u
     const int first_pair = 64 * group + 16 * warp + lane / 4;
     int slot = 0;
     u32 phase = 0;
+    Piece next = load_piece(given.tiles, given.num_tiles, blockIdx.x);
     for (int work = blockIdx.x;; work += gridDim.x) {
-        const Piece piece = load_piece(given.tiles, given.num_tiles, work);
+        const Piece piece = next;
         if (piece.count == 0) return;
+        // What comes later is loaded now.
+        next = load_piece(given.tiles, given.num_tiles, work + gridDim.x);
+        int listed[2] = {0, 0};
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (IS_DOWN && first_pair + 8 * i < piece.count)
+                listed[i] = given.order[piece.place + first_pair + 8 * i];
         const bool has_pairs = 64 * group < piece.count;
         const int piece_id = work % PIECES;
         float total[2][64];
@@ -319,7 +329,8 @@ __device__ __forceinline__ void multiply_pieces(const Given& given, u32 slots, u
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 if (!IS_DOWN || first_pair + 8 * i < piece.count)
-                    store_pair(given, piece, total, 2 * i, first_pair + 8 * i, piece_id, lane % 4);
+                    store_pair(given, piece, total, 2 * i, first_pair + 8 * i, listed[i], piece_id,
+                               lane % 4);
     }
 }
 
