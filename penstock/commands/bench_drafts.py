@@ -18,14 +18,13 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands import breakdown
+from penstock.commands import breakdown, draft_check
 from penstock.commands.console import print_table
 from penstock.commands.flags import read_settings
 from penstock.commands.measure import (
     PROFILED_STEPS,
     Decoding,
     is_on_gpu,
-    random_prompts,
     require_room,
     time_chain,
     time_each,
@@ -33,11 +32,11 @@ from penstock.commands.measure import (
 from penstock.commands.provenance import cpu_name, gpu_name, provenance
 from penstock.commands.roofline import DraftBytes, Roofline
 from penstock.config import EngineConfig, from_mapping
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 from penstock.eval.results import deliver_line, prepare_output
 from penstock.models.source import find_model
 from penstock.progress import Phase, PhaseList, timed
-from penstock.types import Request, SamplingParams, Sequence, TokenDelta
+from penstock.types import SamplingParams
 
 if TYPE_CHECKING:
     from penstock.engine.logits_engine import LogitsEngine
@@ -47,8 +46,6 @@ COLUMNS = [
     *("batch", "context", "drafts", "ms a step", "tokens a step", "ms a token", "times plain"),
     *("ms a draft", "bytes / floor"),
 ]
-CHECK_ROWS, CHECK_TOKENS, CHECK_PROMPT = 4, 24, 100
-NUM_LIKELIEST = 5  # a token that rounding may have moved to the top is among so many
 STEP_TOKENS = 256  # of a prompt's step: few graphs of prompts are captured
 
 
@@ -137,8 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
         engine = LogitsEngine(Engine.from_source(source, config, phases))
         require_room(engine, max(arguments.batch), config.max_model_len or 0)
         with timed("check", phases) as report:
-            checked = check_replies(engine)
-            report(Phase("check", _in_words(checked)))
+            checked = draft_check.check_replies(engine)
+            report(Phase("check", "\n".join(map(str, checked))))
     model = engine.engine.runner.model
     roofline = Roofline.of(
         model,
@@ -165,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
         "deterministic": config.deterministic,
         "kv_dtype": engine.engine.info.kv_dtype,
         "state_dtype": config.state_dtype,
-        "check": checked,
+        "check": draft_check.as_dict(checked),
         "rows": rows,
     }
     if bench.breakdowns:
@@ -194,8 +191,9 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
     settings.setdefault("max_step_tokens", STEP_TOKENS)
     num_steps = max(arguments.warmup + arguments.repeats, PROFILED_STEPS) + 2
     longest = max(arguments.context) + num_steps * (1 + max(arguments.drafts))
-    settings["max_rows"] = max(*arguments.batch, CHECK_ROWS)
-    settings["max_model_len"] = max(longest, CHECK_PROMPT + CHECK_TOKENS + 16)
+    settings["max_rows"] = max(*arguments.batch, draft_check.NUM_ROWS)
+    checked = draft_check.PROMPT_TOKENS + draft_check.NUM_TOKENS + 16
+    settings["max_model_len"] = max(longest, checked)
     settings["prefix_cache"] = False
     settings["speculate"] = f"mtp:{max(arguments.drafts)}"
     config: EngineConfig = from_mapping(EngineConfig, settings)
@@ -206,91 +204,6 @@ def _scheme(config: EngineConfig, dtype: str) -> str:
     if config.quantization not in ("", "none", "auto", None):
         return str(config.quantization)
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
-
-
-class ReplyDrafter:
-    """Drafts what a plain engine has said, as long as the reply is the same: always right."""
-
-    def __init__(self, replies: dict[str, list[int]]) -> None:
-        self.replies = replies
-
-    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        said = sequence.tokens[sequence.num_prompt_tokens :]
-        known = self.replies[sequence.id]
-        if known[: len(said)] != said:
-            return ()
-        return tuple(known[len(said) : len(said) + most])
-
-    def end(self, sequence: Sequence) -> None:
-        pass
-
-
-def check_replies(engine: LogitsEngine) -> dict[str, int]:
-    """How many tokens of greedy replies with drafts are those of plain ones, up to the first that
-    rounding moved: steps of several tokens round their products differently, unless results must
-    not depend on a step. Raises an error if another token than a likely one was said."""
-    policy = engine.engine.policy
-    speculator, pace = policy.speculator, policy.speculator.pace
-    most, drafter = speculator.most_drafts, speculator.drafter
-    speculator.pace, speculator.most_drafts = None, lambda _: 0
-    plain = _replies(engine, NUM_LIKELIEST)
-    speculator.most_drafts = most
-    found = {"tokens": sum(len(one.token_ids) for deltas in plain.values() for one in deltas)}
-    try:
-        found["same_with_head"] = _count_same(engine, plain, _replies(engine))
-        said = {id: [token for one in all for token in one.token_ids] for id, all in plain.items()}
-        speculator.drafter = ReplyDrafter(said)
-        found["same_with_right_drafts"] = _count_same(engine, plain, _replies(engine))
-    finally:
-        speculator.pace, speculator.drafter = pace, drafter
-    stats = speculator.stats()
-    found["drafted"] = sum(count.num_drafted for count in stats.counts)
-    found["accepted"] = sum(count.num_accepted for count in stats.counts)
-    return found
-
-
-def _replies(engine: LogitsEngine, num_likeliest: int | None = None) -> dict[str, list[TokenDelta]]:
-    inner = engine.engine
-    sampling = SamplingParams(max_tokens=CHECK_TOKENS, ignore_eos=True, logprobs=num_likeliest)
-    prompts = random_prompts(engine, CHECK_ROWS, CHECK_PROMPT)
-    for row, prompt in enumerate(prompts):
-        token_ids = tuple(prompt[: CHECK_PROMPT - 9 * row].tolist())
-        inner.submit(Request(id=f"check-{row}", token_ids=token_ids, sampling=sampling))
-    replies: dict[str, list[TokenDelta]] = {}
-    while inner.has_work:
-        for delta in inner.step():
-            replies.setdefault(delta.request_id, []).append(delta)
-    return replies
-
-
-def _count_same(
-    engine: LogitsEngine, plain: dict[str, list[TokenDelta]], drafted: dict[str, list[TokenDelta]]
-) -> int:
-    num_same = 0
-    for id, deltas in plain.items():
-        expected = [logprob for delta in deltas for logprob in delta.logprobs]
-        seen = [token for delta in drafted[id] for token in delta.token_ids]
-        for place, (one, token) in enumerate(zip(expected, seen, strict=True)):
-            if token == one.token_id:
-                num_same += 1
-                continue
-            likely = [token_id for token_id, _ in one.top]
-            if engine.engine.runner.deterministic or token not in likely:
-                raise PenstockError(
-                    f"A reply with drafts says token {token} at place {place}",
-                    f"Without drafts it is {one.token_id}, and the likeliest are {likely}.",
-                    "This is a bug. Times of wrong results are worthless, so nothing was timed.",
-                )
-            break
-    return num_same
-
-
-def _in_words(checked: dict[str, int]) -> str:
-    return (
-        f"{checked['same_with_head']} and {checked['same_with_right_drafts']} of "
-        f"{checked['tokens']} tokens as without drafts, up to a near tie; "
-        f"{checked['accepted']} of {checked['drafted']} drafts accepted"
-    )
 
 
 def expected_tokens(acceptance: List[float], num_drafts: int) -> float:

@@ -200,7 +200,7 @@ class Roofline:
         `num_accepted` right ones; `head_bytes` is what a draft is chosen from.
 
         Every place reads all keys and values; those of one request are adjacent programs, so a
-        cache may have them. A journal's entry is a key, a value and two gates of every head.
+        cache may have them. A journal's entry is a key, a value and three gates of every head.
         """
         num_tokens, own_kv = batch * (1 + num_drafts), 0
         weights = self._weight_bytes_read(num_tokens) + num_drafts * head_bytes
@@ -209,7 +209,7 @@ class Roofline:
             own_kv = self.attention[0].num_bytes(self.kv_bytes)  # of the drafting head
         kv = (self.kv_bytes_per_token + own_kv) * (context + 1 + num_drafts)
         entry = 4 * sum(
-            spec.num_value_heads * (spec.key_dim + spec.value_dim + 2) for spec in self.delta_nets
+            spec.num_value_heads * (spec.key_dim + spec.value_dim + 3) for spec in self.delta_nets
         )
         state = self.state_bytes_per_request + self._recurrent_bytes
         again = num_drafts * kv + (num_drafts + num_accepted) * entry

@@ -129,7 +129,7 @@ class Policy:
                 self._deltas.append(delta)
             else:
                 self.constraints.add(self.scheduler.submit(prepared.request), prepared.matcher)
-        self.speculator.start_plan(self.scheduler.num_decoding)
+        self.speculator.start_plan(self.scheduler.decoding)
         return self.scheduler.plan()
 
     def _forced_ids(self, sequence: Sequence, most: int) -> tuple[int, ...]:

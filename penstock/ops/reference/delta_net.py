@@ -278,7 +278,7 @@ def _decode_with_drafts(
         _keep(recurrent, conv, state, rings, num_done + entry, starts, replay)
         if entry < num_entries:
             is_right = (entry < replay.num_accepted)[:, None]
-            log_decay, beta = torch.where(is_right[..., None], gates[:, entry], 0.0).unbind(1)
+            log_decay, beta = torch.where(is_right[..., None], gates[:, entry, :2], 0.0).unbind(1)
             heads = keys[:, entry], keys[:, entry], values[:, entry]
             _, state = _one_token(*heads, log_decay, beta, state, recurrent.dtype, position)
             position = None if position is None else position + 1
@@ -300,7 +300,8 @@ def _decode_with_drafts(
     num_drafts = places.shape[1] - 1
     journal.keys[replay.rows, :num_drafts] = k[:, 1:].repeat_interleave(heads_a_key, dim=2)
     journal.values[replay.rows, :num_drafts] = v[:, 1:]
-    journal.gates[replay.rows, :num_drafts] = torch.stack((log_decay, beta), dim=2)[:, 1:]
+    own_gates = torch.stack((log_decay, beta, torch.ones_like(beta)), dim=2)
+    journal.gates[replay.rows, :num_drafts] = own_gates[:, 1:]
     conv.index_copy_(0, decodes.state_slots, _add_to_rings(rings, inputs, starts))
     return torch.stack(outputs, dim=1)[exist]
 
