@@ -203,7 +203,7 @@ class Roofline:
         cache may have them. A journal's entry is a key, a value and three gates of every head.
         """
         num_tokens, own_kv = batch * (1 + num_drafts), 0
-        weights = self._weight_bytes_read(num_tokens) + num_drafts * head_bytes
+        weights = self.weight_bytes_read(num_tokens) + num_drafts * head_bytes
         weights += self.stored.drafting_read(batch, num_drafts)
         if num_drafts and self.attention:
             own_kv = self.attention[0].num_bytes(self.kv_bytes)  # of the drafting head
