@@ -17,6 +17,7 @@ from penstock.errors import ConfigError, nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "int8")  # vLLM's names and ours
+EXPERT_MISSES = ("fetch", "cpu", "auto")
 STATE_DTYPES = {"float32": 4, "float16": 2}  # bytes of an element
 LOG_FORMATS = ("text", "json")
 REASONING_PLACES = ("separate", "content")
@@ -78,12 +79,21 @@ class EngineConfig:
         False, "use random weights from a seed instead of the checkpoint's"
     )
     weights_seed: int = setting(0, "seed of --random-weights")
+    alike_experts: bool = setting(
+        False, "give random experts the same numbers in all layers, which is quick"
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     tp: int = setting(
         1,
         "GPUs, or processes of a CPU, that one model is spread over (tensor parallel): each has a "
         "part of the heads, of the inner widths and of the vocabulary",
         aliases=("--tensor-parallel-size", "-tp"),
+    )
+    ep: bool = setting(
+        False,
+        "of a model over several GPUs, each has whole experts instead of a slice of every expert "
+        "(expert parallel)",
+        aliases=("--enable-expert-parallel",),
     )
     dtype: str = setting("auto", "type of weights and activations", choices=DTYPES)
     kv_dtype: str = setting(
@@ -112,6 +122,12 @@ class EngineConfig:
         None,
         "RAM for experts, such as 40GB; the others stay in files (default: all of them or, of a "
         "converted model, the system's page cache)",
+    )
+    expert_misses: str = setting(
+        "fetch",
+        "how a GPU's missing experts in RAM are served: copied to it, multiplied by the CPU, or as "
+        "measured at start (auto); the CPU rounds sums in another way than the GPU",
+        choices=EXPERT_MISSES,
     )
     expert_log: str | None = setting(
         None,
@@ -270,6 +286,7 @@ class EngineConfig:
                 "Set only one of them.",
             )
         _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("expert_misses", self.expert_misses, EXPERT_MISSES)
         _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _require_choice("state_dtype", self.state_dtype, tuple(STATE_DTYPES))
         Speculation.parse(self.speculate)

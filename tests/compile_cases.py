@@ -18,6 +18,7 @@ from penstock.ops.triton import (
     delta_net_convolve,
     delta_net_drafts,
     delta_net_prepare,
+    expert_cache,
     fp8,
     launch,
     masking,
@@ -27,6 +28,7 @@ from penstock.ops.triton import (
     moe_fp8_gemm,
     moe_gemv,
     moe_grouped_gemm,
+    moe_own,
     moe_permute,
     moe_route,
     moe_small_gemm,
@@ -499,6 +501,20 @@ def fp8_cases() -> list[CompileCase]:
     return cases
 
 
+def expert_cache_cases() -> list[CompileCase]:
+    """The slots of a step of 8 tokens, and copies of four fields."""
+    types = dict.fromkeys(("ids", "slot_of", "marks", "slots", "wanted"), "*i32")
+    types |= dict.fromkeys(("weights", "scores", "host_share"), "*fp32")
+    types |= dict.fromkeys(("slot_weights", "host_weights"), "*fp32")
+    types |= {"counts": "*i64", "table": "*i64", "num_pairs": "i32", "num_slots": "i32"}
+    sizes = {"E": 256, "SHARE": 0.1, "BLOCK_E": 256, "BLOCK_P": 64}
+    chunks = {"CHUNKS": 100, "FIELDS": 4, "CHUNK": 4096, "IS_WIDE": True}
+    return [
+        case(expert_cache._take_slots_kernel, types, {"num_warps": 1}, **sizes),
+        case(expert_cache._fetch_experts_kernel, types, {"num_warps": 8}, **chunks),
+    ]
+
+
 def moe_permute_cases() -> list[CompileCase]:
     """8192 tokens of the 35B-A3B: (kernel, signature, constexprs, options)."""
     types = dict.fromkeys(("ids", "counts", "order", "tiles"), "*i32")
@@ -512,7 +528,19 @@ def moe_permute_cases() -> list[CompileCase]:
         "BLOCK_M": 128,
         "PDL": False,
     }
-    return [(moe_permute._list_tiles_kernel, types, constants, {"num_warps": 16, "num_stages": 1})]
+    own_types = {"p_weights": "*fp32", "p_ids": "*i32", "p_own_weights": "*fp32"}
+    own = case(
+        moe_own._own_experts_kernel,
+        {**own_types, "p_own_ids": "*i32"},
+        {"num_warps": 1},
+        FIRST=32,
+        COUNT=32,
+        TOP_K=8,
+        BLOCK_K=8,
+        NUM_LOWEST=16,
+    )
+    listed = (moe_permute._list_tiles_kernel, types, constants, {"num_warps": 16, "num_stages": 1})
+    return [listed, own]
 
 
 def moe_route_cases() -> list[CompileCase]:
@@ -732,6 +760,7 @@ def all_cases() -> list[CompileCase]:
         *moe_gemv_cases(),
         *moe_small_gemm_cases(),
         *moe_grouped_gemm_cases(),
+        *expert_cache_cases(),
         *norm_cases(),
         *sampling_cases(),
         *fp8_cases(),

@@ -4,8 +4,10 @@ format.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -269,9 +271,25 @@ def test_what_cannot_be_is_said(
         open_engine(converted, **settings)
 
 
-def test_random_weights_cannot_be_read_in_place() -> None:
-    with pytest.raises(ConfigError, match="random_weights is set"):
-        make_engine(HYBRID_MOE, expert_cache=SOME, expert_ram="1MB")
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_random_experts_go_to_temporary_files(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    resident = all_logprobs(make_engine(HYBRID_MOE, quantization=quantization))
+    given = {"quantization": quantization, "expert_cache": SOME, "expert_ram": "1MB"}
+    engine = make_engine(HYBRID_MOE, **given)
+    assert all_logprobs(engine) == resident
+    assert store_of(engine).stats()["disk_reads"] > 0
+    assert list(tmp_path.glob("*/experts/layer-003.bin"))
+    del engine
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unquantised_checkpoint_is_not_quantised_at_each_read(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="quantise the model first"):
+        open_engine(checkpoint, expert_cache=SOME, expert_ram="1MB", quantization="int4")
 
 
 def test_codes_in_the_order_of_a_gpu_are_refused_on_a_cpu(tmp_path: Path) -> None:

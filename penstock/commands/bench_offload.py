@@ -13,17 +13,23 @@ import gc
 import json
 import random
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.console import print_table
 from penstock.commands.flags import read_settings
+from penstock.commands.offload_cases import CASES, Case
 from penstock.commands.provenance import cpu_name, gpu_name, provenance
+from penstock.commands.roofline import text_config
+from penstock.commands.tune import cut_layers
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.eval.results import deliver_line, prepare_output
-from penstock.models.source import find_model, is_converted
+from penstock.models.source import ModelSource, find_model, is_converted
 from penstock.progress import PhaseList, timed
 from penstock.types import Request, SamplingParams
 
@@ -36,6 +42,7 @@ COLUMNS = [
     *("copied GB/s", "of floor", "tokens"),
 ]
 Tokens = dict[str, list[int]]
+CPU_TOLERANCE = 2e-2  # of the largest value, as of any kernel in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,74 +56,228 @@ class Run:
 def run(arguments: argparse.Namespace) -> int:
     prepare_output(arguments.json, "--json")
     settings = read_settings(EngineConfig, arguments)
-    settings["max_rows"] = max(arguments.batch)
-    settings["max_model_len"] = max(arguments.context) + arguments.new_tokens + 1
-    settings["prefix_cache"] = False
+    if arguments.case:
+        groups = group_cases(arguments.case)
+        if len(groups) > 1:
+            return _run_apart(groups, arguments.json)
+        report = run_group(groups[0], settings)
+    else:
+        cases = [
+            Case(
+                name="",
+                model=settings["model"],
+                expert_cache="",
+                batch=batch,
+                context=max(arguments.context),
+                new_tokens=arguments.new_tokens,
+                runs=arguments.runs,
+                against_resident=arguments.against_resident,
+            )
+            for batch in arguments.batch
+        ]
+        report = _measure(cases, settings)
+    deliver_line(json.dumps(report), arguments.json, "--json")
+    return 0 if all(row["match"] for row in report["rows"]) else 1
+
+
+def group_cases(names: Sequence[str]) -> list[list[Case]]:
+    """Those that one engine runs are a group."""
+    wanted = list(CASES) if "all" in names else names
+    unknown = [name for name in wanted if name not in CASES]
+    if unknown:
+        raise ConfigError(
+            f"There is no case {unknown[0]!r}", f"There are {', '.join(CASES)}.", "Or `all`."
+        )
+    groups: dict[object, list[Case]] = {}
+    for name in wanted:
+        groups.setdefault(CASES[name].engine, []).append(CASES[name])
+    return list(groups.values())
+
+
+def _run_apart(groups: list[list[Case]], output: str | None) -> int:
+    """A process each, so that each has the machine to itself."""
+    report: dict[str, Any] = {"bench": "offload", **provenance(), "rows": [], "reports": []}
+    for group in groups:
+        words = [sys.executable, "-m", "penstock", "bench", "offload"]
+        for case in group:
+            words += ["--case", case.name]
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+        last = done.stdout.strip().rpartition("\n")[2]
+        if not last.startswith("{"):
+            print(f"{group[0].name}: no result, exit code {done.returncode}", file=sys.stderr)
+            continue
+        own = json.loads(last)
+        report["rows"] += own["rows"]
+        report["reports"].append({key: value for key, value in own.items() if key != "rows"})
+    print_table(COLUMNS, [_as_row(row) for row in report["rows"]], "offload")
+    deliver_line(json.dumps(report), output, "--json")
+    has_all = len(report["rows"]) == sum(len(group) for group in groups)
+    return 0 if has_all and all(row["match"] for row in report["rows"]) else 1
+
+
+def run_group(group: Sequence[Case], given: dict[str, Any] | None = None) -> dict[str, Any]:
+    """With flags of the command line in place of the cases' own settings."""
+    case = group[0]
+    settings = {
+        "model": case.model,
+        "random_weights": True,
+        "alike_experts": True,
+        "quantization": "int4",
+        "expert_cache": case.expert_cache,
+        **case.settings,
+        **(given or {}),
+    }
+    return _measure(group, settings)
+
+
+def _measure(cases: Sequence[Case], settings: dict[str, Any]) -> dict[str, Any]:
+    """Cases of one engine."""
+    started = time.perf_counter()
+    settings = {
+        **settings,
+        "max_rows": max(case.batch for case in cases),
+        "max_model_len": max(case.context + case.new_tokens for case in cases) + 1,
+        "prefix_cache": False,
+    }
     config: EngineConfig = from_mapping(EngineConfig, settings)
-    source = find_model(config.model)
+    source, layers = find_model(config.model), cases[0].layers
+    num_layers = text_config(source.config)["num_hidden_layers"]
+    if layers is not None:
+        source = cut_layers(source, layers)
+    projection = 1.0 if layers is None else layers / num_layers
     with PhaseList() as phases:
         with timed("libraries", phases):
             from penstock.engine.device import leave_a_core, select_device
             from penstock.engine.engine import Engine
-            from penstock.offload.speeds import measure_speeds
         select_device(config.device)
         leave_a_core()
-        expected: dict[int, Tokens] = {}
-        context = max(arguments.context)
-        if arguments.against_resident:
-            room_for_all = "1000TB" if is_converted(source.path) else None
-            resident = dataclasses.replace(config, expert_cache=room_for_all, expert_ram=None)
-            engine = Engine.from_source(source, resident)
+        resident: list[Run | None] = [None] * len(cases)
+        if cases[0].against_resident:
             with timed("resident", phases):
-                for batch in arguments.batch:
-                    expected[batch] = _run(engine, batch, context, arguments.new_tokens).tokens
-            del engine
-            gc.collect()
+                resident = [*_run_resident(source, config, cases)]
         engine = Engine.from_source(source, config, phases)
-        store = engine.expert_store
-        if store is None:
+        store, speeds = engine.expert_store, None
+        if store is None and not cases[0].is_cached:
             raise ConfigError(
                 f"All experts of {source.name} are on the device",
                 todo="Give --expert-cache less than they take, or use `penstock bench step`.",
             )
-        with timed("tiers", phases):
-            speeds = measure_speeds(store, store.num_experts // store.num_layers)
+        if store is not None:
+            from penstock.offload.speeds import measure_speeds
+
+            with timed("tiers", phases):
+                speeds = measure_speeds(store, store.num_experts // store.num_layers)
     rows = []
-    for batch in arguments.batch:
-        with PhaseList() as phases, timed(f"batch {batch}", phases):
-            runs = [
-                _run(engine, batch, context, arguments.new_tokens)
-                for _ in range(arguments.runs + 1)
-            ]
-        rows.append(_summarize(batch, context, runs, speeds, expected.get(batch)))
+    for case, known in zip(cases, resident, strict=True):
+        expected = None if known is None else known.tokens
+        with PhaseList() as phases, timed(f"batch {case.batch}", phases):
+            check = _check_cpu(engine, case, expected)
+            runs = [_run(engine, case) for _ in range(case.runs + 1)]
+        row = {**_summarize(case, runs, speeds, expected, projection), **check}
+        if known is not None:
+            row["resident_tok_s"] = _new_tokens(known) / max(known.decode_s, 1e-9)
+        rows.append(row)
     title = f"offload: {source.name}, {engine.info.dtype}, {gpu_name() or cpu_name()}"
     print_table(COLUMNS, [_as_row(row) for row in rows], title)
-    report = {
+    return {
         "bench": "offload",
         **provenance(),
         "gpu": gpu_name() if engine.info.device != "cpu" else None,
+        "gpu_gb": _gpu_gb(engine.info.device),
         "model": source.name,
+        "layers": layers or num_layers,
         "dtype": engine.info.dtype,
         "quantization": config.quantization,
+        "expert_misses": config.expert_misses,
+        **({} if store is None else _describe(store, speeds)),
+        "seconds": round(time.perf_counter() - started, 1),
+        "rows": rows,
+    }
+
+
+def _describe(store: Any, speeds: TierSpeeds | None) -> dict[str, Any]:
+    assert speeds is not None
+    tiers = {"copy": speeds.copy, "read": speeds.read}
+    tiers |= {"fetch": speeds.fetch, "compute": speeds.compute}
+    return {
         "slots": store.num_slots,
         "slot_bytes": store.num_bytes,
         "experts": store.num_experts,
         "others_in": store.host.place,
-        "copy_gb_per_s": round(speeds.copy / 1e9, 3),
-        "read_gb_per_s": None if speeds.read is None else round(speeds.read / 1e9, 3),
-        "rows": rows,
+        **{
+            f"{name}_gb_per_s": None if speed is None else round(speed / 1e9, 3)
+            for name, speed in tiers.items()
+        },
     }
-    deliver_line(json.dumps(report), arguments.json, "--json")
-    return 0 if all(row["match"] for row in rows) else 1
 
 
-def _run(engine: Engine, batch: int, context: int, num_new: int) -> Run:
-    """The same prompts in every run; greedy, to the last token."""
-    rng = random.Random(batch)
+def _check_cpu(engine: Engine, case: Case, expected: Tokens | None) -> dict[str, Any]:
+    """Where the CPU takes part, tokens depend on its rounding. So they are compared with all
+    misses fetched, and its products with those of fetched experts.
+    """
+    store = engine.expert_store
+    if getattr(store, "products", None) is None:
+        return {}
+    from penstock.offload.device_slots import DeviceSlots
+    from penstock.offload.host_products import largest_difference
+    from penstock.offload.load import sparse_layers
+
+    assert isinstance(store, DeviceSlots)
+    mlps = list(sparse_layers(engine.runner.model).values())  # type: ignore[arg-type]
+    difference = largest_difference(store, mlps)
+    share = store.host_share.clone()
+    products, store.host_share[:] = store.products, 0.0
+    assert products is not None
+    split, products.split = products.split, None
+    runs = [_run(engine, case) for _ in range(1 if expected else 2)]
+    products.split = split
+    store.host_share.copy_(share)
+    is_same = all(one.tokens == (expected or runs[0].tokens) for one in runs)
+    return {
+        "cpu_share": float(share),
+        "cpu_difference": difference,
+        "compared_with": "resident, if fetched" if expected else "first run, if fetched",
+        "match": is_same and difference <= CPU_TOLERANCE,
+    }
+
+
+def _gpu_gb(device: str) -> float | None:
+    """The most that tensors took so far."""
+    if device == "cpu":
+        return None
+    import torch
+
+    return round(torch.cuda.max_memory_reserved() / 1e9, 2)
+
+
+def _run_resident(source: ModelSource, config: EngineConfig, cases: Sequence[Case]) -> list[Run]:
+    """The second of two runs of each case, with all experts on the device."""
+    from penstock.engine.engine import Engine
+
+    room_for_all = "1000TB" if is_converted(source.path) else None
+    resident = dataclasses.replace(config, expert_cache=room_for_all, expert_ram=None)
+    engine = Engine.from_source(source, resident)
+    found = [[_run(engine, case) for _ in range(2)][1] for case in cases]
+    del engine
+    gc.collect()
+    if config.device != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def _run(engine: Engine, case: Case) -> Run:
+    """The same prompts in every run, to the last token. Tokens are drawn, always the same: greedy
+    replies of random weights repeat themselves, and so do their experts.
+    """
+    rng = random.Random(case.batch)
     tokens: Tokens = {}
-    for row in range(batch):
-        prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(context))
-        sampling = SamplingParams(max_tokens=num_new)
+    for row in range(case.batch):
+        prompt = tuple(rng.randrange(engine.info.vocab_size) for _ in range(case.context))
+        sampling = SamplingParams(max_tokens=case.new_tokens, temperature=1.0, seed=row)
         engine.submit(Request(id=str(row), token_ids=prompt, sampling=sampling))
         tokens[str(row)] = []
     started = time.perf_counter()
@@ -125,43 +286,60 @@ def _run(engine: Engine, batch: int, context: int, num_new: int) -> Run:
         for delta in engine.step():
             tokens[delta.request_id] += delta.token_ids
         if first_at is None and all(tokens.values()):
-            first_at, before = time.perf_counter(), dict(engine.stats().experts)
+            first_at, before = time.perf_counter(), _counts(engine)
     ended = time.perf_counter()
     assert first_at is not None
-    after = engine.stats().experts
-    counts = {name: count - before.get(name, 0) for name, count in after.items()}
+    counts = {name: count - before.get(name, 0) for name, count in _counts(engine).items()}
     return Run(tokens, first_at - started, ended - first_at, counts)
 
 
+def _counts(engine: Engine) -> dict[str, int]:
+    store = engine.expert_store
+    return {} if store is None else dict(getattr(store, "stats_now", store.stats)())
+
+
+def _new_tokens(run: Run) -> int:
+    """Without the first ones, which prompts gave."""
+    return sum(len(tokens) - 1 for tokens in run.tokens.values())
+
+
 def _summarize(
-    batch: int, context: int, runs: list[Run], speeds: TierSpeeds, expected: Tokens | None
+    case: Case,
+    runs: list[Run],
+    speeds: TierSpeeds | None,
+    expected: Tokens | None,
+    projection: float,
 ) -> dict[str, Any]:
     """The first run fills the slots, and is not timed."""
-    timed_runs = runs[1:]
-    num_new = sum(len(tokens) - 1 for tokens in runs[0].tokens.values())
-    rates = [num_new / max(one.decode_s, 1e-9) for one in timed_runs]
+    timed_runs, num_new = runs[1:], _new_tokens(runs[0])
+    rates = [projection * num_new / max(one.decode_s, 1e-9) for one in timed_runs]
 
     def total(name: str) -> int:
         return sum(one.counts.get(name, 0) for one in timed_runs)
 
     decode_s = sum(one.decode_s for one in timed_runs)
     lookups = max(total("hits") + total("misses"), 1)
-    floor_s = total("fetched_bytes") / speeds.copy
-    if speeds.read is not None:
+    missed = total("fetched_bytes") + total("computed_bytes")
+    floor_s = 0.0 if speeds is None else missed / speeds.best
+    if speeds is not None and speeds.read is not None:
         floor_s = max(floor_s, total("disk_bytes") / speeds.read)
+    prompt_s = statistics.mean(one.prompt_s for one in timed_runs)
     return {
-        "batch": batch,
-        "context": context,
-        "prompt_tok_s": batch * context / statistics.mean(one.prompt_s for one in timed_runs),
+        **({"case": case.name} if case.name else {}),
+        "batch": case.batch,
+        "context": case.context,
+        "prompt_tok_s": projection * case.batch * case.context / prompt_s,
         "tok_s": statistics.mean(rates),
         "tok_s_min": min(rates),
         "tok_s_max": max(rates),
+        "is_projected": projection != 1.0,
         "hit_rate": total("hits") / lookups,
         "ram_rate": total("ram_hits") / lookups,
         "disk_rate": total("disk_reads") / lookups,
         "copied_gb_per_s": total("fetched_bytes") / decode_s / 1e9,
+        "computed_gb_per_s": total("computed_bytes") / decode_s / 1e9,
         "read_gb_per_s": total("disk_bytes") / decode_s / 1e9,
-        "of_floor": floor_s / decode_s,
+        "of_floor": None if speeds is None else floor_s / decode_s,
         "compared_with": "first run" if expected is None else "resident",
         "match": all(one.tokens == (expected or runs[0].tokens) for one in runs),
     }
@@ -172,10 +350,10 @@ def _as_row(row: dict[str, Any]) -> list[str]:
     shares = [f"{row[name]:.1%}" for name in ("hit_rate", "ram_rate", "disk_rate")]
     word = "MATCH" if row["match"] else "MISMATCH"
     return [
-        str(row["batch"]),
+        row.get("case", str(row["batch"])),
         *rates,
         *shares,
         f"{row['copied_gb_per_s']:.2f}",
-        f"{row['of_floor']:.0%}",
+        "" if row["of_floor"] is None else f"{row['of_floor']:.0%}",
         f"{word} ({row['compared_with']})",
     ]

@@ -90,6 +90,8 @@ def count_parameters(
     embedding = sum(size for name, size in sizes.items() if name.startswith("embed"))
     last = {name for name in sizes if name.startswith(f"layers.{len(model.layers) - 1}.")}
     last_dense = sum(sizes[name] for name in last.difference(stacks))
+    # Of whole experts a rank has some; tokens choose among those of all ranks.
+    num_holders = model.ranks.size if model.ranks.whole_experts else 1
     spec = model.cache_specs()[-1]
     if isinstance(spec, KVSpec):
         # Keys and values of all tokens.
@@ -102,7 +104,7 @@ def count_parameters(
         head=sizes.get("head.weight.values", embedding),
         is_tied="head.weight.values" not in sizes,
         experts=sum(sizes[name] for name in stacks),
-        num_experts=parameters[stacks[0]].shape[0] if stacks else 0,
+        num_experts=parameters[stacks[0]].shape[0] * num_holders if stacks else 0,
         num_experts_per_token=text_config(config)["num_experts_per_tok"] if stacks else 0,
         mtp=sum(sizes[name] for name in drafting),
         last_experts=sum(sizes[name] for name in last.intersection(stacks)),
@@ -134,7 +136,7 @@ class Roofline:
     kv_bytes: int  # of an element of KV
     state_bytes: int  # of an element of a recurrent state
     hidden_size: int
-    query_width: int  # query heads x head width
+    query_width: int  # query heads x head width, of a rank
     attention: tuple[KVSpec, ...]
     delta_nets: tuple[StateSpec, ...]
     ends_with_attention: bool
@@ -158,7 +160,7 @@ class Roofline:
             kv_bytes=kv_bytes or element_bytes,
             state_bytes=state_bytes,
             hidden_size=text["hidden_size"],
-            query_width=text["num_attention_heads"] * head_dim,
+            query_width=text["num_attention_heads"] // model.ranks.size * head_dim,
             attention=attention,
             delta_nets=tuple(spec for spec in specs if isinstance(spec, StateSpec)),
             ends_with_attention=isinstance(specs[-1], KVSpec),
@@ -182,12 +184,14 @@ class Roofline:
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """One token for each of `batch` requests that have `context` tokens in the cache."""
+        return self.weight_bytes_read(batch) + batch * self.row_bytes(context)
+
+    def row_bytes(self, context: int) -> int:
+        """That a decode reads and writes of its own request."""
         # Of the ring of the convolution's inputs a token reads all entries but its own, which it
         # writes.
         state = self.state_bytes_per_request + self._recurrent_bytes
-        return self._weight_bytes_read(batch) + batch * (
-            self.kv_bytes_per_token * (context + 1) + state
-        )
+        return self.kv_bytes_per_token * (context + 1) + state
 
     def draft_bytes(
         self, batch: int, context: int, num_drafts: int, num_accepted: float, head_bytes: int
@@ -199,7 +203,7 @@ class Roofline:
         cache may have them. A journal's entry is a key, a value and three gates of every head.
         """
         num_tokens, own_kv = batch * (1 + num_drafts), 0
-        weights = self._weight_bytes_read(num_tokens) + num_drafts * head_bytes
+        weights = self.weight_bytes_read(num_tokens) + num_drafts * head_bytes
         weights += self.stored.drafting_read(batch, num_drafts)
         if num_drafts and self.attention:
             own_kv = self.attention[0].num_bytes(self.kv_bytes)  # of the drafting head
@@ -215,9 +219,9 @@ class Roofline:
     def prefill_bytes(self, batch: int, length: int) -> int:
         """Whole prompts without a cache: reads weights once, writes KV and final states once."""
         written = self.kv_bytes_per_token * length + self.state_bytes_per_request
-        return self._weight_bytes_read(batch * length, batch) + batch * written
+        return self.weight_bytes_read(batch * length, batch) + batch * written
 
-    def _weight_bytes_read(self, num_tokens: int, num_last: int | None = None) -> int:
+    def weight_bytes_read(self, num_tokens: int, num_last: int | None = None) -> int:
         read = self.stored.always_read + self.stored.experts_read(num_tokens, num_last)
         return read + self.element_bytes * num_tokens * self.hidden_size
 

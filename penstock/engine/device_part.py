@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 from penstock.layers.packing import pack_weights
 from penstock.models.source import ModelSource
 from penstock.offload.load import load_with_experts, without_graphs
-from penstock.parallel.links import GroupLinks
+from penstock.parallel.links import GroupLinks, NoLinks
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, timed
 
@@ -40,8 +40,9 @@ class DevicePart:
     def of(cls, model: Any, config: EngineConfig, name: str, on_phase: OnPhase) -> DevicePart:
         """For a model whose weights are loaded: plans the memory, and allocates its cache."""
         config = _find_drafter(config, model, name)
-        if getattr(model, "expert_store", None) is not None:
-            config = without_graphs(config)
+        store = getattr(model, "expert_store", None)
+        if store is not None:
+            config = without_graphs(config, store)
         check_page_size(config, model.device)
         if model.device.type == "cpu" and not config.deterministic:
             pack_weights(model, keep=model.head.weight)
@@ -62,18 +63,34 @@ def load_part(
     with on_device(torch.device(device)):
         if meeting_file is not None:
             links = GroupLinks.of_file(meeting_file, rank, config.tp, torch.device(device))
-            ranks = Ranks(rank, config.tp, links=links)
-        is_auto = config.speculate == "auto" and drafts_by_itself(device)
-        with timed("weights", on_phase) as report:
-            model = load_with_experts(
-                source,
-                config,
-                device,
-                report,
-                with_drafting_head=is_auto or config.speculation.kind == "mtp",
-                ranks=ranks,
-            )
-        return DevicePart.of(model, config, source.name, on_phase)
+            ranks = Ranks(rank, config.tp, links, config.ep)
+        return _load(source, config, device, ranks, on_phase)
+
+
+def load_share(
+    source: ModelSource, config: EngineConfig, on_phase: OnPhase = lambda _: None
+) -> DevicePart:
+    """Rank 0's part of the model on one device, without the other ranks: its collectives exchange
+    nothing. Its results are of no use, its times are those of a rank."""
+    device = pick_device(config.device)
+    with on_device(torch.device(device)):
+        return _load(source, config, device, Ranks(0, config.tp, NoLinks(), config.ep), on_phase)
+
+
+def _load(
+    source: ModelSource, config: EngineConfig, device: str, ranks: Ranks, on_phase: OnPhase
+) -> DevicePart:
+    is_auto = config.speculate == "auto" and drafts_by_itself(device)
+    with timed("weights", on_phase) as report:
+        model = load_with_experts(
+            source,
+            config,
+            device,
+            report,
+            with_drafting_head=is_auto or config.speculation.kind == "mtp",
+            ranks=ranks,
+        )
+    return DevicePart.of(model, config, source.name, on_phase)
 
 
 def rank_device(config: EngineConfig, rank: int) -> str:

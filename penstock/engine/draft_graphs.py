@@ -43,13 +43,15 @@ class DraftGraphs:
         rows: RowTable,
         drafter: MTPDrafter | None,
         deterministic: bool,
+        max_tokens: int | None = None,  # of a step that may be captured
     ) -> None:
         self._new_step = partial(DraftStep, model, caches, rows, drafter)
         self._new_warmup_step = partial(
             DraftStep, model, warmup_layers(model, caches), rows, drafter
         )
         self._deterministic = deterministic
-        self.sizes = draft_sizes(rows.max_rows, rows.num_drafts)
+        sizes = draft_sizes(rows.max_rows, rows.num_drafts)
+        self.sizes = [size for size in sizes if max_tokens is None or size.num_places <= max_tokens]
         self._steps: dict[DraftSize, DraftStep] = {}
         self._logits: dict[DraftSize, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._tokens: dict[tuple[DraftSize, SamplingMode], tuple[torch.cuda.CUDAGraph, Tokens]] = {}

@@ -23,7 +23,7 @@ from penstock import ops
 from penstock.config import EngineConfig
 from penstock.digests import PageDigests
 from penstock.engine.device import on_device, used_and_total_bytes
-from penstock.engine.device_part import DevicePart, load_part, rank_device
+from penstock.engine.device_part import DevicePart, load_part, load_share, rank_device
 from penstock.engine.grammar_masks import ConstrainedRow, StepMasks
 from penstock.engine.memory import MemoryPlan
 from penstock.engine.policy import Policy
@@ -32,6 +32,7 @@ from penstock.engine.runner import PendingStep
 from penstock.errors import PenstockError
 from penstock.gguf.folder import folder_of
 from penstock.models.source import ModelSource, find_model
+from penstock.offload.device_slots import DeviceSlots
 from penstock.offload.store import ExpertStore
 from penstock.parallel.links import GroupLinks
 from penstock.progress import OnPhase, timed
@@ -56,10 +57,14 @@ class Engine:
     def _begin(self, part: DevicePart, name: str, tokenizer_file: Path | None) -> None:
         config, self.runner = part.config, part.runner
         is_gpu = part.model.device.type == "cuda"
-        self.expert_store: ExpertStore | None = getattr(part.model, "expert_store", None)
+        self.expert_store: ExpertStore | DeviceSlots | None = getattr(
+            part.model, "expert_store", None
+        )
         self.info = _describe(part.model, name, part.memory, config)
         new_buffer = self.runner.rows.host_buffer
-        self.policy = Policy(config, part.memory, self.info, tokenizer_file, new_buffer)
+        drafts = self.runner.draft_graphs
+        sizes = () if drafts is None else drafts.sizes
+        self.policy = Policy(config, part.memory, self.info, tokenizer_file, new_buffer, sizes)
         if self.policy.speculator.pace is not None:
             self.policy.speculator.pace.prime(self.runner.step_seconds)
         self.other_ranks: RankGroup | None = None
@@ -99,6 +104,15 @@ class Engine:
             raise reason from error
         engine._begin(part, source.name, tokenizer_file)
         engine._lead(group)
+        return engine
+
+    @classmethod
+    def of_share(
+        cls, source: ModelSource, config: EngineConfig, on_phase: OnPhase = lambda _: None
+    ) -> Engine:
+        """Rank 0 of an engine of `tp` ranks, without the others: to time its part of a step."""
+        engine = cls.__new__(cls)
+        engine._begin(load_share(source, config, on_phase), source.name, None)
         return engine
 
     def _lead(self, group: RankGroup) -> None:
@@ -238,7 +252,7 @@ def _describe(model: Any, name: str, memory: MemoryPlan, config: EngineConfig) -
 
 
 def _experts_of(model: Any) -> dict[str, Any]:
-    store: ExpertStore | None = getattr(model, "expert_store", None)
+    store: ExpertStore | DeviceSlots | None = getattr(model, "expert_store", None)
     if store is None:
         return {}
     return {

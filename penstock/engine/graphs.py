@@ -158,9 +158,14 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: Model, caches: list[LayerCache], rows: RowTable, deterministic: bool
+        self,
+        model: Model,
+        caches: list[LayerCache],
+        rows: RowTable,
+        deterministic: bool,
+        max_rows: int | None = None,  # of a captured step; None: of any step
     ) -> None:
-        sizes = graph_sizes(rows.max_rows)
+        sizes = graph_sizes(rows.max_rows if max_rows is None else min(max_rows, rows.max_rows))
         self._most_whole_rows = WHOLE_ROWS if model.ranks.is_alone else rows.max_rows
         self._steps = {size: DecodeStep(model, caches, rows, size, deterministic) for size in sizes}
         warmup_caches = warmup_layers(model, caches)

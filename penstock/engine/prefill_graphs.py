@@ -127,8 +127,10 @@ class PrefillGraphs:
         rows: RowTable,
         deterministic: bool,
         max_step_tokens: int,
+        captures: bool = True,  # False: it only launches every kernel
         drafter: MTPDrafter | None = None,
     ) -> None:
+        self._captures = captures
         given: dict[str, Any] = {"deterministic": deterministic, "drafter": drafter}
         self._new_step = partial(PrefillStep, model, caches, rows, **given)
         warmup_caches = warmup_layers(model, caches)
@@ -144,7 +146,7 @@ class PrefillGraphs:
 
     @property
     def num_captures(self) -> int:
-        return len(self._sizes)
+        return len(self._sizes) if self._captures else 0
 
     @property
     def warmup(self) -> Warmup:
@@ -160,7 +162,8 @@ class PrefillGraphs:
         return Warmup.split(launches, ahead=by_bucket.values())
 
     def capture(self, pool: Any, on_phase: OnPhase) -> None:
-        sizes = list(reversed(self._sizes))  # the largest first, the others fit into its memory
+        # The largest first, the others fit into its memory.
+        sizes = list(reversed(self._sizes)) if self._captures else []
         for done, size in enumerate(sizes):
             on_phase(Phase("graphs", f"{size.num_tokens} tokens", done / len(sizes)))
             step = self._new_step(size=size)
@@ -173,7 +176,8 @@ class PrefillGraphs:
         if any(row.num_drafts for row in rows):
             return None
         counts = RowCounts.of(rows)
-        return next((size for size in self._sizes if size.holds(counts)), None)
+        sizes = self._sizes if self._captures else ()
+        return next((size for size in sizes if size.holds(counts)), None)
 
     def replay(self, rows: Sequence[RowPlan], size: StepSize) -> Tensor:  # [L, vocab] float32
         """The logits of the sampling rows, in the order of the plan."""

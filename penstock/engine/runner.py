@@ -235,10 +235,13 @@ class Runner:
     ) -> tuple[PrefillGraphs, DecodeGraphs, DraftGraphs]:
         """The last has no shapes where nothing drafts."""
         given = (self.model, self.caches, self.rows)
+        slots = getattr(self.model, "expert_store", None)
+        # Of more tokens, experts are copied by the host, which a graph cannot call.
+        most = None if slots is None else getattr(slots, "most_captured", 0)
         return (
-            PrefillGraphs(*given, self.deterministic, max_step_tokens, self.drafter),
-            DecodeGraphs(*given, self.deterministic),
-            DraftGraphs(*given, self.drafter, self.deterministic),
+            PrefillGraphs(*given, self.deterministic, max_step_tokens, slots is None, self.drafter),
+            DecodeGraphs(*given, self.deterministic, max_rows=most),
+            DraftGraphs(*given, self.drafter, self.deterministic, max_tokens=most),
         )
 
     @_on_its_device
@@ -282,6 +285,8 @@ class Runner:
 
     def _step(self, plan: StepPlan, is_masked: bool, fill_masks: FillMasks | None) -> StepResults:
         self.rows.update(plan)
+        if (slots := getattr(self.model, "expert_store", None)) is not None:
+            slots.adapt()
         needs = self.rows.sampling_needs(plan)
         size = self._draft_size(plan)
         results = (

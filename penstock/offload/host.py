@@ -7,6 +7,7 @@ copied to a GPU asynchronously.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from penstock.offload.files import Index, LayerRecords, RecordFile
 from penstock.offload.layout import RECORD_ALIGNMENT, ExpertLayout
+from penstock.offload.pinned import large_addresses, new_pinned, unpin
 from penstock.offload.residency import Key, Residency
 
 NUM_READERS = 16  # reads in flight: enough for fast disks to reach their speed
@@ -179,9 +181,10 @@ class _RecordMemory:
         self.layout, self.residency = layout, residency
         num_records = residency.num_places
         self.num_bytes = num_records * layout.record_bytes
-        raw = torch.empty(
-            self.num_bytes + RECORD_ALIGNMENT, dtype=torch.uint8, pin_memory=pin_memory
-        )
+        size = (self.num_bytes + RECORD_ALIGNMENT,)
+        raw = new_pinned(size, torch.uint8) if pin_memory else torch.empty(size, dtype=torch.uint8)
+        if pin_memory:
+            weakref.finalize(self, unpin, large_addresses([raw])).atexit = False
         start = -raw.data_ptr() % RECORD_ALIGNMENT
         self.records = raw[start : start + self.num_bytes].view(num_records, layout.record_bytes)
 

@@ -127,10 +127,7 @@ class ExpertLayout:
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
         """That an expert takes on a device, where plain numbers have the dtype of the model."""
-        return sum(
-            math.prod(field.shape) * (dtype if field.is_plain else field.dtype).itemsize
-            for field in self.fields
-        )
+        return sum(self._field_bytes(dtype))
 
     def new_slots(
         self, num_slots: int, dtype: torch.dtype, device: torch.device
@@ -142,13 +139,40 @@ class ExpertLayout:
             ).zero_()  # a kernel may load what it does not use
             for field in self.fields
         ]
-        rest = iter(tensors)
-        weights = []
+        return *self.stacks_of(tensors, dtype), tensors
+
+    def bytes_in(self, num_slots: int, dtype: torch.dtype) -> int:
+        """That `slots_in` needs."""
+        return sum(_aligned(num_slots * size) for size in self._field_bytes(dtype))
+
+    def slots_in(
+        self, memory: Tensor, num_slots: int, dtype: torch.dtype
+    ) -> tuple[Weight, Weight, list[Tensor]]:
+        """As `new_slots`, in memory that is there, uint8, and as it is."""
+        tensors, end = [], 0
+        for field, size in zip(self.fields, self._field_bytes(dtype), strict=True):
+            own = memory[end : end + num_slots * size]
+            own = own.view(dtype if field.is_plain else field.dtype)
+            tensors.append(own.view(num_slots, *field.shape))
+            end += _aligned(num_slots * size)
+        return *self.stacks_of(tensors, dtype), tensors
+
+    def _field_bytes(self, dtype: torch.dtype) -> list[int]:
+        """Of one slot."""
+        return [
+            math.prod(field.shape) * (dtype if field.is_plain else field.dtype).itemsize
+            for field in self.fields
+        ]
+
+    def stacks_of(self, tensors: list[Tensor], dtype: torch.dtype) -> tuple[Weight, Weight]:
+        """Gate and up, and down, of these tensors."""
+        rest, weights = iter(tensors), []
         for matrix in (self.gate_up, self.down):
-            weight = Weight(torch.empty(num_slots, *matrix.shape, dtype=dtype, device="meta"))
+            shape = (len(tensors[0]), *matrix.shape)
+            weight = Weight(torch.empty(shape, dtype=dtype, device="meta"))
             matrix.fill(weight, rest)
             weights.append(weight)
-        return weights[0], weights[1], tensors
+        return weights[0], weights[1]
 
     def to_json(self) -> dict[str, Any]:
         return {"gate_up": self.gate_up.to_json(), "down": self.down.to_json()}
@@ -156,6 +180,10 @@ class ExpertLayout:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> ExpertLayout:
         return cls(*(StoredMatrix.from_json(given[name]) for name in ("gate_up", "down")))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
 
 
 def stack_tensors(weights: Sequence[Weight]) -> list[Tensor]:

@@ -20,7 +20,8 @@ from penstock.errors import CapacityError, CheckpointError, ConfigError
 from penstock.layers.mlp import SparseMLP
 from penstock.models import build_model
 from penstock.models.source import ModelSource, is_converted
-from penstock.offload.convert import Conversion, order_for_gpu
+from penstock.offload.convert import Conversion
+from penstock.offload.device_slots import DeviceSlots
 from penstock.offload.expert_log import ExpertLog
 from penstock.offload.files import DENSE, Index, LayerRecords, read_index
 from penstock.offload.host import (
@@ -31,10 +32,12 @@ from penstock.offload.host import (
     least_ram_bytes,
 )
 from penstock.offload.in_place import CheckpointLayer
+from penstock.offload.in_ram import fits_ram, give_device_slots, pin_weight, read_into_ram
 from penstock.offload.layout import ExpertLayout, StoredMatrix, stack_tensors
+from penstock.offload.spill import spill
 from penstock.offload.store import ExpertStore, attach, least_slots
 from penstock.ops import Weight
-from penstock.ops.weight import deferred_weights
+from penstock.ops.weight import deferred_weights, map_part
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, Phase
 from penstock.weights.checkpoint import list_some
@@ -61,7 +64,7 @@ def load_with_experts(
     files: _Files | None = None
     if is_converted(source.path) and not config.random_weights:
         files = _open_converted(source, config, torch.device(device))
-    elif config.expert_ram is not None:
+    elif config.expert_ram is not None and not config.random_weights:
         files = _open_in_place(source, config, torch.device(device))
     if files is not None:
         model = _load_from(files, source, config, on_phase, device, with_drafting_head)
@@ -77,9 +80,17 @@ def load_with_experts(
             quantization=config.quantization,
             with_drafting_head=with_drafting_head,
             ranks=ranks,
+            alike_experts=config.alike_experts,
         )
         if config.expert_cache is None:
             model = load()
+        elif config.expert_ram is not None:
+            model = load(find_host_weights=_stack_names, keep_on_host=_move_to_ram)
+            _use_spilled(model, config)
+        elif torch.device(device).type == "cuda":
+            model = load(find_host_weights=_stack_names, keep_on_host=pin_weight)
+            mlps = _sparse_layers_of(model, config)
+            give_device_slots(model, mlps, config, config.expert_cache_bytes or 0)
         else:
             model = load(find_host_weights=_stack_names)
             _move_to_slots(model, config)
@@ -107,25 +118,29 @@ def _open_log(model: nn.Module, config: EngineConfig) -> None:
 def describe_experts(model: Any, config: EngineConfig) -> str:
     """What is unusual about its experts, for the start of an engine; "": nothing."""
     said = []
-    store: ExpertStore | None = getattr(model, "expert_store", None)
+    store: ExpertStore | DeviceSlots | None = getattr(model, "expert_store", None)
     if store is not None:
         size = f"{store.num_bytes / 1e9:.2f} GB"
         said.append(
             f"{store.num_slots:,} of {store.num_experts:,} experts in slots on {model.device} "
             f"({size}), the others in {store.host.place}"
         )
+        if isinstance(store, DeviceSlots) and store.products is not None:
+            said.append(store.products.describe())
     if config.experts_per_token is not None:
         said.append(f"{config.experts_per_token} experts per token, by --experts-per-token")
     return "\n".join(said)
 
 
-def without_graphs(config: EngineConfig) -> EngineConfig:
-    """A graph cannot wait for an expert that is not on the device."""
+def without_graphs(config: EngineConfig, store: ExpertStore | DeviceSlots) -> EngineConfig:
+    """A graph cannot wait for a file, nor tell a log what it has fetched."""
+    if isinstance(store, DeviceSlots) and store.log is None:
+        return config
     if config.graphs:
         raise ConfigError(
-            "graphs is on, and the device does not hold all experts",
-            "A captured step cannot fetch an expert.",
-            "Omit --graphs, or give --expert-cache room for all experts.",
+            "graphs is on, and experts are in files, or logged",
+            "A captured step can neither read a file nor write a log.",
+            "Omit --graphs, or --expert-ram and --expert-log.",
         )
     return dataclasses.replace(config, graphs=False)
 
@@ -165,23 +180,39 @@ def _stack_names(model: nn.Module) -> list[str]:
     return [f"{name}.{stack}" for name in sparse_layers(model) for stack in ("gate_up", "down")]
 
 
-def _move_to_slots(model: Any, config: EngineConfig) -> None:
-    """The stacks of a loaded model stay in RAM; the device gets slots."""
+def _move_to_ram(weight: Weight) -> None:
+    if weight.parts:
+        weight.parts = tuple(map_part(part, Tensor.cpu) for part in weight.parts)
+    else:
+        weight.values = nn.Parameter(weight.values.data.cpu(), requires_grad=False)
+
+
+def _use_spilled(model: Any, config: EngineConfig) -> None:
+    """Random experts, over files that exist as long as the engine does."""
+    mlps = _sparse_layers_of(model, config)
+    index = spill(mlps, model.device.type, model.dtype)
+    host = FiledExperts(index, _checked_ram(index, config), pin_memory=model.device.type == "cuda")
+    _use_slots(model, mlps, host, config.expert_cache_bytes or 0)
+
+
+def _sparse_layers_of(model: nn.Module, config: EngineConfig) -> list[SparseMLP]:
     mlps = list(sparse_layers(model).values())
     if not mlps:
         raise ConfigError(
             f"expert_cache is {config.expert_cache}, and the model has no experts",
             todo="Omit it.",
         )
+    return mlps
+
+
+def _move_to_slots(model: Any, config: EngineConfig) -> None:
+    """The stacks of a loaded model stay where they are; a CPU gets slots for a few of them."""
+    mlps = _sparse_layers_of(model, config)
     layouts, stacks = [], []
     for mlp in mlps:
-        if model.device.type == "cuda":
-            order_for_gpu(mlp.gate_up)
-            order_for_gpu(mlp.down)
         layouts.append(ExpertLayout.of(mlp.gate_up, mlp.down))
-        own = stack_tensors([mlp.gate_up, mlp.down])
-        stacks.append([one.pin_memory() for one in own] if model.device.type == "cuda" else own)
-        for name in ("gate_up", "down"):  # what was pinned or put into tiles is not kept twice
+        stacks.append(stack_tensors([mlp.gate_up, mlp.down]))
+        for name in ("gate_up", "down"):
             shape = getattr(mlp, name).shape
             setattr(mlp, name, Weight(torch.empty(shape, dtype=model.dtype, device="meta")))
     _use_slots(model, mlps, StackedExperts(layouts, stacks), config.expert_cache_bytes or 0)
@@ -223,12 +254,11 @@ class _Files:
 
 
 def _open_in_place(source: ModelSource, config: EngineConfig, device: torch.device) -> _Files:
-    if config.random_weights or config.quantization != "none":
-        flag = "random_weights" if config.random_weights else "quantization"
+    if config.quantization != "none":
         raise ConfigError(
-            f"expert_ram is {config.expert_ram}, and {flag} is set",
-            "Experts would be read from files as they are needed; these are made in RAM.",
-            "Omit one of the two.",
+            f"expert_ram is {config.expert_ram}, and quantization is set",
+            "Experts are read from files as they are needed, and would be quantised each time.",
+            "Omit one of the two, or quantise the model first (penstock quantize).",
         )
     conversion = Conversion(source, device.type)
     layouts: dict[str, ExpertLayout] = {}
@@ -303,19 +333,35 @@ def _load_from(
     )
     given = config.expert_cache_bytes
     slot_bytes = _free_bytes(device) if given is None else given
+    ram_bytes = _checked_ram(index, config)
+    goes_to_ram = slot_bytes < total and is_for_ram(index, ram_bytes, device)
     host = FiledExperts(
         index,
-        _checked_ram(index, config),
+        None if goes_to_ram else ram_bytes,
         pin_memory=device.type == "cuda",
         open_layer=files.open_layer,
     )
     if slot_bytes >= total:
         _fill_stacks(mlps, index, host, dtype, device, on_phase)
         host.close()
+    elif goes_to_ram:
+        tell = partial(_tell, on_phase)
+        read_into_ram(mlps, index, host, dtype, tell)
+        host.close()
+        give_device_slots(model, mlps, config, slot_bytes)
     else:
         _use_slots(model, mlps, host, slot_bytes)
     loaded: nn.Module = model.requires_grad_(False).eval()
     return loaded
+
+
+def is_for_ram(index: Index, ram_bytes: int | None, device: torch.device) -> bool:
+    """A GPU reads pinned RAM by itself; on a CPU, the page cache is as good."""
+    return device.type == "cuda" and fits_ram(index, ram_bytes)
+
+
+def _tell(on_phase: OnPhase, name: str, share: float) -> None:
+    on_phase(Phase("weights", name, share))
 
 
 def _check_made_for(index: Index, device: torch.device) -> None:

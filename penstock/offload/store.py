@@ -97,6 +97,9 @@ class ExpertStore:
         """Totals since the start."""
         return {**self._counters, **self.host.counters, "wait_us": self._wait_us}
 
+    def adapt(self) -> None:
+        """There is nothing to decide: all misses are fetched."""
+
     def close(self) -> None:
         self.host.close()
         if self.log is not None:
@@ -155,9 +158,9 @@ class OffloadedExperts:
     def _fetch(self, experts: Sequence[int], ids: Tensor) -> Tensor:
         """The slots for these ids."""
         slots = self.store.fetch(self.layer, experts, self.pool)
-        table = torch.zeros(self.num_experts, dtype=torch.long)
-        table[torch.tensor(experts)] = torch.tensor(slots)
-        return table.to(ids.device)[ids]
+        table = torch.zeros(self.num_experts, dtype=ids.dtype)  # which kernels read
+        table[torch.tensor(experts)] = torch.tensor(slots, dtype=ids.dtype)
+        return table.to(ids.device)[ids.long()]
 
     def _run_in_passes(
         self, x: Tensor, ids: Tensor, experts: Sequence[int], deterministic: bool

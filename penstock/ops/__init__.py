@@ -16,9 +16,19 @@ in `ops/triton` go through `op`, which takes it on a GPU.
 """
 
 from penstock.ops.dispatch import op
-from penstock.ops.reference import attention, delta_net, masking, matmul, moe, norm, sampling
+from penstock.ops.reference import (
+    attention,
+    delta_net,
+    expert_cache,
+    masking,
+    matmul,
+    moe,
+    norm,
+    sampling,
+)
 from penstock.ops.reference import decode_rows as _decode_rows
 from penstock.ops.reference.decode_rows import PlacedDrafts
+from penstock.ops.reference.expert_cache import copy_table
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.moe import new_counters
 from penstock.ops.reference.norm import gated_rms_norm
@@ -34,7 +44,10 @@ rms_norm = op(norm.rms_norm)
 rope_and_store = op(attention.rope_and_store)
 paged_attention = op(attention.paged_attention)
 norm_route = op(moe.norm_route)
+own_experts = op(moe.own_experts)
 sparse_mlp = op(moe.sparse_mlp)
+take_slots = op(expert_cache.take_slots)
+fetch_experts = op(expert_cache.fetch_experts)
 gated_delta_net = op(delta_net.gated_delta_net)
 accept_drafts = op(_decode_rows.accept_drafts)
 advance_rows = op(_decode_rows.advance_rows)
@@ -55,9 +68,11 @@ __all__ = [
     "accept_drafts",
     "advance_rows",
     "bias_logits",
+    "copy_table",
     "cut_blocks",
     "decode_rows",
     "draft_tokens",
+    "fetch_experts",
     "gated_delta_net",
     "gated_rms_norm",
     "linear",
@@ -65,6 +80,7 @@ __all__ = [
     "new_counters",
     "norm_linear",
     "norm_route",
+    "own_experts",
     "paged_attention",
     "penalize_repeats",
     "place_drafts",
@@ -74,5 +90,6 @@ __all__ = [
     "sample",
     "sparse_mlp",
     "swiglu_linear",
+    "take_slots",
     "token_logprobs",
 ]

@@ -100,6 +100,16 @@ class Weight(nn.Module):
             torch.empty_like(self.values, device="meta"), requires_grad=False
         )
 
+    def copy(self) -> Weight:
+        """The same in memory of its own."""
+        own = Weight(self.values.data.clone(), can_quantize=self.can_quantize)
+        own.parts = tuple(map_part(part, torch.clone) for part in self.parts)
+        return own
+
+    def take(self, other: Weight) -> None:
+        """Becomes what the other one is, and shares its memory."""
+        self.parts, self.values = other.parts, other.values
+
     def dequantize(self) -> Tensor:  # [N, K] or [E, N, K]
         """All values: of a quantised weight float32, otherwise as they are."""
         if not self.parts:

@@ -62,8 +62,12 @@ def load_model(
     with_drafting_head: bool = False,  # takes memory, and plain steps do not read it
     ranks: Ranks = ALONE,
     find_host_weights: FindWeights = lambda _: (),  # weights that stay in RAM, by name
+    keep_on_host: Callable[[Weight], None] = lambda _: None,  # called with each, once it is whole
+    alike_experts: bool = False,  # random ones: the same in all layers
 ) -> nn.Module:
-    """The model of a source on a device, or a rank's part of it, ready to run."""
+    """The model of a source on a device, or a rank's part of it, ready to run. Codes of weights
+    that stay in RAM are put into the order of the kernels by the device.
+    """
     if source.path is None and not random_weights:
         raise CheckpointError(
             f"{source.name} is a preset: a shape without weights",
@@ -85,10 +89,16 @@ def load_model(
     with deferred_weights():
         model = build(torch.device(device))
     homes = _find_homes(model, torch.device(device), find_host_weights)
+    on_host = {name for name, home in homes.items() if home != torch.device(device)}
+
+    def settle(name: str) -> None:
+        if name in on_host:
+            keep_on_host(weights_of(model)[name])
+
     if random_weights or source.path is None:
-        _fill(model, seed, progress, homes, quantization)
+        _fill(model, seed, progress, torch.device(device), quantization, settle, alike_experts)
     else:
-        _copy(model, source.path, stored, progress, homes, quantization)
+        _copy(model, source.path, stored, progress, homes, quantization, settle)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)  # the time reported is the time it took
     progress.finish()
@@ -215,13 +225,17 @@ def _fill(
     model: nn.Module,
     seed: int,
     progress: _Progress,
-    homes: Mapping[str, torch.device],
+    device: torch.device,
     quantization: str,
+    settle: Callable[[str], None],
+    alike_experts: bool,
 ) -> None:
+    """On the device, also what then moves to RAM."""
     named = list(model.named_parameters())
     shares = shares_of(model)
     weights = weights_of(model)
     rounded = _weights_to_round(model, quantization)
+    made: dict[tuple[object, ...], Weight] = {}
     progress.start(sum(p.numel() * p.element_size() for _, p in named), f"random, seed {seed}, ")
     for name, parameter in named:
         weight_name = name.removesuffix(".values")
@@ -230,10 +244,17 @@ def _fill(
         if weight is None:
             _fill_share(name, parameter.data, share, seed)
         else:
-            weight.allocate(homes[weight_name])
-            _fill_share(name, weight.values.data, share, seed)
-            if weight_name in rounded:
-                quantize_weight(weight, rounded[weight_name])
+            kind = (weight_name.rpartition(".")[2], weight.shape)
+            if kind not in made:
+                weight.allocate(device)
+                _fill_share(name, weight.values.data, share, seed)
+                if weight_name in rounded:
+                    quantize_weight(weight, rounded[weight_name])
+                if alike_experts and len(weight.shape) == 3:
+                    made[kind] = weight.copy()
+            else:
+                weight.take(made[kind].copy())
+            settle(weight_name)
         progress.advance(parameter.numel() * parameter.element_size())
 
 
@@ -270,6 +291,7 @@ def _copy(
     progress: _Progress,
     homes: Mapping[str, torch.device],
     quantization: str,
+    settle: Callable[[str], None],
 ) -> None:
     placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
     stored = without_idle_biases(stored, placements)
@@ -286,7 +308,8 @@ def _copy(
         for tensor in wanted
     }
     progress.start(sum(num_bytes.values()))
-    quantized = _weights_that_stay_quantized(model, wanted, placements, homes)
+    device: torch.device = model.device  # type: ignore[assignment]
+    quantized = _weights_that_stay_quantized(model, wanted, placements, device)
     weights = weights_of(model)
     rounded = {
         name: scheme
@@ -312,7 +335,7 @@ def _copy(
                 quantized[name].add(tensor, placement)
             else:
                 if name in rounded:
-                    weights[name].allocate(homes[name])
+                    weights[name].allocate(device)
                 target = weights[name].values.data if name in weights else parameters[name]
                 _fill_place(target[placement.index], tensor, placement)
             filled_by.setdefault(place, tensor)
@@ -323,6 +346,8 @@ def _copy(
             cut_apart += parts.cut_apart
         if name in rounded and not num_left[name]:
             quantize_weight(weights[name], rounded[name])
+        if not num_left[name]:
+            settle(name)
         progress.advance(num_bytes[tensor.name])
     _tell_cuts(cut_apart, model.dtype)  # type: ignore[arg-type]
 
@@ -331,7 +356,7 @@ def _weights_that_stay_quantized(
     model: nn.Module,
     wanted: list[StoredTensor],
     placements: Mapping[str, Placement],
-    homes: Mapping[str, torch.device],
+    device: torch.device,
 ) -> dict[str, WeightParts]:
     """Those of which the checkpoint quantises any rows."""
     weights = weights_of(model)
@@ -339,9 +364,9 @@ def _weights_that_stay_quantized(
         placements[tensor.name].parameter for tensor in wanted if tensor.read_codes is not None
     }
     return {
-        name: WeightParts(weights[name], homes[name])
+        name: WeightParts(weights[name], device)
         for name in sorted(names & weights.keys())
-        if weights[name].can_quantize and homes[name].type in ("cpu", "cuda")
+        if weights[name].can_quantize and device.type in ("cpu", "cuda")
     }
 
 

@@ -1,0 +1,241 @@
+r"""Missing experts that the CPU multiplies with, out of RAM, while the device fetches others.
+
+    device        take_slots ---> fetch_experts ---> sparse_mlp ------+--> sum
+       \                                                             /
+        copy stream   x, ids, weights ---> CPU: run_experts ---> sums
+
+All of it is in the stream, and so in the graph of a step: the driver calls the CPU's function when
+its inputs have arrived, and the device waits for its sums. Which share of the missing experts the
+CPU gets is a number on the device; it follows from the speeds of both, measured while both run, and
+then from what the CPU's calls take.
+
+The CPU sums in float32 in another order than the GPU: results are those of a resident model up to
+the tolerance of kernels, not to the bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Sequence
+from ctypes import c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from penstock.ops import Weight
+from penstock.ops.cpu.tiled_experts import Job, Spent, can_run
+
+if TYPE_CHECKING:
+    from penstock.layers.mlp import SparseMLP
+    from penstock.offload.device_slots import DeviceSlots, LayerSlots
+
+CALL_S = 20e-6  # that the driver takes to call the CPU and to go on, about
+ADAPT_CALLS = 512  # after so many, the share follows what they took
+SMOOTHING = 0.3
+LEAST_GAIN = 1.1  # of both together over the link alone, for the CPU to take part
+MEASURED_S = 0.03
+MEASURED_EXPERTS = 4  # in a call
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Of steps of one size; layers take turns."""
+
+    x: Tensor  # [T, H]  pinned, as the others
+    ids: Tensor  # [T, k] int32
+    weights: Tensor  # [T, k] float32
+    out: Tensor  # [T, H] float32
+    on_device: Tensor  # [T, H] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Bytes a second, of both at the same time."""
+
+    fetch: float
+    compute: float
+
+    @property
+    def host_share(self) -> float:
+        return self.compute / (self.compute + self.fetch)
+
+
+class HostProducts:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._buffers: dict[tuple[int, ...], Buffers] = {}
+        self._jobs: dict[tuple[int, ...], Job] = {}
+        self.spent = Spent.nothing()
+        self._seen = (0.0, 0, 0)
+        self.split: Split | None = None  # None: the share is fixed
+
+    def launch(self, layer: LayerSlots, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The CPU's sums, once the stream has waited for them (`join`)."""
+        size = (*ids.shape, x.shape[1])
+        if size not in self._buffers:
+            self._buffers[size] = self._new_buffers(*size)
+        own = self._buffers[size]
+        key = (layer.layer, *size)
+        if key not in self._jobs:
+            rows = layer.host_rows
+            self._jobs[key] = Job(*rows, own.x, own.ids, own.weights, own.out, self.spent)
+        job = self._jobs[key]
+        if self._stream is None:
+            own.x.copy_(x)
+            own.ids.copy_(ids)
+            own.weights.copy_(weights)
+            job.run()
+            return own.out
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            own.x.copy_(x, non_blocking=True)
+            own.ids.copy_(ids, non_blocking=True)
+            own.weights.copy_(weights, non_blocking=True)
+            _call_from(self._stream, job)
+            own.on_device.copy_(own.out, non_blocking=True)
+        return own.on_device
+
+    def describe(self) -> str:
+        """For the start of an engine."""
+        if self.split is None:
+            return "the CPU multiplies with all missing experts"
+        return (
+            f"the CPU multiplies with {self.split.host_share:.0%} of missing experts at "
+            f"{self.split.compute / 1e9:.0f} GB/s, the link brings the others at "
+            f"{self.split.fetch / 1e9:.0f} GB/s"
+        )
+
+    def join(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def adapt(self) -> float | None:
+        """The share of missing experts that the CPU should have from now on; None: as it is."""
+        seconds, num_bytes, num_calls = self._seen
+        now = (self.spent.seconds, self.spent.num_bytes, self.spent.num_calls)
+        if self.split is None or now[2] < num_calls + ADAPT_CALLS:
+            return None
+        self._seen = now
+        taken = now[0] - seconds + CALL_S * (now[2] - num_calls)
+        speed = (now[1] - num_bytes) / taken
+        smooth = SMOOTHING * speed + (1 - SMOOTHING) * self.split.compute
+        self.split = Split(self.split.fetch, smooth)
+        return self.split.host_share
+
+    def _new_buffers(self, num_tokens: int, k: int, width: int) -> Buffers:
+        new = functools.partial(torch.empty, pin_memory=self._stream is not None)
+        return Buffers(
+            new(num_tokens, width, dtype=self._dtype),
+            new(num_tokens, k, dtype=torch.int32),
+            new(num_tokens, k, dtype=torch.float32),
+            new(num_tokens, width, dtype=torch.float32),
+            torch.empty(num_tokens, width, dtype=torch.float32, device=self._device),
+        )
+
+
+def can_multiply(gate_up: Weight, down: Weight, dtype: torch.dtype) -> bool:
+    """Whether the CPU has a kernel for experts that are stored so."""
+    if len(gate_up.parts) != 1 or len(down.parts) != 1:
+        return False
+    return can_run(gate_up.parts[0], down.parts[0], dtype)
+
+
+def measure_compute(store: DeviceSlots, dtype: torch.dtype) -> float:
+    """Bytes a second that the CPU multiplies with, alone."""
+    calls, spent = _measuring_calls(store, dtype)
+    calls[0].run()
+    started, before = time.perf_counter(), spent.num_bytes
+    while time.perf_counter() - started < MEASURED_S:
+        for call in calls:
+            call.run()
+    return (spent.num_bytes - before) / (time.perf_counter() - started)
+
+
+def measure_split(store: DeviceSlots, dtype: torch.dtype) -> Split:
+    """The CPU multiplies while the device fetches."""
+    from penstock.ops import fetch_experts
+
+    calls, spent = _measuring_calls(store, dtype)
+    layer, device = store.layers[0], store.device
+    wanted = layer.held()
+    num_bytes = int(wanted[0]) * layer.expert_bytes
+
+    def fetch() -> None:
+        fetch_experts(wanted, layer.sources, layer.targets, layer.table)
+
+    fetch()
+    calls[0].run()
+    torch.cuda.synchronize(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    count = max(1, round(MEASURED_S * 50e9 / num_bytes))
+    before, started = spent.num_bytes, time.perf_counter()
+    begin.record()
+    for _ in range(count):
+        fetch()
+    end.record()
+    place = 0
+    while not end.query():
+        calls[place % len(calls)].run()
+        place += 1
+    compute = (spent.num_bytes - before) / (time.perf_counter() - started)
+    fetched = count * num_bytes / (begin.elapsed_time(end) / 1e3)
+    return Split(fetched, compute)
+
+
+@torch.inference_mode()
+def largest_difference(store: DeviceSlots, mlps: Sequence[SparseMLP], num_tokens: int = 4) -> float:
+    """Between products of fetched experts and of those that the CPU multiplies with, in random
+    tokens of the first and the last layer, relative to the largest.
+    """
+    share, worst = store.host_share.clone(), 0.0
+    for number in {0, len(mlps) - 1}:
+        mlp, layer = mlps[number], store.layers[number]
+        k, device = layer.experts_per_token, store.device
+        generator = torch.Generator().manual_seed(number)
+        rows = [
+            torch.randperm(layer.num_experts, generator=generator)[:k] for _ in range(num_tokens)
+        ]
+        ids = torch.stack(rows).int().to(device)
+        x = torch.randn(num_tokens, mlp.router.shape[1], generator=generator)
+        x = x.to(device, store.dtype)
+        weights = torch.full((num_tokens, k), 1.0 / k, device=device)
+        found = []
+        for value in (1.0, 0.0):
+            store.host_share.fill_(value)
+            given = (mlp.gate_up, mlp.down, torch.zeros_like(x))
+            found.append(layer.run(x, weights, ids, *given, counters=mlp.counters).float())
+        computed, fetched = found
+        worst = max(worst, float((computed - fetched).abs().max() / fetched.abs().max()))
+    store.host_share.copy_(share)
+    return worst
+
+
+def _measuring_calls(store: DeviceSlots, dtype: torch.dtype) -> tuple[list[Job], Spent]:
+    """One token with experts of all layers in turn: more than any cache of the CPU holds."""
+    spent, calls = Spent.nothing(), []
+    for layer in store.layers:
+        gate_up, down = layer.host_rows
+        count = min(MEASURED_EXPERTS, layer.num_experts)
+        ids = torch.arange(layer.num_experts - count, layer.num_experts, dtype=torch.int32)[None]
+        x = torch.ones(1, gate_up.num_columns, dtype=dtype)
+        out = torch.empty(1, down.num_rows)
+        calls.append(Job(gate_up, down, x, ids, torch.ones(1, count), out, spent))
+    return calls, spent
+
+
+@functools.cache
+def _driver() -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuLaunchHostFunc.argtypes = [c_void_p, c_void_p, c_void_p]
+    return driver
+
+
+def _call_from(stream: torch.cuda.Stream, job: Job) -> None:
+    """The stream calls the CPU's function when it gets there; in a capture, the graph does."""
+    code = _driver().cuLaunchHostFunc(stream.cuda_stream, job.function, job.given)
+    assert code == 0, f"cuLaunchHostFunc returned {code}"

@@ -1,0 +1,116 @@
+"""Experts on a CPU out of a GPU's tiles: near the products of the expanded weights."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.offload.host_products import HostProducts, Split
+from penstock.ops import Weight
+from penstock.ops.cpu.tiled_experts import Job, Spent, can_run
+from penstock.ops.reference.expert_cache import take_slots
+from penstock.ops.tiles import TiledRows, tile
+from penstock.weights.on_the_fly import round_to
+from penstock.weights.packing import pack
+
+
+def tiles(num_experts: int, num_rows: int, num_columns: int, seed: int) -> TiledRows:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(num_experts, num_rows, num_columns, generator=generator)
+    return tile(pack(round_to(values * num_columns**-0.5, "int4")))
+
+
+def expected(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: TiledRows, down: TiledRows
+) -> torch.Tensor:
+    gates, downs = gate_up.dequantize().double(), down.dequantize().double()
+    out = torch.zeros(len(x), down.num_rows, dtype=torch.float64)
+    for token in range(len(x)):
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist()):
+            gate, up = (gates[expert] @ x[token].double()).chunk(2)
+            inner = (torch.nn.functional.silu(gate) * up).to(x.dtype).double()
+            out[token] += weight * (downs[expert] @ inner)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_tokens", "width", "inner"), [(1, 256, 128), (5, 384, 256)])
+def test_sums_are_those_of_the_expanded_weights(
+    dtype: torch.dtype, num_tokens: int, width: int, inner: int
+) -> None:
+    num_experts, k = 6, 3
+    gate_up, down = tiles(num_experts, 2 * inner, width, 1), tiles(num_experts, width, inner, 2)
+    if not can_run(gate_up, down, dtype):
+        pytest.skip("there is no compiler")
+    x = torch.randn(num_tokens, width).to(dtype)
+    ids = torch.stack([torch.randperm(num_experts)[:k] for _ in range(num_tokens)]).int()
+    weights = torch.rand(num_tokens, k)
+    weights[:, 1] = 0  # the GPU's
+    out, spent = torch.full((num_tokens, width), torch.nan), Spent.nothing()
+    job = Job(gate_up, down, x, ids, weights, out, spent)
+    for call in range(1, 4):
+        job.run()
+        wanted = expected(x, ids, weights, gate_up, down)
+        assert (out - wanted).abs().max() < 5e-3 * wanted.abs().max()
+        assert spent.num_calls == call
+    used = len(ids[:, [0, 2]].unique())
+    each = (gate_up.num_bytes + down.num_bytes) // num_experts
+    assert spent.num_bytes == 3 * used * each
+    weights.zero_()
+    job.run()
+    assert not out.any()
+
+
+def test_what_the_kernel_does_not_know_is_refused() -> None:
+    gate_up, down = tiles(2, 64, 128, 1), tiles(2, 128, 128, 2)
+    assert not can_run(gate_up, down, torch.float32)
+    assert not can_run(gate_up, Weight(torch.zeros(2, 128, 32)).values, torch.bfloat16)
+    eight = tile(pack(round_to(torch.randn(2, 128, 128), "int8")))
+    assert not can_run(gate_up, eight, torch.bfloat16)
+
+
+def test_the_cpu_adds_what_the_device_leaves_to_it() -> None:
+    """Whatever the share, both parts together are all chosen experts."""
+    num_experts, k, num_slots, width, inner = 12, 3, 6, 256, 128
+    gate_up, down = tiles(num_experts, 2 * inner, width, 1), tiles(num_experts, width, inner, 2)
+    if not can_run(gate_up, down, torch.bfloat16):
+        pytest.skip("there is no compiler")
+    layer: Any = SimpleNamespace(layer=0, host_rows=(gate_up, down))
+    products = HostProducts(torch.device("cpu"), torch.bfloat16)
+    slot_of = torch.arange(num_experts, dtype=torch.int32)
+    slot_of[num_slots:] = -1
+    scores, marks = torch.zeros(num_experts), torch.zeros(num_experts, dtype=torch.int32)
+    counts = torch.zeros(3, dtype=torch.int64)
+    for step, share in enumerate((0.0, 0.5, 1.0, 0.3)):
+        x = torch.randn(2, width).bfloat16()
+        ids = torch.stack([torch.randperm(num_experts)[:k] for _ in range(2)]).int()
+        weights = torch.rand(2, k) + 0.1
+        tables = (slot_of, scores, marks, counts, torch.tensor([share]))
+        _, own, hosts, _ = take_slots(ids, weights, *tables, num_slots)
+        assert torch.equal(own + hosts, weights)
+        added = products.launch(layer, x, ids, hosts)
+        total = added + expected(x, ids, own, gate_up, down)
+        whole = expected(x, ids, weights, gate_up, down)
+        assert (total - whole).abs().max() < 5e-3 * whole.abs().max()
+        assert products.spent.num_calls <= step + 1
+    _, misses, fetched = counts.tolist()
+    assert products.spent.num_bytes == (misses - fetched) * (
+        (gate_up.num_bytes + down.num_bytes) // num_experts
+    )
+
+
+def test_the_share_follows_what_calls_take() -> None:
+    products = HostProducts(torch.device("cpu"), torch.bfloat16)
+    assert products.adapt() is None
+    products.split = Split(50e9, 50e9)
+    assert products.split.host_share == 0.5
+    assert products.adapt() is None
+    products.spent.numbers[0], products.spent.numbers[1] = 10**9, 25 * 10**9
+    products.spent.numbers[2] = 1000
+    slower = products.adapt()
+    assert slower is not None
+    assert slower < 0.5
+    assert products.adapt() is None
