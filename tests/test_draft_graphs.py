@@ -19,6 +19,7 @@ from penstock.engine.graphs import DecodeStep, warm_up
 from penstock.engine.prefill_graphs import PrefillGraphs
 from penstock.engine.step_inputs import StepSize
 from penstock.engine.step_times import measure_steps
+from penstock.layers.inputs import StateCache
 from penstock.types import KeptState, RowPlan, StepPlan
 from scripted_drafter import EVERY_PLACE, drafting_engine
 from small_models import FAMILIES, LLAMA, make_engine, prompt, request, run, tokens_of
@@ -270,6 +271,8 @@ def test_steps_are_timed_by_shape_and_leave_no_row_behind(monkeypatch: pytest.Mo
     seconds = measure_steps(runner)
     assert seconds.keys() == {(rows, width) for rows in (1, 2, 4) for width in (1, 2, 3)}
     assert min(seconds.values()) > 0
+    states = [cache.recurrent for cache in runner.caches if isinstance(cache, StateCache)]
+    assert not any(bool(state[1:].any()) for state in states)
     table, drafter = runner.rows, runner.drafter
     assert table.context_len.tolist() == [1] * 5
     assert drafter is not None
