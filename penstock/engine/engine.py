@@ -208,7 +208,8 @@ class Engine:
         stats = replace(self.policy.stats(), memory_used=used, memory_total=total)
         if self.expert_store is None:
             return stats
-        return replace(stats, experts=self.expert_store.stats())
+        store = self.expert_store
+        return replace(stats, experts=store.stats(), expert_heat=store.heat())
 
     def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int:
         """How many tokens of a prompt of this length the prefix cache would give if it came now."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from browser.conftest import USAGE, chunk, say, script_replies, wait_answer
-from serving import FREE, MESSAGES, Server
+from serving import FREE, MESSAGES, Server, start_server
 
 pytestmark = pytest.mark.browser
 PHONE = {"viewport": {"width": 375, "height": 667}, "is_mobile": True, "has_touch": True}
@@ -180,6 +180,48 @@ def test_the_live_view_moves_under_load(page: Any, server: Server) -> None:
     for load in loads:
         load.join()
     page.wait_for_function("() => document.querySelectorAll('.tiles b')[2].textContent === '0'")
+
+
+def test_the_live_view_shows_drafts_and_experts_of_a_server_that_has_them(
+    open_page: Callable[..., Any], page: Any, server: Server
+) -> None:
+    titles = (
+        "Tokens a step brings a request",
+        "Where a step's experts were",
+        "Experts of engine 0",
+    )
+    with start_server({"speculate": "mtp:1", "expert_cache": "12MB"}) as drafting:
+        live = open_page(f"{drafting.url}/#live")
+        body = {"messages": MESSAGES, "max_tokens": 400, **FREE}
+        loads = [threading.Thread(target=drafting.post, args=(body,)) for _ in range(2)]
+        for load in loads:
+            load.start()
+        for title in titles:
+            live.locator("figcaption", has_text=title).wait_for()
+        for said in (
+            r"^Tokens a step brings a request: tokens [12]\.\d",
+            r"^Drafts that were right, by drafter and place: mtp 1 [1-9]",
+            r"^Where a step's experts were: on the device [1-9]\d* %, in RAM [1-9]\d* %, in files 0 %",
+            r"^Experts of engine 0: 13 layers; \d+ of 208 experts are on the device",
+        ):
+            live.wait_for_function(
+                "(said) => [...document.querySelectorAll('canvas')]"
+                ".some((one) => one.ariaLabel.match(said))",
+                arg=said,
+            )
+        drafted = (
+            "() => [...document.querySelectorAll('th')].find((one) => one.textContent === 'drafted')"
+            ".closest('table').querySelectorAll('td')[2].textContent"
+        )
+        live.wait_for_function(f"(first) => ({drafted})() !== first", arg=live.evaluate(drafted))
+        assert live.locator("td", has_text="on the device").count() == 1
+        live.goto("about:blank")  # before the server ends
+        for load in loads:
+            load.join()
+    page.goto(f"{server.url}/#live")  # which neither drafts nor offloads
+    page.wait_for_selector(".tiles b")
+    for title in titles:
+        assert page.locator("figcaption", has_text=title).filter(visible=True).count() == 0
 
 
 def test_the_template_of_a_conversation_has_its_tools_and_its_thinking(page: Any) -> None:
