@@ -200,7 +200,11 @@ def test_a_conversation_outgrows_a_real_context_and_goes_on_without_its_beginnin
         problem.get_by_role("button", name="Edit the message").click()
         page.locator("textarea.edit").fill("And now?")
         page.keyboard.press("Enter")
-        page.wait_for_function("() => document.querySelectorAll('.problem').length === 0")
+        page.wait_for_function(  # what was left out stays so on the new branch, which has room
+            "() => !document.querySelector('.problem') && document.querySelector("
+            "'.message.assistant[aria-busy=false]:last-child .prose')?.innerText"
+        )
+        assert page.locator(".message.left-out").count() == 6
 
 
 def test_a_key_is_asked_for_once_refused_in_words_and_kept_for_the_tab(
