@@ -21,13 +21,14 @@ OLDEST_TRITON := 3.6.0
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-page
+.PHONY: help install serve test test-page page
 
 help:
 	@echo "make install   make $(VENV) and install Penstock into it"
 	@echo "make serve     serve a model on port $(PORT); MODEL=folder PORT=8000 FLAGS='--max-rows 8'"
 	@echo "make test      lint, format, types and tests"
 	@echo "make test-page the page in a real browser; uses Debian's chromium, or gets Playwright's"
+	@echo "make page      build what the server sends as its page from web/source; needs Node"
 
 install: $(VENV)/installed
 
@@ -43,6 +44,13 @@ test: $(VENV)/installed-test
 
 test-page: $(VENV)/installed-page
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -m browser
+
+page: web/node_modules
+	node web/build.mjs
+
+web/node_modules: web/package.json
+	cd web && npm install --no-package-lock --no-audit --no-fund
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from browser.conftest import USAGE, chunk, say, script_replies, wait_answer, with_fields
+from browser.conftest import (
+    USAGE,
+    chunk,
+    say,
+    script_replies,
+    serve_sources,
+    wait_answer,
+    with_fields,
+)
 from serving import Server
 
 pytestmark = pytest.mark.browser
@@ -310,6 +318,7 @@ def test_a_function_that_ends_late_answers_in_no_other_conversation(page: Any) -
     ],
 )
 def test_a_function_of_a_tool_reaches_nothing_and_ends(page: Any, code: str, result: str) -> None:
+    serve_sources(page)
     answered = page.evaluate(
         "async (code) => (await import('/page/tools.js')).runTool(code, '{}')", code
     )
@@ -353,6 +362,7 @@ def test_an_exported_conversation_comes_back_with_tools_numbers_and_what_was_lef
     wait_answer(page, 2)
     say(page, "Again?")
     wait_answer(page, 3)
+    serve_sources(page)
     page.evaluate(
         "async () => { const store = await import('/page/store.js');"
         " const [talk] = await store.loadAll();"
