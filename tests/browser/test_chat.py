@@ -40,6 +40,7 @@ def open_settings(page: Any, section: str = "") -> None:
 # With the embedded model
 
 
+@pytest.mark.everyday
 def test_a_question_is_answered_and_still_there_after_a_reload(page: Any) -> None:
     say(page, QUESTION)
     assert wait_answer(page).locator(".prose").inner_text() == "43"
@@ -74,6 +75,7 @@ def test_the_draft_says_how_much_of_the_prompt_is_cached(page: Any) -> None:
     assert f", {promised} from the cache" in said
 
 
+@pytest.mark.everyday
 def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
     open_settings(page)
     page.get_by_label("Longest answer").fill("4000")
@@ -148,6 +150,7 @@ def test_a_conversation_that_is_deleted_amid_an_answer_is_gone(page: Any) -> Non
     assert page.locator("#talks .open").count() == 0
 
 
+@pytest.mark.everyday
 def test_an_edited_question_is_a_branch_and_the_first_one_stays(page: Any) -> None:
     say(page, QUESTION)
     wait_answer(page)
@@ -167,6 +170,7 @@ def test_an_edited_question_is_a_branch_and_the_first_one_stays(page: Any) -> No
     assert "2 of 2" in page.locator(".message.assistant .branches").inner_text()
 
 
+@pytest.mark.everyday
 def test_an_answer_is_held_to_the_schema_of_the_conversation(page: Any) -> None:
     open_settings(page, "Form of the answer")
     schema = {
@@ -198,6 +202,7 @@ def test_a_schema_that_is_no_json_is_said_before_anything_is_asked(page: Any) ->
     assert asked == []
 
 
+@pytest.mark.everyday
 def test_a_tool_that_must_be_called_is_called_and_answered_by_hand(page: Any) -> None:
     open_settings(page, "Tools")
     page.get_by_role("button", name="Add a tool").click()
@@ -248,6 +253,7 @@ $$\\int_0^1 x\\,dx$$
 """
 
 
+@pytest.mark.everyday
 def test_markdown_becomes_code_with_colours_tables_lists_and_maths(page: Any) -> None:
     pieces = [chunk(content=MARKDOWN[at : at + 3]) for at in range(0, len(MARKDOWN), 3)]
     script_replies(page, [*pieces, USAGE])
@@ -266,6 +272,7 @@ def test_markdown_becomes_code_with_colours_tables_lists_and_maths(page: Any) ->
     page.wait_for_function("() => document.querySelector('#announcer').textContent === 'Copied.'")
 
 
+@pytest.mark.everyday
 def test_a_function_in_the_sandbox_answers_a_call_and_the_model_goes_on(page: Any) -> None:
     asked = script_replies(page, [CALL, USAGE], [chunk(content="It is 5."), USAGE])
     open_settings(page, "Tools")
@@ -325,6 +332,7 @@ def test_a_function_of_a_tool_reaches_nothing_and_ends(page: Any, code: str, res
     assert result in answered
 
 
+@pytest.mark.everyday
 def test_conversations_are_found_exported_and_imported(page: Any, tmp_path: Path) -> None:
     script_replies(page, [chunk(content="The answer has a needle in it."), USAGE])
     say(page, "First question")

@@ -70,6 +70,7 @@ def test_a_busy_server_is_asked_again_by_itself_after_the_time_it_names(
     )
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("has_event", [True, False])
 def test_an_answer_that_breaks_off_keeps_what_came_and_can_be_continued(
     page: Any, has_event: bool
@@ -207,6 +208,7 @@ def test_a_conversation_outgrows_a_real_context_and_goes_on_without_its_beginnin
         assert page.locator(".message.left-out").count() == 6
 
 
+@pytest.mark.everyday
 def test_a_key_is_asked_for_once_refused_in_words_and_kept_for_the_tab(
     open_page: Callable[..., Any],
 ) -> None:
@@ -275,6 +277,7 @@ def assert_harmless(page: Any, fetched: list[str]) -> None:
     assert page.locator("#composer").is_visible()
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("size", [7, 100_000])
 def test_hostile_markdown_is_shown_and_never_run(page: Any, size: int) -> None:
     fetched: list[str] = []
