@@ -112,6 +112,12 @@ def script_replies(
     return asked
 
 
+def reload(page: Any) -> None:
+    """Until conversations are there and the server is known, as `open_page` does."""
+    page.reload()
+    page.wait_for_selector("#state[data-kind=ok]", state="attached")
+
+
 def say(page: Any, text: str) -> None:
     page.fill("#draft", text)
     if page.evaluate("matchMedia('(pointer: coarse)').matches"):

@@ -149,7 +149,7 @@ def test_an_engine_that_dies_amid_an_answer_is_said_and_the_answer_goes_on(
 
 
 def test_a_page_that_is_closed_amid_an_answer_shows_what_came_and_goes_on(page: Any) -> None:
-    page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=400))
+    page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=3000))
     say(page, "Tell me about rivers.")
     page.wait_for_function(
         "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
@@ -331,8 +331,8 @@ def test_a_hostile_import_is_refused_or_harmless(page: Any) -> None:
         (b"not json", b"[]", b'{"messages": 3}', json.dumps(loop).encode())
     ):
         file = {"name": f"<b>{number}.json", "mimeType": "application/json", "buffer": content}
-        page.set_input_files("#import-input", files=[file])
-        page.wait_for_timeout(100)
+        with page.expect_event("dialog"):
+            page.set_input_files("#import-input", files=[file])
         assert len(said) == number + 1
         assert "cannot be imported" in said[-1]
     file = {"name": "odd.json", "mimeType": "application/json", "buffer": json.dumps(odd).encode()}

@@ -4,15 +4,16 @@ views.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from browser.conftest import USAGE, chunk, say, script_replies, wait_answer
-from serving import FREE, MESSAGES, Server, start_server
+from browser.conftest import USAGE, chunk, reload, say, script_replies, wait_answer
+from serving import Server, start_server
 
 pytestmark = pytest.mark.browser
 PHONE = {"viewport": {"width": 375, "height": 667}, "is_mobile": True, "has_touch": True}
@@ -27,6 +28,33 @@ SUM = "Tom has 12 marbles and buys 7 more. Then he gives away 5. How many marble
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
+def show(page: Any, view: str) -> None:
+    """Until all of it is there: the playground's form, and two seconds' numbers of the live view."""
+    page.evaluate("(view) => { location.hash = view; }", view)
+    drawn = {"chat": "#composer", "playground": "#view-playground .columns", "live": ".tiles b"}
+    page.locator(drawn[view]).first.wait_for()
+
+
+@contextlib.contextmanager
+def asking(server: Server, num_threads: int = 1) -> Iterator[None]:
+    """The server always has something to say."""
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            server.post({"messages": [{"role": "user", "content": SUM}], "max_tokens": 80})
+
+    threads = [threading.Thread(target=ask) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
 @pytest.mark.everyday
 def test_dark_follows_the_system_until_a_person_chooses(
     open_page: Callable[..., Any], server: Server
@@ -35,7 +63,7 @@ def test_dark_follows_the_system_until_a_person_chooses(
     assert page.evaluate(BACKGROUND) == "rgb(13, 17, 23)"
     page.click("#theme")
     assert page.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
-    page.reload()
+    reload(page)
     assert page.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
 
 
@@ -53,8 +81,7 @@ def test_a_phone_shows_everything_without_scrolling_sideways(
     say(page, "w" * 200)
     wait_answer(page)
     for view in ("chat", "playground", "live"):
-        page.evaluate(f"location.hash = '{view}'")
-        page.wait_for_timeout(300)
+        show(page, view)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
     page.evaluate("location.hash = 'chat'")
     page.click("#toggle-list")
@@ -112,8 +139,7 @@ def test_an_automated_check_finds_nothing_that_keeps_people_out(
     page.locator("#settings summary", has_text="Tools").click()
     page.get_by_role("button", name="Add a tool").click()
     for view in ("chat", "playground", "live"):
-        page.evaluate(f"location.hash = '{view}'")
-        page.wait_for_timeout(1500 if view == "live" else 300)
+        show(page, view)
         check(view)
 
 
@@ -170,22 +196,16 @@ def test_tokens_and_template_show_what_the_model_sees(page: Any) -> None:
 @pytest.mark.everyday
 def test_the_live_view_moves_under_load(page: Any, server: Server) -> None:
     page.goto(page.url.split("#")[0] + "#live")
-    body = {"messages": MESSAGES, "max_tokens": 200, **FREE}
-    loads = [threading.Thread(target=server.post, args=(body,)) for _ in range(4)]
-    for load in loads:
-        load.start()
-    page.wait_for_function(
-        "() => Number(document.querySelector('.tiles b')?.textContent.replace(',', '')) > 0"
-        " && Number(document.querySelectorAll('.tiles b')[2].textContent) > 0"
-    )
-    assert "penstock-tiny on cpu" in page.locator("#view-live").inner_text()
-    assert page.locator("#view-live td", has_text="ready").count() == 1
-    assert (
-        page.locator("#view-live td", has_text=re.compile(r"^[\d.]+ GB of [\d.]+ GB$")).count() == 1
-    )
-    assert page.locator("#view-live td", has_text="checkpoints of states").count() == 1
-    for load in loads:
-        load.join()
+    with asking(server, num_threads=2):
+        page.wait_for_function(
+            "() => Number(document.querySelector('.tiles b')?.textContent.replace(',', '')) > 0"
+            " && Number(document.querySelectorAll('.tiles b')[2].textContent) > 0"
+        )
+        assert "penstock-tiny on cpu" in page.locator("#view-live").inner_text()
+        cells = page.locator("#view-live td")
+        assert cells.filter(has_text="ready").count() == 1
+        assert cells.filter(has_text=re.compile(r"^[\d.]+ GB of [\d.]+ GB$")).count() == 1
+        assert cells.filter(has_text="checkpoints of states").count() == 1
     page.wait_for_function("() => document.querySelectorAll('.tiles b')[2].textContent === '0'")
 
 
@@ -198,15 +218,8 @@ def test_the_live_view_shows_drafts_and_experts_of_a_server_that_has_them(
         "Where a step's experts were",
         "Experts of engine 0",
     )
-    is_over = threading.Event()
-    with start_server({"speculate": "mtp:1", "expert_cache": "12MB"}) as drafting:
-
-        def keep_asking() -> None:
-            while not is_over.is_set():
-                drafting.post({"messages": [{"role": "user", "content": SUM}], "max_tokens": 80})
-
-        asking = threading.Thread(target=keep_asking, daemon=True)
-        asking.start()
+    drafts = {"speculate": "mtp:1", "expert_cache": "12MB"}
+    with start_server(drafts) as drafting, asking(drafting):
         live = open_page(f"{drafting.url}/#live")
         for title in titles:
             live.locator("figcaption", has_text=title).wait_for()
@@ -228,8 +241,6 @@ def test_the_live_view_shows_drafts_and_experts_of_a_server_that_has_them(
         live.wait_for_function(f"(first) => ({drafted})() !== first", arg=live.evaluate(drafted))
         assert live.locator("td", has_text="on the device").count() == 1
         live.goto("about:blank")  # before the server ends
-        is_over.set()
-        asking.join()
     page.goto(f"{server.url}/#live")  # which neither drafts nor offloads
     page.wait_for_selector(".tiles b")
     for title in titles:
