@@ -1,6 +1,6 @@
-// Makes the files that servers send (penstock/serve/page/static/) from source/: one script and one style sheet to
-// open the page with, and others that are loaded when they are first needed. `make page` runs it; with a folder
-// as its argument it builds there.
+// Makes the files that servers send (penstock/serve/page/static/) from source/: one script and one
+// style sheet to open the page with, and others that are loaded when they are first needed.
+// `make page` runs it; with a folder as its argument it builds there.
 
 import { createHash } from "node:crypto";
 import { cp, mkdir, readdir, readFile, rm, writeFile } from "node:fs/promises";
@@ -11,8 +11,8 @@ import * as esbuild from "esbuild";
 const here = fileURLToPath(new URL(".", import.meta.url));
 const source = join(here, "source");
 const folder = process.argv[2] ?? join(here, "../penstock/serve/page/static");
-// Long names that Temml has often, uses as nothing but properties of its own, and that no other file has. A
-// test compares what it draws with what the published one does.
+// Long names that Temml has often, uses as nothing but properties of its own, and that no other file
+// has. A test compares what it draws with what the published one does.
 const INSIDE_TEMML = [
   "allowedInArgument",
   "allowedInMath",
@@ -37,8 +37,8 @@ const INSIDE_TEMML = [
 const LATER = ["maths.js", "languages.js"]; // with the first formula, and with the first code
 const BANNER = "/*! Built from web/source of Penstock. Licences of libraries: vendor/ */";
 
-/** marked makes an instance of itself when it is loaded, which has its parser and its renderers. The page
- * draws tokens itself, so only what makes tokens is kept: everything before that instance is classes. */
+/** marked makes an instance of itself when it is loaded, which has its parser and its renderers. The
+ * page draws tokens itself, so only what makes tokens is kept: before that instance are classes. */
 const onlyLexer = {
   name: "only marked's lexer",
   setup(build) {
@@ -82,7 +82,8 @@ await esbuild.build({
   format: "esm",
   mangleProps: new RegExp(`^(?:${INSIDE_TEMML.join("|")})$`),
 });
-await esbuild.build({ ...shared, entryPoints: ["sandbox.js"] }); // no module: its frame has no origin
+// No module: its frame has no origin, and servers give modules to their own origin alone.
+await esbuild.build({ ...shared, entryPoints: ["sandbox.js"] });
 for (const name of ["sandbox.html", "icon.svg"]) await cp(join(source, name), join(folder, name));
 
 const [, app] = Object.entries(metafile.outputs).find(([, one]) => one.entryPoint === "app.js");
@@ -91,9 +92,10 @@ const preloads = needed.map(
   ({ path }) => `<link rel="modulepreload" href="page/${path.split("/").pop()}">\n`,
 );
 const index = await readFile(join(source, "index.html"), "utf8");
-await writeFile(join(folder, "index.html"), index.replace("</head>", () => `${preloads.join("")}</head>`));
+const opened = index.replace("</head>", () => `${preloads.join("")}</head>`);
+await writeFile(join(folder, "index.html"), opened);
 
-// What was built of what, so that a test without these tools sees whether one was changed without the other.
+// What was built of what: a test without these tools sees whether one was changed without the other.
 if (!process.argv[2]) {
   const record = { source: await hashes(source), static: await hashes(folder) };
   await writeFile(join(here, "built.json"), `${JSON.stringify(record, null, 1)}\n`);

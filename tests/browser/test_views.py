@@ -29,7 +29,7 @@ BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
 def show(page: Any, view: str) -> None:
-    """Until all of it is there: the playground's form, and two seconds' numbers of the live view."""
+    """Until all of it is there: the playground's form, two seconds' numbers of the live view."""
     page.evaluate("(view) => { location.hash = view; }", view)
     drawn = {"chat": "#composer", "playground": "#view-playground .columns", "live": ".tiles b"}
     page.locator(drawn[view]).first.wait_for()

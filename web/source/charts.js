@@ -156,14 +156,14 @@ export class ShareChart extends Chart {
   }
 }
 
-/** Now: each row a layer, each column an expert; the deeper, the more of its layer's turns need it. */
+/** Now: rows are layers, columns experts; the deeper, the more of its layer's turns need one. */
 export class HeatMap extends Chart {
   constructor(title, key) {
     super(title, key);
     this.rows = []; // of {heat, role}
     this.element.classList.add("wide");
     this.element.append(
-      make("p", { class: "hint" }, "Rows are layers, columns experts; deeper: needed more, lately."),
+      make("p", { class: "hint" }, "Rows are layers, columns experts; deeper: needed more now."),
     );
   }
 

@@ -1,4 +1,5 @@
-// Drafts in the live view: how many tokens a step brings, and how many drafts are right, by drafter and place.
+// Drafts in the live view: how many tokens a step brings, and how many drafts are right, by drafter
+// and place.
 
 import { LineChart, ShareChart } from "./charts.js";
 
@@ -39,7 +40,8 @@ export class DraftCharts {
 export function draftTiles(drafts) {
   if (!drafts) return [];
   const sum = (name) => drafts.counts.reduce((total, one) => total + one[name], 0);
-  const each = drafts.num_decodes ? (drafts.num_tokens / drafts.num_decodes).toFixed(2) : "none yet";
+  const { num_decodes: decodes, num_tokens: tokens } = drafts;
+  const each = decodes ? (tokens / decodes).toFixed(2) : "none yet";
   return [
     [each, "tokens a step brought a request"],
     [percent(sum("num_accepted"), sum("num_drafted")), "of drafts were right"],

@@ -1,5 +1,5 @@
-// Experts in the live view, where the device does not hold all of them: which tier had those that steps needed,
-// and how much each layer needs each of its experts.
+// Experts in the live view, where the device does not hold all of them: which tier had those that
+// steps needed, and how much each layer needs each of its experts.
 
 import { HeatMap, LineChart } from "./charts.js";
 import { make } from "./dom.js";
@@ -10,7 +10,8 @@ const TIERS = [
   ["in RAM", "goal", "ram_hits"],
   ["in files", "rival", "disk_reads"],
 ];
-const percent = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(1)} %` : "none yet");
+const percent = (part, whole) =>
+  whole > 0 ? `${((100 * part) / whole).toFixed(1)} %` : "none yet";
 const needed = (experts) => experts.hits + experts.misses;
 const isOffloaded = (stats) => stats?.experts.hits !== undefined;
 
@@ -65,9 +66,10 @@ export class ExpertCharts {
 export function expertTiles(before, now, elapsed) {
   if (!isOffloaded(now)) return [];
   const waited = isOffloaded(before) ? now.experts.wait_us - before.experts.wait_us : 0;
+  const waitedMs = Math.round(Math.max(0, waited) / 1000 / elapsed);
   return [
     [percent(now.experts.hits, needed(now.experts)), "of experts were on the device"],
-    [`${Math.round(Math.max(0, waited) / 1000 / elapsed)} ms`, "of a second steps wait for experts"],
+    [`${waitedMs} ms`, "of a second steps wait for experts"],
   ];
 }
 

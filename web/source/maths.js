@@ -6,8 +6,8 @@ import parseTree from "temml/src/parseTree.js";
 import Settings from "temml/src/Settings.js";
 import Style from "temml/src/Style.js";
 
-/** A tree that makes an element of itself. Throws what is wrong with the source; commands that Temml does not
- * trust are shown, not run. */
+/** A tree that makes an element of itself. Throws what is wrong with the source, and for commands
+ * that Temml does not trust, such as those that load images. */
 export function treeOf(source, isBlock) {
   const settings = new Settings({
     displayMode: isBlock,
