@@ -82,7 +82,7 @@ await esbuild.build({
   format: "esm",
   mangleProps: new RegExp(`^(?:${INSIDE_TEMML.join("|")})$`),
 });
-// No module: its frame has no origin, and servers give modules to their own origin alone.
+// No module: its frame has an origin of its own, from which a module could not be loaded.
 await esbuild.build({ ...shared, entryPoints: ["sandbox.js"] });
 for (const name of ["sandbox.html", "icon.svg"]) await cp(join(source, name), join(folder, name));
 

@@ -24,7 +24,7 @@ from browser.conftest import CHROMIUMS, USAGE, chunk, say, script_replies, wait_
 from penstock.commands.provenance import provenance
 from penstock.http_client import HttpClient
 from penstock.serve.page.files import FOLDER, INDEX, file_names
-from serving import FREE, MESSAGES, Server, start_server
+from serving import Server, start_server
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "page"
@@ -266,16 +266,25 @@ def take_pictures(browser: Any, server: Server) -> None:
 
 def take_live_picture(browser: Any, server: Server) -> None:
     """Of a server that drafts and does not hold all experts, so that everything is there to see."""
-    page = new_page(browser, f"{server.url}/#live", viewport={"width": 1280, "height": 1960})
-    body = {"messages": MESSAGES, "max_tokens": 250, **FREE}
-    loads = [threading.Thread(target=server.post, args=(body,)) for _ in range(12)]
-    for number, load in enumerate(loads):
-        load.start()
-        page.wait_for_timeout(9000 if number % 3 == 2 else 300)
+    page = new_page(browser, f"{server.url}/#live", viewport={"width": 1280, "height": 2080})
+    is_over = threading.Event()
+
+    def ask(number: int) -> None:
+        while not is_over.is_set():
+            number += 1
+            text = f"Tom has {number} marbles and buys 7 more. How many marbles does he have now?"
+            messages = [{"role": "user", "content": text}]
+            server.post({"messages": messages, "max_tokens": 60 + number})
+
+    threads = [threading.Thread(target=ask, args=(10 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+        page.wait_for_timeout(12_000)
     save(page, "live")
+    is_over.set()
     page.goto("about:blank")
-    for load in loads:
-        load.join()
+    for thread in threads:
+        thread.join()
     page.context.close()
 
 
