@@ -20,6 +20,7 @@ PLAIN_STEPS = 2  # the first of them still replays drafts, and is not measured
 PROBE_EVERY = 512  # steps, after which drafts that did not pay are tried again
 PROBE_ENDS = PLAIN_STEPS + 4  # so many steps after that
 NEWEST = 0.1  # weight of the newest measurement
+MOST_NEWEST = 0.5  # of one after a long time
 FIRST_GUESS = 0.8  # acceptance before there is any
 LOSS_SHARE = 0.01  # of the time of all decodes, that drafts may lose
 FIRST_LOSS = 8  # plain steps, that they may lose before there is any
@@ -31,6 +32,7 @@ class DraftPace:
         self._seconds: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._primed: set[int] = set()
         self._num_steps: Counter[int] = Counter()  # by rows
+        self._noted_at: dict[tuple[int, int], int] = {}  # rows, tokens a row: steps before
         self._lost_s = self._decoded_s = 0.0
 
     def prime(self, seconds: Mapping[tuple[int, int], float]) -> None:
@@ -40,9 +42,14 @@ class DraftPace:
             self._primed.add(_bucket(num_rows))
 
     def note_step(self, num_rows: int, tokens_a_row: int, seconds: float) -> None:
-        known = self._seconds[_bucket(num_rows)]
+        bucket = _bucket(num_rows)
+        known, age = self._seconds[bucket], self._num_steps[bucket]
+        age -= self._noted_at.get((bucket, tokens_a_row), 0)
+        self._noted_at[bucket, tokens_a_row] = self._num_steps[bucket]
+        # What was measured long ago counts less: plain steps are rare while drafts pay.
+        newest = min(1 - (1 - NEWEST) ** age, MOST_NEWEST)
         before = known.get(tokens_a_row, seconds)
-        known[tokens_a_row] = before + NEWEST * (seconds - before)
+        known[tokens_a_row] = before + max(newest, NEWEST) * (seconds - before)
         self._decoded_s += seconds
 
     def note_gain(self, num_rows: int, num_new: int, seconds: float) -> float:

@@ -62,7 +62,11 @@ class Engine:
         )
         self.info = _describe(part.model, name, part.memory, config)
         new_buffer = self.runner.rows.host_buffer
-        self.policy = Policy(config, part.memory, self.info, tokenizer_file, new_buffer)
+        drafts = self.runner.draft_graphs
+        sizes = () if drafts is None else drafts.sizes
+        self.policy = Policy(config, part.memory, self.info, tokenizer_file, new_buffer, sizes)
+        if self.policy.speculator.pace is not None:
+            self.policy.speculator.pace.prime(self.runner.step_seconds)
         self.other_ranks: RankGroup | None = None
         self._overlap = is_gpu if config.overlap is None else config.overlap
         self._pending: PendingStep | None = None

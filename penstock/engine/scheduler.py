@@ -132,6 +132,12 @@ class Scheduler:
         return self._decoding
 
     @property
+    def expects_prompts(self) -> bool:
+        """Whether the next plan is likely to have prompts in it."""
+        may_admit = bool(self._free_rows) and self._refused is None and len(self._waiting) > 0
+        return may_admit or len(self._running) > len(self._decoding)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._in_flight)
 

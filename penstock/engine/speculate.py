@@ -56,6 +56,7 @@ class Speculator:
         self._drafted_by: WeakKeyDictionary[Sequence, str] = WeakKeyDictionary()
         self._num_rows = self._step = 0  # of the plan that is being made
         self._common = 0  # drafts of every row of it
+        self._beside_prompts = False  # whether prompts are computed in the same step
         self._is_settled = True  # the last step that ended left no drafts to replay
         self._num_drafted: Counter[tuple[str, int]] = Counter()  # by drafter and place
         self._num_accepted: Counter[tuple[str, int]] = Counter()
@@ -73,10 +74,11 @@ class Speculator:
         """Whether the next step can be planned only when the tokens of the last one are known."""
         return self.drafter is not None
 
-    def start_plan(self, decoding: Collection[Sequence]) -> None:
+    def start_plan(self, decoding: Collection[Sequence], beside_prompts: bool = False) -> None:
         """These sequences decode. In a graph all rows have equally many places, so one number of
-        drafts is chosen for all of them; elsewhere, each has its own."""
+        drafts is chosen for all of them, and none beside prompts; elsewhere, each has its own."""
         self._num_rows = num_rows = len(decoding)
+        self._beside_prompts = beside_prompts
         if self.pace is None or not num_rows:
             return
         self._step = self.pace.start_step(num_rows)
@@ -88,7 +90,7 @@ class Speculator:
     def drafts(self, sequence: Sequence, most: int) -> tuple[int, tuple[int, ...]]:
         """How many, and which if the host has them."""
         if self.most_drafts is not None:
-            most = min(most, self.most_drafts(self._num_rows))
+            most = 0 if self._beside_prompts else min(most, self.most_drafts(self._num_rows))
         if not most:
             return 0, ()
         draft_ids: tuple[int, ...] = ()
@@ -132,10 +134,10 @@ class Speculator:
         """A step has ended and its tokens were noted."""
         num_new = self._num_tokens - self._num_tokens_timed
         self._num_tokens_timed = self._num_tokens
+        was_settled, self._is_settled = self._is_settled, not plan.has_drafts
         if self.pace is None or not plan.is_decode:
             return
-        num_rows, was_settled = len(plan.rows), self._is_settled
-        self._is_settled = not plan.has_drafts
+        num_rows = len(plan.rows)
         if plan.has_drafts or was_settled:  # else it is no plain step: it has replayed drafts
             width = 1 + max(row.num_drafts for row in plan.rows)
             self.pace.note_step(num_rows, width, seconds)
