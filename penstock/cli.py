@@ -30,6 +30,7 @@ COMMANDS = {
     "quantize": "make an FP8, INT8 or INT4 checkpoint of a model",
     "convert": "put a model's experts into files, for a GPU that has no room for them",
     "inspect": "show the size of a model and what fits this machine",
+    "plan": "simulate a load on a fleet: goodput, latencies, the GPUs it needs",
     "bench": "time decode steps and prefills against the memory floor, or a server under load",
     "tune": "measure the tiles of the kernels on this GPU",
     "eval": "measure any server of the OpenAI API: conformance, quality, speed",
@@ -61,6 +62,7 @@ Try it; without a model these use a tiny one that comes along:
   penstock quantize MODEL -o OUT              the same model in a quarter of the bytes
   penstock convert MODEL -o OUT               for a GPU with no room for all experts
   penstock inspect Qwen3.5-35B-A3B            parameters, bytes, what fits here
+  penstock plan Qwen3.5-35B-A3B --rate 20     how many GPUs a load needs
   penstock forge --budget 10m                 an engine.py for the model in target/
 
 penstock COMMAND --help shows every flag. All are environment variables too: of the engine

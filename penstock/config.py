@@ -89,6 +89,12 @@ class EngineConfig:
         "part of the heads, of the inner widths and of the vocabulary",
         aliases=("--tensor-parallel-size", "-tp"),
     )
+    ep: bool = setting(
+        False,
+        "of a model over several GPUs, each has whole experts instead of a slice of every expert "
+        "(expert parallel)",
+        aliases=("--enable-expert-parallel",),
+    )
     dtype: str = setting("auto", "type of weights and activations", choices=DTYPES)
     kv_dtype: str = setting(
         "auto",
@@ -211,6 +217,11 @@ class EngineConfig:
         "the tenant's earlier replies), off, or auto (mtp on a CPU if the checkpoint has a head, "
         "else off); mtp:3 drafts at most 3 a step",
     )
+    draft_vocabulary: int = setting(
+        65536,
+        "the drafting head chooses among so many of the first token ids, which a BPE tokenizer "
+        "gave to its most frequent pieces; 0: among all",
+    )
     pooling: str = setting(
         "auto",
         "pool embeddings from the last token's hidden state or from the mean (default: "
@@ -265,6 +276,11 @@ class EngineConfig:
         if self.session_gb is not None and not self.session_gb >= 0:
             raise ConfigError(
                 f"session_gb is {self.session_gb}", "It must be 0, for no sessions, or more."
+            )
+        if self.draft_vocabulary < 0:
+            raise ConfigError(
+                f"draft_vocabulary is {self.draft_vocabulary}",
+                "It must be 0, for all tokens, or more.",
             )
         if self.deterministic and self.page_size % 64:
             raise ConfigError(

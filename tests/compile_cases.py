@@ -28,6 +28,7 @@ from penstock.ops.triton import (
     moe_fp8_gemm,
     moe_gemv,
     moe_grouped_gemm,
+    moe_own,
     moe_permute,
     moe_route,
     moe_small_gemm,
@@ -139,6 +140,7 @@ def decode_attention_cases() -> list[CompileCase]:
     }
     constexprs |= {
         "WINDOW": 0,
+        "NUM_NEWEST": 1,
         "BLOCK_KEYS": tile["BLOCK_KEYS"],
         "BLOCK_M": 16,
         "BLOCK_D": 256,
@@ -180,7 +182,7 @@ def decode_attention_cases() -> list[CompileCase]:
             (
                 decode_attention._decode_kernel,
                 {**types, **splits},
-                {**given, **dict.fromkeys(gate)},
+                {**given, **dict.fromkeys(gate), "NUM_NEWEST": 4},  # of a step with drafts
                 options,
             ),
         ]
@@ -196,7 +198,12 @@ def decode_rows_cases() -> list[CompileCase]:
     tail = ("p_rows", "p_num_new", "p_token_ids", "p_last_token", "p_context_len")
     advance = dict.fromkeys(tail, "*i64") | {"num_rows": "i32"}
     accepting = ("p_rows", "p_num_tokens", "p_sampled", "p_drafts", "p_last_token")
-    accepting += ("p_context_len", "p_num_accepted", "p_num_new")
+    accepting += ("p_context_len", "p_num_accepted", "p_forced", "p_num_new")
+    placing = ("p_rows", "p_num_tokens", "p_context_len", "p_num_accepted", "p_numbers")
+    placing += ("p_by_place", "p_of_rows")
+    place = dict.fromkeys(placing, "*i64") | dict.fromkeys(("num_rows", "num_pages"), "i32")
+    place |= dict.fromkeys(("p_page_table", "p_row_pages"), "*i32")
+    tokens = ("p_rows", "p_given", "p_last_token", "p_drafts", "p_token_ids")
     options = {"num_warps": decode_rows._TILE["num_warps"], "num_stages": 1}
     return [
         (
@@ -214,8 +221,25 @@ def decode_rows_cases() -> list[CompileCase]:
         (
             decode_rows.accept_drafts_kernel,
             dict.fromkeys(accepting, "*i64") | {"num_rows": "i32"},
-            {"NUM_DRAFTS": 3, "BLOCK_ROWS": 64, "BLOCK_N": 4, "PDL": False},
+            {"NUM_DRAFTS": 3, "WIDTH": 0, "BLOCK_ROWS": 64, "BLOCK_N": 4, "PDL": False},
             {"num_warps": 1, "num_stages": 1},
+        ),
+        (
+            decode_rows.place_drafts_kernel,
+            place,
+            {"PAGE_SIZE": 16, "WIDTH": 4, "BLOCK": decode_rows._TILE["BLOCK"], "PDL": False},
+            options,
+        ),
+        (
+            decode_rows.draft_tokens_kernel,
+            dict.fromkeys(tokens, "*i64") | {"num_rows": "i32"},
+            {
+                "NUM_DRAFTS": 3,
+                "WIDTH": 4,
+                "BLOCK": decode_rows._ADVANCE_TILE["BLOCK"],
+                "PDL": False,
+            },
+            options,
         ),
     ]
 
@@ -504,7 +528,19 @@ def moe_permute_cases() -> list[CompileCase]:
         "BLOCK_M": 128,
         "PDL": False,
     }
-    return [(moe_permute._list_tiles_kernel, types, constants, {"num_warps": 16, "num_stages": 1})]
+    own_types = {"p_weights": "*fp32", "p_ids": "*i32", "p_own_weights": "*fp32"}
+    own = case(
+        moe_own._own_experts_kernel,
+        {**own_types, "p_own_ids": "*i32"},
+        {"num_warps": 1},
+        FIRST=32,
+        COUNT=32,
+        TOP_K=8,
+        BLOCK_K=8,
+        NUM_LOWEST=16,
+    )
+    listed = (moe_permute._list_tiles_kernel, types, constants, {"num_warps": 16, "num_stages": 1})
+    return [listed, own]
 
 
 def moe_route_cases() -> list[CompileCase]:

@@ -95,7 +95,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "error: penstock has no command 'srve'\n"
             "  Did you mean 'serve'?\n"
-            "  The commands are serve, chat, top, generate, batch, quantize, convert, inspect, bench, tune, "
+            "  The commands are serve, chat, top, generate, batch, quantize, convert, inspect, plan, bench, tune, "
             "eval, forge.\n",
         ),
         (
@@ -103,7 +103,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "error: penstock has no flag '--versoin'\n"
             "  Did you mean '--version'?\n"
-            "  The commands are serve, chat, top, generate, batch, quantize, convert, inspect, bench, tune, "
+            "  The commands are serve, chat, top, generate, batch, quantize, convert, inspect, plan, bench, tune, "
             "eval, forge.\n",
         ),
         (

@@ -21,11 +21,11 @@ from penstock import ops
 from penstock.config import EngineConfig
 from penstock.engine import runner as runner_module
 from penstock.engine.device_part import check_page_size
+from penstock.engine.graph_sizes import graph_sizes
 from penstock.engine.graphs import (
     DecodeGraphs,
     DecodeStep,
     Warmup,
-    graph_sizes,
     launch_in_threads,
     num_compile_threads,
     run_for_last_tokens,

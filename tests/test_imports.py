@@ -57,8 +57,11 @@ ALLOWED = {
     "wire": set(),
     "llm": {"engine", "models", "text"},
     "serve": {"serve", "text", "wire", "models", "assets"},
+    "planning": {"planning", "cache", "commands", "engine", "eval", "models", "parallel", "serve"}
+    | {"weights"},  # of commands, what sizes a model: its roofline, and GPUs
     "commands": {
         "commands",
+        "planning",
         "serve",
         "llm",
         "engine",

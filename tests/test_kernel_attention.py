@@ -34,10 +34,10 @@ class Decode:
     gate: Tensor | None  # [R, Hq * D], a part of something wider
     scales: Tensor | None = None  # of codes
 
-    def attend(self, window: int = 0, deterministic: bool = False) -> Tensor:
+    def attend(self, window: int = 0, deterministic: bool = False, num_newest: int = 1) -> Tensor:
         # Under a graph the host's lengths are those of the capture: the kernel must not look at
         # them.
-        spans = [RowSpan(1, 1)] * len(self.q)
+        spans = [RowSpan(1, 1, num_newest=num_newest)] * len(self.q)
         return self._call(attention.paged_attention, spans, window, deterministic)
 
     def expected(self, window: int = 0) -> Tensor:
@@ -117,6 +117,20 @@ def make_decode(
 
 def use_processors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(decode_attention, "num_processors", lambda device: number)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("num_newest", [2, 4, 16])
+def test_keys_of_drafts_are_read_after_the_kernel_that_writes_them(
+    num_newest: int, stored: torch.dtype | None, device: str, dtype: torch.dtype
+) -> None:
+    """Whichever keys are read late, within a block, over two, or all of them: the result stays."""
+    contexts = (1, 2, 15, 16, 17, 18, 33, 130)
+    step = make_decode(contexts, 4, 2, 64, dtype=dtype, device=device, stored=stored)
+    late = step.attend(num_newest=num_newest)
+    assert_near(late, step.expected(), dtype)
+    assert torch.equal(late, step.attend())
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

@@ -43,7 +43,7 @@ class Drafting:
         self.journal = Journal(
             torch.full((*shape, heads, key_dim), 7.0, **places),
             torch.full((*shape, heads, value_dim), 7.0, **places),
-            torch.full((*shape, 2, heads), -7.0, **places),
+            torch.full((*shape, 3, heads), -7.0, **places),
         )
         self.keep = keep or {}  # tokens -> slot, of the first row
         self.num_right = dict.fromkeys(FIRST, 0)

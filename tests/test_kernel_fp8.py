@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernel_checks import ON_GPU
+from penstock.ops.cuda import fp8_experts
 from penstock.ops.float8 import can_take, round_tokens
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.tiles import tile
@@ -17,6 +18,11 @@ from penstock.weights.packing import pack
 DEVICES = [
     pytest.param("cpu", torch.float16, id="interpreted-fp16"),
     pytest.param("cuda", torch.bfloat16, marks=ON_GPU, id="compiled-bf16"),
+]
+
+ON_HOPPER = [
+    pytest.param("cuda", dtype, marks=ON_GPU, id=f"compiled-{dtype}")
+    for dtype in (torch.bfloat16, torch.float16)
 ]
 
 
@@ -113,10 +119,42 @@ def test_a_product_is_that_of_the_rounded_tokens(
     [(False, 9, False), (True, 70, False), (True, 9, True)],
     ids=["routed", "shared", "channels"],
 )
+@pytest.mark.parametrize("by_cuda", [False, True])
 def test_experts_are_those_of_the_rounded_tokens(
-    device: str, dtype: torch.dtype, has_shared: bool, num_tokens: int, channels: bool
+    device: str,
+    dtype: torch.dtype,
+    has_shared: bool,
+    num_tokens: int,
+    channels: bool,
+    by_cuda: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    E, k, I, H = 4, 2, 256, 256
+    if not by_cuda:
+        monkeypatch.setattr(fp8_experts, "can_multiply", lambda *_: False)
+    elif channels or device == "cpu":
+        pytest.skip("the kernel in CUDA C++ is for blocks, on a GPU")
+    check_experts(device, dtype, has_shared, num_tokens, channels)
+
+
+@pytest.mark.parametrize(("device", "dtype"), ON_HOPPER)
+@pytest.mark.parametrize("num_tokens", [300, 9000], ids=["some", "more than one block's work"])
+@pytest.mark.parametrize(("I", "H"), [(128, 512), (512, 256)])
+def test_experts_of_many_tokens_are_those_of_the_rounded_tokens(
+    device: str, dtype: torch.dtype, num_tokens: int, I: int, H: int
+) -> None:
+    check_experts(device, dtype, True, num_tokens, False, I, H)
+
+
+def check_experts(
+    device: str,
+    dtype: torch.dtype,
+    has_shared: bool,
+    num_tokens: int,
+    channels: bool,
+    I: int = 256,
+    H: int = 256,
+) -> None:
+    E, k = 4, 2
     stacks = [
         tile(QuantizedRows.stack([packed(N, K, device, seed, channels) for seed in range(E)]))
         for N, K in ((2 * I, H), (H, I))

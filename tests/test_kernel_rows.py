@@ -9,7 +9,13 @@ import torch
 
 from kernel_checks import INTERPRETED, ON_GPU
 from penstock.ops.reference import decode_rows as reference
-from penstock.ops.triton.decode_rows import accept_drafts, advance_rows, decode_rows
+from penstock.ops.triton.decode_rows import (
+    accept_drafts,
+    advance_rows,
+    decode_rows,
+    draft_tokens,
+    place_drafts,
+)
 
 DEVICES = [
     pytest.param("cpu", marks=INTERPRETED, id="interpreted"),
@@ -118,3 +124,70 @@ def test_drafts_are_right_up_to_the_first_that_the_model_does_not_say(
             assert last_token.tolist() == [before[0], said[4 + wrong], 21, 34, 42]
             results.append((last_token, context_len, accepted, num_new))
         assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("num_pages", [2, 2500])
+def test_places_of_drafts_are_those_of_the_row_and_empty_ones_nobodys(
+    device: str, width: int, num_pages: int
+) -> None:
+    page_size = 16
+    most = num_pages * page_size
+    lens = [1, 7, page_size, page_size + 1, most]
+    _, context_len, page_table = tables(lens, num_pages, device)
+    accepted = torch.tensor([0, 3, 1, 2, 0], device=device)
+    # A full row has no room for a draft; 0 pads the step.
+    rows = torch.tensor([4, 2, 3, 1, 0, 0], device=device)
+    num_tokens = torch.tensor([1, width, max(1, width - 1), 1, 0, 0], device=device)
+    given = (rows, num_tokens, width, context_len, accepted, page_table, page_size)
+    seen, expected = place_drafts(*given), reference.place_drafts(*given)
+    for mine, there in zip(seen, expected, strict=True):
+        assert mine.dtype == there.dtype
+        assert torch.equal(mine, there)
+    positions = seen.positions.view(len(rows), width)
+    assert positions[1].tolist() == list(range(page_size - 1, page_size - 1 + width))
+    assert not positions[0, 1:].any()
+    assert not seen.kv_index.view(len(rows), width)[0, 1:].any()
+    assert torch.equal(seen.by_place[0].t(), positions)
+    assert seen.row_lens.tolist() == [lens[row] + width - 1 for row in rows.tolist()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_drafts_are_the_hosts_where_it_has_some(device: str, num_drafts: int) -> None:
+    results = []
+    for run in (draft_tokens, reference.draft_tokens):
+        last_token = torch.tensor([5, 6, 7, 8], device=device)
+        drafts = torch.arange(16, device=device).view(4, 4) + 100
+        rows = torch.tensor([3, 1], device=device)
+        given = torch.full((num_drafts, 2), -1, device=device)
+        given[:, 1] = torch.arange(num_drafts, device=device)
+        seen = run(rows, given, last_token, drafts).view(2, -1).tolist()
+        assert seen[0] == [8, *range(112, 112 + num_drafts)]
+        assert seen[1] == [6, *range(num_drafts)]
+        assert drafts[1].tolist() == [*range(num_drafts), *range(104 + num_drafts, 108)]
+        results.append(drafts)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_measurements_force_how_many_drafts_are_taken(device: str) -> None:
+    """Of those that there are; a row that nothing is forced for compares as always."""
+    drafts = torch.tensor([[0] * 3, [11, 12, 13], [21, 22, 23], [31, 32, 33]], device=device)
+    rows = torch.tensor([3, 1, 2, 0], device=device)
+    num_tokens = torch.tensor([4, 2, 4, 0], device=device)
+    said = torch.tensor([70, 71, 72, 73, 74, 75, 0, 0, 21, 99, 0, 0, 0, 0, 0, 0], device=device)
+    forced = torch.tensor([2, 3, -1, 2], device=device)
+    results = []
+    for run in (accept_drafts, reference.accept_drafts):
+        last_token, context_len, _ = tables([1, 64, 9, 30], 1, device)
+        accepted = torch.zeros_like(last_token)
+        state = (last_token, context_len, accepted)
+        num_new = run(rows, num_tokens, said, drafts, *state, forced, 4)
+        assert num_new.tolist() == [3, 2, 2, 0]
+        assert accepted.tolist() == [0, 1, 1, 2]
+        assert context_len.tolist() == [1, 66, 11, 33]
+        assert last_token[1:].tolist() == [75, 99, 72]
+        results.append((*state, num_new))
+    assert all(torch.equal(*pair) for pair in zip(*results))

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from compile_cases import quantized_cases, skinny_gemm_cases
-from penstock.ops.cuda import quantized, skinny_gemm
+from penstock.ops.cuda import fp8_experts, quantized, skinny_gemm
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc, read_source
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,6 +129,22 @@ def test_the_cuda_source_compiles_too(
     assert len(kept) == sum(len(cases) for _, cases in sources)
     again = compile_source(read_source(path), constants, f"sm_{capability}")
     assert again == image, "taken from disk"
+
+
+@pytest.mark.skipif(
+    nvrtc() is None, reason="there is no NVRTC, which comes with PyTorch's CUDA builds"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_down", [False, True])
+def test_the_source_for_hopper_alone_compiles_and_fits(
+    dtype: torch.dtype, is_down: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    N, K = (2048, 512) if is_down else (1024, 2048)
+    constants = fp8_experts.kernel_constants(N, K, 256, 9, dtype, is_down=is_down, has_shared=True)
+    image = compile_source(read_source(fp8_experts.SOURCE), constants, "sm_90a")
+    assert image.startswith(b"\x7fELF")
+    assert SHARED_MEMORY[90] * 1024 >= fp8_experts.SHARED_BYTES + 1024
 
 
 @pytest.mark.skipif(

@@ -17,6 +17,7 @@ from penstock.config import EngineConfig
 from penstock.engine import memory
 from penstock.engine.dry_run import EVERY_OPTION, LEAST_STEP_TOKENS, DryRun, StepBytes
 from penstock.engine.engine import Engine
+from penstock.engine.graph_sizes import DraftSize
 from penstock.engine.graphs import is_out_of_memory
 from penstock.engine.memory import MemoryPlan, plan_memory
 from penstock.engine.pools import GB, PoolSizes
@@ -185,19 +186,36 @@ def test_dry_run_launches_the_largest_steps(
         return launch(runner, plan)
 
     monkeypatch.setattr(type(dry_run.runner), "launch", watch)
-    dry_run._launch_decodes()
+    for size in dry_run._decode_sizes():
+        dry_run._launch_decodes(size)
     dry_run._launch_prompts(250)
     dry_run._launch_prompts(1000)
     assert [plan.num_tokens for plan in launched] == [4, 250, 400]
     assert all(row.prompt_targets is not None for row in launched[1].rows)
 
 
+@pytest.mark.parametrize(
+    ("max_rows", "captures", "expected"),
+    [
+        (4, True, [(4, 0), (4, 3)]),
+        (100, True, [(100, 0), (64, 1)]),  # more rows have no graph with drafts
+        (100, False, [(100, 3)]),
+    ],
+)
+def test_a_dry_run_knows_which_drafts_may_run(
+    max_rows: int, captures: bool, expected: list[tuple[int, int]]
+) -> None:
+    model = make_engine(FAMILIES["llama"]).runner.model
+    config = EngineConfig(speculate="ngram:3", graphs=None if captures else False)
+    run = DryRun(model, config, PoolSizes(max_rows, 100, 2, 2, 0, 1, 1))
+    assert run._decode_sizes() == [DraftSize(*size) for size in expected]
+
+
 def test_steps_are_halved_until_they_fit(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def largest(fits: int, free: int = 10**9) -> int | None:
-        peaks = {"_launch_decodes": 1000}
-
         def peak(launch: Any) -> int | None:
-            num_bytes = peaks.get(getattr(launch, "__name__", ""), 0) or launch.args[0]
+            (given,) = launch.args
+            num_bytes = 1000 if isinstance(given, DraftSize) else given
             return num_bytes if num_bytes <= free else None
 
         monkeypatch.setattr(dry_run, "_peak", peak)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -64,7 +65,7 @@ def ranked_engine(config: dict[str, Any], size: int, **settings: Any) -> Iterato
             failures.append(error)
 
     def load(ranks: Ranks) -> DevicePart:
-        model = random_model(config, ranks)
+        model = random_model(config, replace(ranks, whole_experts=engine_config.ep))
         return DevicePart.of(model, engine_config, "small", lambda _: None)
 
     parts = on_ranks(size, load)

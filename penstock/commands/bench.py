@@ -14,9 +14,17 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands import bench_offload, bench_serve, breakdown
+from penstock.commands import bench_drafts, bench_offload, bench_serve, breakdown
 from penstock.commands.console import print_table
-from penstock.commands.flags import add_flags, foreign_flag, read_count, read_counts, read_settings
+from penstock.commands.flags import (
+    add_flags,
+    foreign_flag,
+    read_chances,
+    read_count,
+    read_counts,
+    read_number,
+    read_settings,
+)
 from penstock.commands.measure import (
     CHECK_TOKENS,
     COLUMNS,
@@ -29,6 +37,8 @@ from penstock.commands.measure import (
     require_room,
 )
 from penstock.commands.provenance import cpu_name, provenance
+from penstock.commands.rank_share import ALL_REDUCE_US, Links
+from penstock.commands.rank_share import COLUMNS as SHARE_COLUMNS
 from penstock.commands.roofline import Roofline, text_config
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, from_mapping
@@ -47,6 +57,9 @@ DESCRIPTION = (
 )
 EXAMPLES = [
     "penstock bench step -m Qwen3.5-35B-A3B --random-weights --batch 1,2,4,8 --context 1536",
+    "penstock bench step -m Qwen3.5-35B-A3B --random-weights --batch 1,8 --drafts 1,2,3 "
+    "--acceptance 0.85,0.75,0.65",
+    "penstock bench step -m Qwen3.5-397B-A17B --tp 8 --random-weights    one rank's part of a step",
     "penstock bench prefill -m Qwen3.5-4B --random-weights --batch 1,8 --context 1k --json "
     "prefill.json",
     "penstock bench offload -m Qwen3.5-35B-A3B --random-weights --quantization int4 "
@@ -62,7 +75,9 @@ OWN_DEFAULTS = {
     "repeats": 20,
     "sampled": False,
     "breakdown": False,
+    "all_reduce_us": ALL_REDUCE_US,
 }
+DRAFT_DEFAULTS = {"drafts": (), "acceptance": (0.85, 0.75, 0.65)}
 OFFLOAD_DEFAULTS = {"runs": 3, "new_tokens": 32, "against_resident": False, "case": []}
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)  # uses every filter, as chats do
 
@@ -99,34 +114,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a case of results/h200/offload.json, or `all`; it brings model and settings",
     )
+    parser.add_argument(
+        "--all-reduce-us",
+        type=read_number,
+        metavar="X",
+        help="with --tp: cost of an all-reduce, which is added to a rank's own time "
+        f"(default: {ALL_REDUCE_US:g})",
+    )
     parser.add_argument("--breakdown", action="store_true", help="time a step's kernels too (GPU)")
+    drafts = parser.add_argument_group("bench step with drafts")
+    drafts.add_argument(
+        "--drafts",
+        type=read_counts,
+        metavar="N,N",
+        help="time steps of the drafting head with so many drafts a row, beside plain ones",
+    )
+    drafts.add_argument(
+        "--acceptance",
+        type=read_chances,
+        metavar="P,P",
+        help="chance of each draft to be taken if those before it are: weights do not decide",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the JSON object to this file too")
     add_flags(parser, EngineConfig, title="the engine", skip=bench_serve.SERVER_FLAGS)
     bench_serve.add_arguments(parser)
-    parser.set_defaults(**OWN_DEFAULTS, **OFFLOAD_DEFAULTS)
+    parser.set_defaults(**OWN_DEFAULTS, **OFFLOAD_DEFAULTS, **DRAFT_DEFAULTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.what == "serve":
-        _refuse(arguments, {**OWN_DEFAULTS, **OFFLOAD_DEFAULTS})
+        _refuse(arguments, {**OWN_DEFAULTS, **OFFLOAD_DEFAULTS, **DRAFT_DEFAULTS})
         return bench_serve.run(arguments)
     bench_serve.refuse_flags(arguments)
     _check_shapes(arguments)
+    if arguments.what != "step":
+        _refuse(arguments, DRAFT_DEFAULTS)
+    elif arguments.drafts:
+        _refuse(arguments, {**OFFLOAD_DEFAULTS, "sampled": False})
+        return bench_drafts.run(arguments)
     if arguments.what == "offload":
         _refuse(
-            arguments, {name: OWN_DEFAULTS[name] for name in ("repeats", "sampled", "breakdown")}
+            arguments,
+            {
+                name: OWN_DEFAULTS[name]
+                for name in ("repeats", "sampled", "breakdown", "all_reduce_us")
+            },
         )
         return bench_offload.run(arguments)
     _refuse(arguments, OFFLOAD_DEFAULTS)
     prepare_output(arguments.json, "--json")
     config = _engine_config(arguments)
     source = find_model(config.model)
-    if config.tp > 1:
-        raise ConfigError(
-            f"--tp is {config.tp}, and bench {arguments.what} times the kernels of one rank",
-            "It checks each op against its reference first, which the other ranks cannot follow.",
-            "Use `penstock bench serve`, which times a server with --tp.",
-        )
+    is_share = config.tp > 1 and arguments.what != "engine"
     _require_positions(arguments, config, source)
     with PhaseList() as phases:
         with timed("libraries", phases):
@@ -135,7 +174,8 @@ def run(arguments: argparse.Namespace) -> int:
             from penstock.engine.engine import Engine
             from penstock.engine.logits_engine import LogitsEngine
         select_device(config.device)
-        engine = LogitsEngine(Engine.from_source(source, config, phases))
+        load = Engine.of_share if is_share else Engine.from_source
+        engine = LogitsEngine(load(source, config, phases))
         if engine.engine.expert_store is not None:
             raise ConfigError(
                 f"The device does not hold all experts of {source.name}",
@@ -156,6 +196,16 @@ def run(arguments: argparse.Namespace) -> int:
         find_kv_dtype(config.kv_dtype, runner.model.dtype).itemsize,  # type: ignore[attr-defined]
     )
     bench = Bench(engine, roofline, limits, arguments.warmup, arguments.repeats)
+    links = None
+    if is_share:
+        num_layers = len(runner.model.layers)
+        links = Links(
+            config.tp,
+            num_layers,
+            roofline.hidden_size,
+            roofline.element_bytes,
+            arguments.all_reduce_us,
+        )
     measurements, breakdowns, checks = [], [], []
     for context, batch in itertools.product(arguments.context, arguments.batch):
         measurement, found, check = _measure(arguments, bench, batch, context)
@@ -168,8 +218,18 @@ def run(arguments: argparse.Namespace) -> int:
             print_table(breakdown.COLUMNS, found.as_rows(), name)
             breakdowns.append({"batch": batch, "context": context, **found.as_dict()})
     title = f"{arguments.what}: {source.name}, {info.dtype}, {_gpu_name(engine) or cpu_name()}"
-    print_table(COLUMNS, [measurement.as_row() for measurement in measurements], title)
     report = {**_report(arguments, config, bench, difference, measurements), "checks": checks}
+    if links is None:
+        print_table(COLUMNS, [measurement.as_row() for measurement in measurements], title)
+    else:
+        rows = [links.row_of(measurement) for measurement in measurements]
+        print_table(SHARE_COLUMNS, rows, f"{title}; one rank, links at {links.all_reduce_us:g} us")
+        scheme = "bf16" if config.quantization == "none" else config.quantization
+        report["rows"] = [
+            links.dict_of(measurement, source.name, scheme, config.ep)
+            for measurement in measurements
+        ]
+    engine.engine.close()
     if breakdowns:
         report["breakdowns"] = breakdowns
     deliver_line(json.dumps(report), arguments.json, "--json")
@@ -184,9 +244,10 @@ def _measure(
     found, name = None, f"{batch} x {context:,}"
     with PhaseList() as phases, timed(name, phases) as report:
         report(Phase(name, "compared with the references"))
-        check = (bench.check_prefills if arguments.what == "prefill" else bench.check_decodes)(
-            batch, context
-        )
+        check: dict[str, Any] = {"batch": batch, "context": context}
+        if bench.engine.engine.other_ranks is None:  # others could not follow op by op
+            run_check = bench.check_prefills if arguments.what == "prefill" else bench.check_decodes
+            check = run_check(batch, context)
         if arguments.what == "prefill":
             measurement = bench.prefills(batch, context)
         elif arguments.what == "engine":
@@ -204,6 +265,7 @@ def _refuse(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
     for name, default in defaults.items():
         if getattr(arguments, name) != default and not is_given_by_variable(arguments, name):
             owner = "`penstock bench offload`" if name in OFFLOAD_DEFAULTS else "the other benches"
+            owner = "`penstock bench step`" if name in DRAFT_DEFAULTS else owner
             flag = "--" + name.replace("_", "-")
             raise foreign_flag(f"bench {arguments.what}", flag, owner)
 

@@ -139,6 +139,10 @@ def read_counts(text: str) -> tuple[int, ...]:
     return tuple(read_count(part) for part in text.split(","))
 
 
+def read_chances(text: str) -> tuple[float, ...]:
+    return tuple(read_number(part) for part in text.split(","))
+
+
 def read_texts(text: str) -> tuple[str, ...]:
     """A variable's format, `a,b`; a flag is repeated instead."""
     return tuple(part.strip() for part in text.split(","))

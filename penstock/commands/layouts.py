@@ -45,7 +45,7 @@ GPUS = {
 
 def read_gpus(text: str) -> tuple[int, str]:
     """Such as 8xH200."""
-    match = re.fullmatch(r"([1-9]\d{0,2})x(\w+)", text)
+    match = re.fullmatch(r"([1-9]\d{0,4})x(\w+)", text)
     name = match[2].upper() if match else ""
     if match is None or name not in GPUS:
         raise ConfigError(

@@ -153,7 +153,7 @@ class Bench:
         engine, shape = self.engine.engine, f"{batch} x {context:,}"
         dtype = engine.info.dtype
         decoding = Decoding(engine, batch, context, 1, SamplingParams())
-        plan = StepPlan(1, decoding.rows)
+        plan = StepPlan(1, decoding.rows())
         runner = layers_of_each_kind(engine.runner)
         found = check_ops(dtype, shape, lambda: runner.logits(plan))
         report = {
@@ -275,15 +275,16 @@ class Decoding:
         fill_with_noise(engine)
         self._num_steps = 0
 
-    def step(self) -> PendingStep:
+    def step(self, max_tokens: int = 1) -> PendingStep:
         self._num_steps += 1
-        return self.engine.runner.launch(StepPlan(self._num_steps, self.rows))
+        return self.engine.runner.launch(StepPlan(self._num_steps, self.rows(max_tokens)))
 
-    @property
-    def rows(self) -> tuple[RowPlan, ...]:
-        """Of every step: the device knows how far they are."""
+    def rows(self, max_tokens: int = 1) -> tuple[RowPlan, ...]:
+        """Of every step: the device knows how far they are. More than one token: with drafts."""
         return tuple(
-            RowPlan.decode(row, slot=one.slot or 0, initial_slot=one.slot or 0)
+            RowPlan.decode(
+                row, slot=one.slot or 0, initial_slot=one.slot or 0, max_tokens=max_tokens
+            )
             for row, one in enumerate(self._sequences)
         )
 
@@ -298,8 +299,8 @@ def fill_with_noise(engine: Engine, seed: int = 0) -> None:
     generator = torch.Generator(engine.runner.rows.device).manual_seed(seed)
     for cache in engine.runner.caches:
         for name in cache.__slots__:
-            pool: torch.Tensor | None = getattr(cache, name)
-            if pool is None:
+            pool = getattr(cache, name)
+            if not isinstance(pool, torch.Tensor):  # a journal holds nothing that a row replays
                 continue
             if pool.dtype.itemsize == 1:  # any codes but those of E4M3's NaN
                 pool.view(torch.uint8).random_(256, generator=generator).bitwise_and_(0xF7)

@@ -219,7 +219,9 @@ def layers_of_each_kind(runner: Runner) -> Runner:
     from penstock.engine.graphs import warmup_layers
 
     caches: Any = warmup_layers(runner.model, runner.caches)
-    return dataclasses.replace(runner, caches=caches, graphs=None, prefill_graphs=None)
+    return dataclasses.replace(
+        runner, caches=caches, graphs=None, prefill_graphs=None, draft_graphs=None
+    )
 
 
 def check_ops(dtype: str, shape: str, step: Callable[[], object]) -> OpError:
@@ -248,7 +250,9 @@ def check_graphs(
     reset()
     replayed = runner.logits(plan)
     reset()
-    launched = dataclasses.replace(runner, graphs=None, prefill_graphs=None).logits(plan)
+    launched = dataclasses.replace(
+        runner, graphs=None, prefill_graphs=None, draft_graphs=None
+    ).logits(plan)
     differences = (replayed - launched).norm(dim=1) / launched.norm(dim=1)
     median, tolerance = float(differences.median()), TOLERANCES[dtype]
     num_far = int((~(differences <= 5 * tolerance)).sum())

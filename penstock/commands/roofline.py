@@ -33,6 +33,7 @@ class Parameters:
     mtp: int  # the drafting head, which a plain step does not read
     last_experts: int  # of the last layer
     last_dense: int  # of the last layer, what only last tokens need
+    mtp_experts: int = 0  # of the drafting head
 
     @property
     def always_read(self) -> int:
@@ -54,6 +55,14 @@ class Parameters:
         or in the last one only `num_last`."""
         before = (self.experts - self.last_experts) * self._share_chosen(num_tokens)
         return round(before + self.last_experts * self._share_chosen(num_last or num_tokens))
+
+    def drafting_read(self, num_rows: int, num_drafts: int) -> int:
+        """Parameters that the drafting head's layer reads in a step: once for all tokens of the
+        step, and once for each draft behind the first."""
+        dense = num_drafts * (self.mtp - self.mtp_experts)
+        shares = self._share_chosen(num_rows * (1 + num_drafts))
+        shares += (num_drafts - 1) * self._share_chosen(num_rows)
+        return dense + round(self.mtp_experts * shares) if num_drafts else 0
 
     def _share_chosen(self, num_tokens: int) -> float:
         if not self.num_experts:
@@ -81,6 +90,8 @@ def count_parameters(
     embedding = sum(size for name, size in sizes.items() if name.startswith("embed"))
     last = {name for name in sizes if name.startswith(f"layers.{len(model.layers) - 1}.")}
     last_dense = sum(sizes[name] for name in last.difference(stacks))
+    # Of whole experts a rank has some; tokens choose among those of all ranks.
+    num_holders = model.ranks.size if model.ranks.whole_experts else 1
     spec = model.cache_specs()[-1]
     if isinstance(spec, KVSpec):
         # Keys and values of all tokens.
@@ -93,17 +104,26 @@ def count_parameters(
         head=sizes.get("head.weight.values", embedding),
         is_tied="head.weight.values" not in sizes,
         experts=sum(sizes[name] for name in stacks),
-        num_experts=parameters[stacks[0]].shape[0] if stacks else 0,
+        num_experts=parameters[stacks[0]].shape[0] * num_holders if stacks else 0,
         num_experts_per_token=text_config(config)["num_experts_per_tok"] if stacks else 0,
         mtp=sum(sizes[name] for name in drafting),
         last_experts=sum(sizes[name] for name in last.intersection(stacks)),
         last_dense=last_dense,
+        mtp_experts=sum(sizes[name] for name in drafting if parameters[name].ndim == 3),
     )
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     nested: Mapping[str, Any] = config.get("text_config", config)
     return nested
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBytes:
+    """Of a step with drafts."""
+
+    read: int  # what its kernels ask for
+    floor: int  # weights, every state read and written once, every key and value read once
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +136,7 @@ class Roofline:
     kv_bytes: int  # of an element of KV
     state_bytes: int  # of an element of a recurrent state
     hidden_size: int
-    query_width: int  # query heads x head width
+    query_width: int  # query heads x head width, of a rank
     attention: tuple[KVSpec, ...]
     delta_nets: tuple[StateSpec, ...]
     ends_with_attention: bool
@@ -140,7 +160,7 @@ class Roofline:
             kv_bytes=kv_bytes or element_bytes,
             state_bytes=state_bytes,
             hidden_size=text["hidden_size"],
-            query_width=text["num_attention_heads"] * head_dim,
+            query_width=text["num_attention_heads"] // model.ranks.size * head_dim,
             attention=attention,
             delta_nets=tuple(spec for spec in specs if isinstance(spec, StateSpec)),
             ends_with_attention=isinstance(specs[-1], KVSpec),
@@ -164,19 +184,44 @@ class Roofline:
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """One token for each of `batch` requests that have `context` tokens in the cache."""
+        return self.weight_bytes_read(batch) + batch * self.row_bytes(context)
+
+    def row_bytes(self, context: int) -> int:
+        """That a decode reads and writes of its own request."""
         # Of the ring of the convolution's inputs a token reads all entries but its own, which it
         # writes.
         state = self.state_bytes_per_request + self._recurrent_bytes
-        return self._weight_bytes_read(batch) + batch * (
-            self.kv_bytes_per_token * (context + 1) + state
+        return self.kv_bytes_per_token * (context + 1) + state
+
+    def draft_bytes(
+        self, batch: int, context: int, num_drafts: int, num_accepted: float, head_bytes: int
+    ) -> DraftBytes:
+        """One token and so many drafts for each of `batch` requests, whose last step had
+        `num_accepted` right ones; `head_bytes` is what a draft is chosen from.
+
+        Every place reads all keys and values; those of one request are adjacent programs, so a
+        cache may have them. A journal's entry is a key, a value and three gates of every head.
+        """
+        num_tokens, own_kv = batch * (1 + num_drafts), 0
+        weights = self.weight_bytes_read(num_tokens) + num_drafts * head_bytes
+        weights += self.stored.drafting_read(batch, num_drafts)
+        if num_drafts and self.attention:
+            own_kv = self.attention[0].num_bytes(self.kv_bytes)  # of the drafting head
+        kv = (self.kv_bytes_per_token + own_kv) * (context + 1 + num_drafts)
+        entry = 4 * sum(
+            spec.num_value_heads * (spec.key_dim + spec.value_dim + 3) for spec in self.delta_nets
         )
+        state = self.state_bytes_per_request + self._recurrent_bytes
+        again = num_drafts * kv + (num_drafts + num_accepted) * entry
+        floor = weights + batch * (state + kv)
+        return DraftBytes(read=round(floor + batch * again), floor=floor)
 
     def prefill_bytes(self, batch: int, length: int) -> int:
         """Whole prompts without a cache: reads weights once, writes KV and final states once."""
         written = self.kv_bytes_per_token * length + self.state_bytes_per_request
-        return self._weight_bytes_read(batch * length, batch) + batch * written
+        return self.weight_bytes_read(batch * length, batch) + batch * written
 
-    def _weight_bytes_read(self, num_tokens: int, num_last: int | None = None) -> int:
+    def weight_bytes_read(self, num_tokens: int, num_last: int | None = None) -> int:
         read = self.stored.always_read + self.stored.experts_read(num_tokens, num_last)
         return read + self.element_bytes * num_tokens * self.hidden_size
 

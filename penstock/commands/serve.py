@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 
 from penstock.commands.browser import open_page, page_address
-from penstock.commands.console import paint
+from penstock.commands.console import paint, print_note
 from penstock.commands.flags import UsageError, add_flags, add_model_argument, read_settings
 from penstock.config import EngineConfig, ServeConfig, from_mapping
 from penstock.models.source import find_model
 from penstock.progress import Phase, PhaseList
+from penstock.serve.devices import choose_tp, count_gpus, least_gpu_bytes
 
 USAGE = "penstock serve [MODEL] [flags]"
 DESCRIPTION = (
@@ -33,10 +35,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    engine_config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
+    given = read_settings(EngineConfig, arguments)
+    engine_config: EngineConfig = from_mapping(EngineConfig, given)
     serve_config: ServeConfig = from_mapping(ServeConfig, read_settings(ServeConfig, arguments))
+    if "tp" not in given:
+        engine_config = spread(engine_config, serve_config)
     serve(engine_config, serve_config, is_opened=arguments.open)
     return 0
+
+
+def spread(engine: EngineConfig, config: ServeConfig) -> EngineConfig:
+    """Over as many GPUs as its weights need, if there are several."""
+    num_gpus = len(config.gpus) or count_gpus() // config.replicas
+    if num_gpus < 2:
+        return engine
+    source = find_model(engine.model)
+    tp = choose_tp(source, engine, num_gpus, least_gpu_bytes())
+    if tp > 1:
+        print_note(f"{source.name} does not fit one GPU: each engine gets {tp} (--tp {tp}).")
+    return replace(engine, tp=tp)
 
 
 def serve(engine_config: EngineConfig, serve_config: ServeConfig, is_opened: bool = False) -> None:

@@ -43,6 +43,7 @@ DESCRIPTION = (
 EXAMPLES = [
     "penstock tune -m Qwen3.5-35B-A3B --batch 1,2,4,8,16,32,64",
     "penstock tune -m Qwen3.5-4B --batch 1 --layers 8",
+    "penstock tune -m Qwen3.5-122B-A10B --tp 4    the shapes of one rank",
     "penstock tune offload -m Qwen3.5-122B-A10B",
 ]
 COLUMNS = ["kernel/shape/tokens", "tile", "step before us", "after us"]
@@ -74,7 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the table to write (default: this GPU's, in ~/.cache/penstock)",
     )
     add_flags(
-        parser, EngineConfig, title="the engine", only=("model", "device", "dtype", "weights_seed")
+        parser,
+        EngineConfig,
+        title="the engine",
+        only=("model", "device", "dtype", "weights_seed", "tp", "ep"),
     )
 
 
@@ -85,10 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
     settings |= {"random_weights": True, "prefix_cache": False, "graphs": False}
     settings |= {"max_rows": max(arguments.batch), "max_model_len": arguments.context + 1}
     config: EngineConfig = from_mapping(EngineConfig, settings)
-    if config.tp > 1:
-        raise ConfigError(
-            f"--tp is {config.tp}, and tune times the kernels of one GPU", "", "Omit --tp."
-        )
     with PhaseList() as phases:
         with timed("libraries", phases):
             from penstock.engine.device import pick_device, select_device
@@ -98,9 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
         _require_gpu(device)
         select_device(device)
         path, tiles = _table_to_write(arguments.out, device)
-        engine = Engine.from_source(
-            cut_layers(find_model(config.model), arguments.layers), config, phases
-        )
+        # Of several ranks, one has shapes of its own, and its kernels are tuned alone.
+        load = Engine.from_source if config.tp == 1 else Engine.of_share
+        engine = load(cut_layers(find_model(config.model), arguments.layers), config, phases)
         kept = []
         for batch in arguments.batch:
             with timed(f"batch {batch}", phases) as report, tuning.trials() as trials:
@@ -241,7 +241,7 @@ def _step(engine: Engine, decoding: Decoding) -> Callable[[], torch.Tensor]:
     """Up to the logits: continuing from its own tokens would change experts in every replay."""
     from penstock.engine.graphs import DecodeStep
 
-    runner, rows = engine.runner, decoding.rows
+    runner, rows = engine.runner, decoding.rows()
     step = DecodeStep(runner.model, runner.caches, runner.rows, len(rows), deterministic=False)
     step.load(rows)
     return partial(step.run, "logits")

@@ -43,7 +43,7 @@ def cache_specs(model: Any, speculation: Speculation) -> list[CacheSpec]:
 def journal_bytes(specs: list[CacheSpec], num_drafts: int) -> int:
     """Of one row."""
     sizes = [
-        spec.num_value_heads * (spec.key_dim + spec.value_dim + 2)
+        spec.num_value_heads * (spec.key_dim + spec.value_dim + 3)
         for spec in specs
         if isinstance(spec, StateSpec)
     ]
@@ -97,5 +97,5 @@ def _new_journal(
     return Journal(
         keys=torch.zeros(*places, spec.num_value_heads, spec.key_dim, device=device),
         values=torch.zeros(*places, spec.num_value_heads, spec.value_dim, device=device),
-        gates=torch.zeros(*places, 2, spec.num_value_heads, device=device),
+        gates=torch.zeros(*places, 3, spec.num_value_heads, device=device),
     )

@@ -24,9 +24,11 @@ from penstock.layers.packing import pack_weights
 from penstock.models.source import ModelSource
 from penstock.offload.load import load_with_experts, without_graphs
 from penstock.offload.store import ExpertStore
-from penstock.parallel.links import GroupLinks
+from penstock.parallel.links import GroupLinks, NoLinks
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, timed
+
+AUTO_ON_GPU = False  # whether `--speculate auto` drafts on a GPU too
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +71,34 @@ def load_part(
     with on_device(torch.device(device)):
         if meeting_file is not None:
             links = GroupLinks.of_file(meeting_file, rank, config.tp, torch.device(device))
-            ranks = Ranks(rank, config.tp, links=links)
-        is_auto = config.speculate == "auto" and not device.startswith("cuda")
-        with timed("weights", on_phase) as report:
-            model = load_with_experts(
-                source,
-                config,
-                device,
-                report,
-                with_drafting_head=is_auto or config.speculation.kind == "mtp",
-                ranks=ranks,
-            )
-        return DevicePart.of(model, config, source.name, on_phase)
+            ranks = Ranks(rank, config.tp, links, config.ep)
+        return _load(source, config, device, ranks, on_phase)
+
+
+def load_share(
+    source: ModelSource, config: EngineConfig, on_phase: OnPhase = lambda _: None
+) -> DevicePart:
+    """Rank 0's part of the model on one device, without the other ranks: its collectives exchange
+    nothing. Its results are of no use, its times are those of a rank."""
+    device = pick_device(config.device)
+    with on_device(torch.device(device)):
+        return _load(source, config, device, Ranks(0, config.tp, NoLinks(), config.ep), on_phase)
+
+
+def _load(
+    source: ModelSource, config: EngineConfig, device: str, ranks: Ranks, on_phase: OnPhase
+) -> DevicePart:
+    is_auto = config.speculate == "auto" and drafts_by_itself(device)
+    with timed("weights", on_phase) as report:
+        model = load_with_experts(
+            source,
+            config,
+            device,
+            report,
+            with_drafting_head=is_auto or config.speculation.kind == "mtp",
+            ranks=ranks,
+        )
+    return DevicePart.of(model, config, source.name, on_phase)
 
 
 def rank_device(config: EngineConfig, rank: int) -> str:
@@ -104,12 +122,17 @@ def rank_device(config: EngineConfig, rank: int) -> str:
     return f"cuda:{rank}"
 
 
+def drafts_by_itself(device: str) -> bool:
+    """Whether `auto` drafts on such a device."""
+    return AUTO_ON_GPU or not device.startswith("cuda")
+
+
 def _find_drafter(config: EngineConfig, model: Any, name: str) -> EngineConfig:
-    """What `auto` means for a model: a drafting head drafts on a CPU, where that was measured."""
+    """What `auto` means for a model: its drafting head drafts where that was measured."""
     # Many checkpoints have no drafting head although their config.json counts one.
     has_head = getattr(model, "mtp", None) is not None
     if config.speculate == "auto":
-        drafts = has_head and model.device.type == "cpu"
+        drafts = has_head and drafts_by_itself(model.device.type)
         return dataclasses.replace(config, speculate="mtp" if drafts else "off")
     if config.speculation.kind == "mtp" and not has_head:
         raise ConfigError(
@@ -117,14 +140,6 @@ def _find_drafter(config: EngineConfig, model: Any, name: str) -> EngineConfig:
             "Its checkpoint stores no tensors named mtp.",
             "Use --speculate ngram, which needs no head, or --speculate off.",
         )
-    if config.speculation.num_drafts and model.device.type == "cuda":
-        if config.graphs:
-            raise ConfigError(
-                f"speculate is {config.speculate!r} and graphs are on",
-                "Steps with drafts are not captured as graphs.",
-                "Set only one of them.",
-            )
-        return dataclasses.replace(config, graphs=False)
     return config
 
 

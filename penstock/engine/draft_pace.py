@@ -1,34 +1,58 @@
 """Whether drafts pay, from what was measured: step times and acceptance. Never touches a tensor.
 
-A draft costs the time by which it makes a step longer, and is worth the tokens it brings. Both are
-measured while the engine runs: times by the number of rows and of tokens a row, acceptance by
-request and place. Plain steps are measured too, now and then, and drafts that do not pay are tried
-again after a while: work changes.
+A draft costs the time by which it makes a step longer, and is worth the tokens it brings. Times are
+measured by the number of rows and of tokens a row: at the start of an engine that has graphs
+(`prime`), and of every step while it runs; acceptance by request and place. Plain steps are
+measured too, now and then, and drafts that do not pay are tried again after a while: work changes.
+
+What drafts have lost so far has a limit, a share of the time since the start: whatever acceptance
+turns out to be, an engine that drafts is not slower than a plain one by more than that.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-FIRST_STEPS = 4  # of a number of rows: two with all drafts, two without
-PLAIN_EVERY = 128  # steps, one of which is plain
+FIRST_STEPS = 4  # of a number of rows without times: two with all drafts, two without
+PLAIN_EVERY = 256  # steps, of which the first are plain
+PLAIN_STEPS = 2  # the first of them still replays drafts, and is not measured
 PROBE_EVERY = 512  # steps, after which drafts that did not pay are tried again
-PROBE_STEPS = 4
+PROBE_ENDS = PLAIN_STEPS + 4  # so many steps after that
 NEWEST = 0.1  # weight of the newest measurement
 FIRST_GUESS = 0.8  # acceptance before there is any
+LOSS_SHARE = 0.01  # of the time of all decodes, that drafts may lose
+FIRST_LOSS = 8  # plain steps, that they may lose before there is any
 
 
 class DraftPace:
     def __init__(self) -> None:
         # By rows (a power of two) and tokens a row.
         self._seconds: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        self._primed: set[int] = set()
         self._num_steps: Counter[int] = Counter()  # by rows
+        self._lost_s = self._decoded_s = 0.0
+
+    def prime(self, seconds: Mapping[tuple[int, int], float]) -> None:
+        """Step times by rows and tokens a row, from before the first step."""
+        for (num_rows, tokens_a_row), one in seconds.items():
+            self._seconds[_bucket(num_rows)][tokens_a_row] = one
+            self._primed.add(_bucket(num_rows))
 
     def note_step(self, num_rows: int, tokens_a_row: int, seconds: float) -> None:
         known = self._seconds[_bucket(num_rows)]
         before = known.get(tokens_a_row, seconds)
         known[tokens_a_row] = before + NEWEST * (seconds - before)
+        self._decoded_s += seconds
+
+    def note_gain(self, num_rows: int, num_new: int, seconds: float) -> float:
+        """What a step with drafts saved: its new tokens as plain steps, less its own time."""
+        plain = self.seconds(num_rows, 1)
+        if plain is None:
+            return 0.0
+        saved = plain * num_new / num_rows - seconds
+        self._lost_s = max(self._lost_s - saved, 0.0)
+        return saved
 
     def start_step(self, num_rows: int) -> int:
         """The number of steps of so many rows before this one."""
@@ -48,11 +72,18 @@ class DraftPace:
         share = (tokens_a_row - below) / (above - below)
         return known[below] + share * (known[above] - known[below])
 
+    def may_lose(self, num_rows: int) -> bool:
+        """Whether drafts that turn out to be wrong are still within the limit."""
+        first = FIRST_LOSS * (self.seconds(num_rows, 1) or 0.0)
+        return self._lost_s <= LOSS_SHARE * self._decoded_s + first
+
     def num_drafts(self, num_rows: int, acceptance: Sequence[float], most: int, step: int) -> int:
         """The number that gives the most tokens a second."""
-        if step < FIRST_STEPS:
+        is_primed = _bucket(num_rows) in self._primed
+        if not is_primed and step < FIRST_STEPS:
             return most if step < FIRST_STEPS // 2 else 0
-        if step % PLAIN_EVERY == 0:
+        is_plain = step >= PLAIN_EVERY and step % PLAIN_EVERY < PLAIN_STEPS
+        if is_plain or not self.may_lose(num_rows):
             return 0
         best, best_speed, tokens, chance = 0, 0.0, 1.0, 1.0
         for num_drafts in range(most + 1):
@@ -62,7 +93,7 @@ class DraftPace:
             if num_drafts < most:
                 chance *= acceptance[num_drafts]
                 tokens += chance
-        is_probe = not best and step % PROBE_EVERY < PROBE_STEPS
+        is_probe = not best and step >= PROBE_EVERY and step % PROBE_EVERY < PROBE_ENDS
         return most if is_probe else best
 
 
@@ -75,6 +106,11 @@ class Acceptance:
     def note(self, num_drafts: int, num_right: int) -> None:
         for place in range(min(num_drafts, num_right + 1)):
             self.rates[place] += NEWEST * ((place < num_right) - self.rates[place])
+
+
+def mean_rates(of_rows: Sequence[Sequence[float]]) -> list[float]:
+    """Of rows that all have the same number of drafts: tokens add up, so chances are averaged."""
+    return [sum(rates) / len(rates) for rates in zip(*of_rows)]
 
 
 def _bucket(num_rows: int) -> int:

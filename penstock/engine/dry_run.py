@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from penstock.config import EngineConfig
+from penstock.engine.graph_sizes import DraftSize, draft_sizes
 from penstock.engine.graphs import is_out_of_memory
 from penstock.engine.pools import PoolSizes
 from penstock.engine.runner import Runner
@@ -64,9 +65,12 @@ class DryRun:
         or else the smallest step that memory allows. None: no step fits."""
         if self.captures:
             self.runner.warm_up(max_tokens)
-        decode_bytes = self._peak(self._launch_decodes)
-        if decode_bytes is None:
-            return None
+        decode_bytes = 0
+        for size in self._decode_sizes():
+            peak = self._peak(partial(self._launch_decodes, size))
+            if peak is None:
+                return None
+            decode_bytes = max(decode_bytes, peak)
         num_tokens = max_tokens
         while True:
             prompt_bytes = self._peak(partial(self._launch_prompts, num_tokens))
@@ -125,12 +129,21 @@ class DryRun:
         ]
         self.runner.launch(StepPlan(0, tuple(rows))).wait()
 
-    def _launch_decodes(self) -> None:
-        """As many decodes as may run, with as many drafts and every sampling option."""
-        numbers, most = range(self.runner.rows.max_rows), 1 + self.runner.rows.num_drafts
+    def _decode_sizes(self) -> list[DraftSize]:
+        """Of the largest decode steps that may run: all rows, and those with the most drafts."""
+        table = self.runner.rows
+        if not self.captures:
+            return [DraftSize(table.max_rows, table.num_drafts)]
+        drafted = draft_sizes(table.max_rows, table.num_drafts)
+        largest = max(drafted, key=lambda size: size.num_places, default=None)
+        return [DraftSize(table.max_rows, 0), *([largest] if largest else [])]
+
+    def _launch_decodes(self, size: DraftSize) -> None:
+        """With every sampling option."""
+        numbers = range(size.num_rows)
         plan = StepPlan(
             step=0,
-            rows=tuple(RowPlan.decode(row, max_tokens=most) for row in numbers),
+            rows=tuple(RowPlan.decode(row, max_tokens=size.width) for row in numbers),
             admissions=tuple(
                 Admission(
                     row, EVERY_OPTION, seed=0, num_prompt_tokens=1, history=(0,), end_token_ids=(0,)

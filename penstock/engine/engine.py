@@ -23,7 +23,7 @@ from penstock import ops
 from penstock.config import EngineConfig
 from penstock.digests import PageDigests
 from penstock.engine.device import on_device, used_and_total_bytes
-from penstock.engine.device_part import DevicePart, load_part, rank_device
+from penstock.engine.device_part import DevicePart, load_part, load_share, rank_device
 from penstock.engine.grammar_masks import ConstrainedRow, StepMasks
 from penstock.engine.memory import MemoryPlan
 from penstock.engine.policy import Policy
@@ -100,6 +100,15 @@ class Engine:
             raise reason from error
         engine._begin(part, source.name, tokenizer_file)
         engine._lead(group)
+        return engine
+
+    @classmethod
+    def of_share(
+        cls, source: ModelSource, config: EngineConfig, on_phase: OnPhase = lambda _: None
+    ) -> Engine:
+        """Rank 0 of an engine of `tp` ranks, without the others: to time its part of a step."""
+        engine = cls.__new__(cls)
+        engine._begin(load_share(source, config, on_phase), source.name, None)
         return engine
 
     def _lead(self, group: RankGroup) -> None:

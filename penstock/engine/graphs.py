@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ops
+from penstock.engine.graph_sizes import graph_sizes
 from penstock.engine.row_table import RowTable, SamplingMode
 from penstock.layers.inputs import LayerCache, RowSpan, StepInputs
 from penstock.ops import Weight
@@ -33,6 +34,7 @@ from penstock.types import CacheSpec, RowPlan
 Caches = Sequence[LayerCache | None]
 Launch = Callable[[], object]
 Key = TypeVar("Key")
+Result = TypeVar("Result")
 
 SAMPLING_MODES: tuple[SamplingMode, ...] = ("greedy", "drawn", "filtered")
 WHOLE_ROWS = 8  # most rows of a greedy step that is one graph
@@ -323,14 +325,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
-def graph_sizes(max_rows: int) -> list[int]:
-    """Powers of two while steps are cheap; larger sizes are spaced so that padding costs at most an
-    eighth to a quarter."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32)]
-    return [size for size in sizes if size < max_rows] + [max_rows]
-
-
-def capture(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def capture(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Captures what has been launched before: a capture can neither compile nor load a kernel."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -5,6 +5,9 @@ it, and so keeps KV of its own in the pages of the sequences (`follow`). Its sta
 last token is remembered. The next step starts with the drafts that its plan asks for (`draft`): the
 first from there, each further one from the head's own last state. Where drafts were wrong, their KV
 lies behind the end of the row and is overwritten.
+
+`draft` and `follow` take any plan. `draft_all` and `follow_all` are the same for rows of equally
+many places, and need nothing of the host: `DraftStep` consists of them.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock import ops
 from penstock.engine.row_table import RowTable
 from penstock.layers.inputs import KVCache, RowSpan, StepInputs
-from penstock.ops import TokenBlocks
+from penstock.ops import PlacedDrafts, TokenBlocks, Weight
 from penstock.types import RowPlan
 
 
@@ -29,12 +33,21 @@ class MTPDrafter:
     rows: RowTable
     hidden: Tensor  # [rows, H]  the head's, behind the last token of each row
     deterministic: bool
+    # Of the model's output rows, those that drafts are chosen from; None: all, on several ranks.
+    vocabulary: Weight | None = None
 
     @classmethod
-    def of(cls, model: Any, cache: KVCache, rows: RowTable, deterministic: bool) -> MTPDrafter:
+    def of(
+        cls, model: Any, cache: KVCache, rows: RowTable, deterministic: bool, num_tokens: int = 0
+    ) -> MTPDrafter:
+        """Drafts are among the first `num_tokens` token ids; 0: all of them."""
         shape = (rows.max_rows + 1, model.config.hidden_size)
         hidden = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        return cls(model, cache, rows, hidden, deterministic)
+        vocabulary = None
+        if model.ranks.is_alone:
+            vocabulary = model.head.weight
+            vocabulary = vocabulary.first_rows(num_tokens) if num_tokens else vocabulary
+        return cls(model, cache, rows, hidden, deterministic, vocabulary)
 
     def draft(self, plans: Sequence[RowPlan]) -> None:
         """Leaves as many drafts in the row table as each row of the plan asks for."""
@@ -56,7 +69,43 @@ class MTPDrafter:
             hidden = self.model.draft(inputs, token_ids, hidden, self.cache)
             table.drafts[rows, place] = token_ids = self._likeliest(hidden)
 
+    def draft_all(
+        self,
+        rows: Tensor,  # [R] of the row table
+        placed: PlacedDrafts,
+        num_drafts: int,
+        query_start: Tensor,  # [R + 1]  of one token a row
+        spans: Sequence[tuple[RowSpan, ...]],  # by place
+        no_blocks: TokenBlocks,
+    ) -> None:
+        """Leaves so many drafts of each row in the row table."""
+        hidden, table = self.hidden[rows], self.rows
+        pages = placed.row_pages.unflatten(0, (len(rows), -1))[:, 0]
+        for place in range(num_drafts):
+            token_ids = self._likeliest(hidden)
+            table.drafts.select(1, place).index_copy_(0, rows, token_ids)
+            if place == num_drafts - 1:
+                return
+            positions, kv_index, context_lens = placed.by_place[:, place].unbind()
+            inputs = StepInputs(
+                token_ids=positions,  # unused: the head is given its tokens
+                positions=positions,
+                query_start=query_start,
+                context_lens=context_lens,
+                page_table=pages,
+                kv_index=kv_index,
+                state_slots=rows,
+                initial_slots=rows,
+                spans=spans[place],
+                blocks=no_blocks,
+                deterministic=self.deterministic,
+            )
+            hidden = self.model.draft(inputs, token_ids, hidden, self.cache)
+
     def _likeliest(self, hidden: Tensor) -> Tensor:  # [R, H] -> [R] int64
+        if self.vocabulary is not None:
+            scores = ops.linear(hidden, self.vocabulary, deterministic=self.deterministic)
+            return scores.argmax(-1)
         token_ids: Tensor = self.model.likeliest_draft(hidden, deterministic=self.deterministic)
         return token_ids
 
@@ -89,6 +138,18 @@ class MTPDrafter:
         if firsts:
             rows, places = self.rows.upload([[row.row for row in plans if row.samples], firsts])
             self.hidden[rows] = said[places if num_new is None else places + num_new - 1]
+
+    def follow_all(
+        self,
+        rows: Tensor,  # [R]
+        inputs: StepInputs,  # of the step that ran: R rows of W places
+        hidden: Tensor,  # [R * W, H]
+        sampled: Tensor,  # [R * W]
+        num_new: Tensor,  # [R]  tokens that each row gained; 0: it pads the step
+    ) -> None:
+        said = self.model.draft(inputs, sampled, self.model.final_norm(hidden), self.cache)
+        last = inputs.query_start[:-1] + (num_new - 1).clamp(min=0)
+        self.hidden.index_copy_(0, rows, said[last])
 
     def _inputs(self, rows: Tensor, spans: tuple[RowSpan, ...], ahead: int) -> StepInputs:
         """One token of each row, so many behind its last one."""

@@ -8,7 +8,7 @@ are committed. What clients should know collects in deltas until `take_deltas`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from penstock.engine.grammar_masks import (
     NewBuffer,
     StepMasks,
 )
+from penstock.engine.graph_sizes import DraftLimits, draft_sizes
 from penstock.engine.pools import GB, PoolSizes
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculate import Speculator
@@ -53,7 +54,9 @@ class Policy:
     ) -> None:
         self.info = info
         self.cache = new_cache(config, memory.pools)
-        self.speculator = Speculator(config.speculation, self._forced_ids)
+        self.speculator = Speculator(
+            config.speculation, self._forced_ids, _most_drafts(config, info)
+        )
         self.scheduler = Scheduler(
             self.cache,
             max_rows=info.max_rows,
@@ -126,7 +129,7 @@ class Policy:
                 self._deltas.append(delta)
             else:
                 self.constraints.add(self.scheduler.submit(prepared.request), prepared.matcher)
-        self.speculator.start_plan(self.scheduler.num_decoding)
+        self.speculator.start_plan(self.scheduler.decoding)
         return self.scheduler.plan()
 
     def _forced_ids(self, sequence: Sequence, most: int) -> tuple[int, ...]:
@@ -177,6 +180,13 @@ class Policy:
             num_checkpoints=self.cache.num_checkpoints,
             drafts=self.speculator.stats() if self.speculator.decode_tokens > 1 else None,
         )
+
+
+def _most_drafts(config: EngineConfig, info: EngineInfo) -> Callable[[int], int] | None:
+    """Of so many rows, where steps with more would have no graph."""
+    if config.graphs is False or not info.device.startswith("cuda"):
+        return None
+    return DraftLimits(draft_sizes(info.max_rows, config.speculation.num_drafts)).most
 
 
 def new_cache(config: EngineConfig, pools: PoolSizes) -> Cache:

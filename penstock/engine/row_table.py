@@ -126,6 +126,9 @@ class RowTable:
         self.drafts = self.last_token.new_zeros(num_rows, num_drafts)
         # Of the last step's drafts: entries of the journals that the next step replays.
         self.num_accepted = torch.zeros_like(self.last_token)
+        # Drafts that a step takes, right or not, for measurements; below 0: those that are right.
+        self.forced = torch.full_like(self.last_token, -1)
+        self._replaying: set[int] = set()  # rows whose last step had drafts
         self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
         # One column for each name in _SAMPLING_PARAMS.
@@ -236,6 +239,7 @@ class RowTable:
                 admission.row, dict.fromkeys(admission.end_token_ids, -math.inf)
             )
             self._steps_to_end.pop(admission.row, None)
+            self._replaying.discard(admission.row)
             if admission.end_token_ids:
                 self._steps_to_end[admission.row] = admission.sampling.min_tokens
         numbers = [
@@ -405,7 +409,34 @@ class RowTable:
             self.last_token,
             self.context_len,
             self.num_accepted,
+            self.forced,
         )
+
+    def accept_places(
+        self, rows: Tensor, num_tokens: Tensor, token_ids: Tensor, width: int
+    ) -> Tensor:  # [R] int64
+        """The same where every row has `width` places, and uses some of them."""
+        return ops.accept_drafts(
+            rows,
+            num_tokens,
+            token_ids,
+            self.drafts,
+            self.last_token,
+            self.context_len,
+            self.num_accepted,
+            self.forced,
+            width,
+        )
+
+    def must_replay(self, rows: Sequence[RowPlan]) -> bool:
+        """Whether a step of these rows may find entries in their journals, or a state to keep."""
+        return any(row.keep.slot or row.row in self._replaying for row in rows)
+
+    def note_launched(self, rows: Sequence[RowPlan]) -> None:
+        """Which rows the next step finds with drafts behind them."""
+        if self.num_drafts:
+            self._replaying.difference_update(row.row for row in rows if not row.num_drafts)
+            self._replaying.update(row.row for row in rows if row.num_drafts)
 
     def count_generated(self, sampling: SampleInputs) -> Tensor:  # [L, vocab] int32
         """How often each token was generated before each place."""

@@ -22,7 +22,9 @@ from penstock import ops
 from penstock.config import EngineConfig
 from penstock.engine.device import on_device
 from penstock.engine.device_cache import allocate_caches, cache_specs, find_kv_dtype
+from penstock.engine.draft_graphs import DraftGraphs
 from penstock.engine.grammar_masks import StepMasks
+from penstock.engine.graph_sizes import DraftSize
 from penstock.engine.graphs import DecodeGraphs, Model, run_for_last_tokens, warm_up
 from penstock.engine.mtp_drafter import MTPDrafter
 from penstock.engine.pooling import PooledRows, pool_rows
@@ -43,7 +45,9 @@ Result = TypeVar("Result")
 Scores = tuple[Tensor, Tensor, Tensor]  # logprobs [T], top logprobs [T, k], top ids [T, k]
 FillMasks = Callable[[], StepMasks]
 # What `PendingStep` takes behind the plan.
-StepResults = tuple[SamplingNeeds, list[Tensor], dict[int, Scores], list[PooledRows], Tensor | None]
+StepResults = tuple[
+    SamplingNeeds, list[Tensor], dict[int, Scores], list[PooledRows], Tensor | None, int
+]
 
 # The most that a step must give, from the least: tokens of unchanged logits; logits; hidden states
 # of the last tokens, to pool; hidden states of all tokens, to score, average, verify or draft.
@@ -61,8 +65,10 @@ class PendingStep:
         scores: dict[int, Scores] | None = None,  # of prompt targets, by row
         pooled: list[PooledRows] | None = None,
         num_new: Tensor | None = None,  # tokens that each sampling row gained; None: one each
+        width: int = 0,  # places of each row among what was sampled; 0: those that it samples
     ) -> None:
         self.plan = plan
+        self._width = width
         self._num_new = num_new
         self._needs = needs
         self._event: torch.cuda.Event | None = None
@@ -108,7 +114,7 @@ class PendingStep:
         places, first = {}, 0
         for row, num_new in zip(sampling, counts):
             places[row.row] = slice(first, first + num_new)
-            first += row.max_tokens
+            first += self._width or row.max_tokens
         return places
 
     def _prompt_scores(self) -> dict[int, PromptScores]:
@@ -192,6 +198,7 @@ class Runner:
     deterministic: bool = False
     graphs: DecodeGraphs | None = None
     prefill_graphs: PrefillGraphs | None = None
+    draft_graphs: DraftGraphs | None = None
     drafter: MTPDrafter | None = None
     timer: StepTimer | None = None
     # Sends what other ranks must do as well, before it is done here.
@@ -219,19 +226,23 @@ class Runner:
         if config.speculation.kind == "mtp":
             own = caches.pop()
             assert isinstance(own, KVCache)
-            runner.drafter = MTPDrafter.of(model, own, rows, config.deterministic)
+            runner.drafter = MTPDrafter.of(
+                model, own, rows, config.deterministic, config.draft_vocabulary
+            )
         return runner
 
-    def graphs_to_capture(self, max_step_tokens: int) -> tuple[PrefillGraphs, DecodeGraphs]:
-        given = (self.model, self.caches, self.rows, self.deterministic)
+    def graphs_to_capture(
+        self, max_step_tokens: int
+    ) -> tuple[PrefillGraphs, DecodeGraphs, DraftGraphs]:
+        """The last has no shapes where nothing drafts."""
+        given = (self.model, self.caches, self.rows)
         slots = getattr(self.model, "expert_store", None)
-        if slots is None:
-            return PrefillGraphs(*given, max_step_tokens), DecodeGraphs(*given)
         # Of more tokens, experts are copied by the host, which a graph cannot call.
-        most = getattr(slots, "most_captured", 0)
+        most = None if slots is None else getattr(slots, "most_captured", 0)
         return (
-            PrefillGraphs(*given, max_step_tokens, captures=False),
-            DecodeGraphs(*given, max_rows=most),
+            PrefillGraphs(*given, self.deterministic, max_step_tokens, captures=slots is None),
+            DecodeGraphs(*given, self.deterministic, max_rows=most),
+            DraftGraphs(*given, self.drafter, self.deterministic, max_tokens=most),
         )
 
     @_on_its_device
@@ -240,19 +251,21 @@ class Runner:
         kernels."""
         given = [graphs.warmup for graphs in self.graphs_to_capture(max_step_tokens)]
         warm_up(given, self.model.ranks)
-        for cache in self.caches:
+        own = [] if self.drafter is None else [self.drafter.cache]
+        for cache in [*self.caches, *own]:
             cache.zero_padding()  # warm-up steps wrote over each other there
         torch._C._cuda_clearCublasWorkspaces()  # each warm-up thread allocated one
 
     @_on_its_device
     def capture(self, max_step_tokens: int, on_phase: OnPhase) -> None:
         """From here on, decode steps and short prompts are graph replays instead of launches."""
-        prompts, decodes = self.graphs_to_capture(max_step_tokens)
+        prompts, decodes, drafts = self.graphs_to_capture(max_step_tokens)
         torch.cuda.empty_cache()  # a graph cannot use memory that the allocator keeps for others
         pool = torch.cuda.graph_pool_handle()  # one pool for all: only one graph runs at a time
-        for graphs in (prompts, decodes):
+        for graphs in (prompts, decodes, drafts):
             graphs.capture(pool, on_phase)
         self.prefill_graphs, self.graphs = prompts, decodes
+        self.draft_graphs = drafts if drafts.sizes else None
 
     @_on_its_device
     def launch(self, plan: StepPlan, fill_masks: FillMasks | None = None) -> PendingStep:
@@ -272,6 +285,48 @@ class Runner:
         if (slots := getattr(self.model, "expert_store", None)) is not None:
             slots.adapt()
         needs = self.rows.sampling_needs(plan)
+        size = self._draft_size(plan)
+        results = (
+            self._replay_drafts(plan, size, needs, is_masked, fill_masks)
+            if size is not None
+            else self._any_step(plan, needs, is_masked, fill_masks)
+        )
+        self.rows.note_launched(plan.rows)
+        return results
+
+    def _draft_size(self, plan: StepPlan) -> DraftSize | None:
+        """The captured shape that drafts for the plan, or verifies its drafts, or replays those of
+        the step before; None: there is none, or nothing to do with drafts."""
+        if self.draft_graphs is None or not plan.is_decode:
+            return None
+        has_to = plan.has_drafts or self.rows.must_replay(plan.rows)
+        return self.draft_graphs.size_for(plan.rows) if has_to else None
+
+    def _replay_drafts(
+        self,
+        plan: StepPlan,
+        size: DraftSize,
+        needs: SamplingNeeds,
+        is_masked: bool,
+        fill_masks: FillMasks | None,
+    ) -> StepResults:
+        assert self.draft_graphs is not None
+        if needs.are_plain and not is_masked:
+            sampled, num_new = self.draft_graphs.replay(plan.rows, size, needs.mode)
+            return needs, [sampled], {}, [], num_new, size.width
+        logits = self.draft_graphs.replay_logits(plan.rows, size)
+        masks = None if fill_masks is None else fill_masks()
+        tensors, gained = self._sample(logits, self.rows.sample_inputs(plan), needs, masks)
+        self.draft_graphs.follow(plan.rows, size, tensors[0], gained)
+        return needs, tensors, {}, [], gained, 0
+
+    def _any_step(
+        self,
+        plan: StepPlan,
+        needs: SamplingNeeds,
+        is_masked: bool,
+        fill_masks: FillMasks | None,
+    ) -> StepResults:
         # A decode that nobody drafts for is none of a drafter's business.
         follows = self.drafter is not None and (plan.has_drafts or not plan.is_decode)
         wanted = _wanted(plan, needs, is_masked)
@@ -282,7 +337,7 @@ class Runner:
         launched = self._launch(plan, "all states" if follows else wanted, needs)
         masks = None if fill_masks is None else fill_masks()
         if launched.token_ids is not None:
-            return needs, [launched.token_ids], {}, [], None
+            return needs, [launched.token_ids], {}, [], None, 0
         assert launched.logits is not None
         sampling = self.rows.sample_inputs(plan)
         tensors, num_new = self._sample(launched.logits, sampling, needs, masks)
@@ -291,7 +346,7 @@ class Runner:
             assert launched.states is not None
             states = launched.states
             self.drafter.follow(plan.rows, states.inputs, states.hidden, tensors[0], num_new)
-        return needs, tensors, launched.scores, launched.pooled, num_new
+        return needs, tensors, launched.scores, launched.pooled, num_new, 0
 
     @_on_its_device
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
@@ -317,10 +372,14 @@ class Runner:
         raise AssertionError("the last way takes every step")
 
     def _decode_size(self, plan: StepPlan) -> int | None:
-        return None if self.graphs is None else self.graphs.size_for(plan.rows)
+        if self.graphs is None or self.rows.must_replay(plan.rows):
+            return None
+        return self.graphs.size_for(plan.rows)
 
     def _prefill_size(self, plan: StepPlan) -> StepSize | None:
-        return None if self.prefill_graphs is None else self.prefill_graphs.size_for(plan.rows)
+        if self.prefill_graphs is None or self.rows.must_replay(plan.rows):
+            return None
+        return self.prefill_graphs.size_for(plan.rows)
 
     def _any_size(self, plan: StepPlan) -> int:
         return len(plan.rows)

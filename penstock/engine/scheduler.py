@@ -14,7 +14,7 @@ import dataclasses
 import heapq
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice
 
 from penstock.cache import Cache
@@ -125,6 +125,11 @@ class Scheduler:
     def num_decoding(self) -> int:
         """Running sequences whose prompt is computed."""
         return len(self._decoding)
+
+    @property
+    def decoding(self) -> Collection[Sequence]:
+        """The same, themselves."""
+        return self._decoding
 
     @property
     def has_work(self) -> bool:

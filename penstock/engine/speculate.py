@@ -8,12 +8,12 @@ leaves no choice, what it forces is the draft. `DraftPace` says how many drafts 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from penstock.config import Speculation
-from penstock.engine.draft_pace import FIRST_GUESS, Acceptance, DraftPace
+from penstock.engine.draft_pace import FIRST_GUESS, Acceptance, DraftPace, mean_rates
 from penstock.engine.ngram_drafter import NgramDrafter
 from penstock.engine.suffix_drafter import SuffixDrafter
 from penstock.types import DraftCount, DraftStats, Sequence, StepPlan
@@ -37,8 +37,14 @@ HOST_DRAFTERS: dict[str, Callable[[], HostDrafter]] = {
 
 
 class Speculator:
-    def __init__(self, speculation: Speculation, forced_ids: Propose = lambda *_: ()) -> None:
+    def __init__(
+        self,
+        speculation: Speculation,
+        forced_ids: Propose = lambda *_: (),
+        most_drafts: Callable[[int], int] | None = None,  # of so many rows; None: any number
+    ) -> None:
         self.speculation = speculation
+        self.most_drafts = most_drafts
         new_drafter = HOST_DRAFTERS.get(speculation.kind)
         self.drafter: HostDrafter | None = None if new_drafter is None else new_drafter()
         # None: all drafts are worth their time.
@@ -49,6 +55,8 @@ class Speculator:
         self._of_request: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._drafted_by: WeakKeyDictionary[Sequence, str] = WeakKeyDictionary()
         self._num_rows = self._step = 0  # of the plan that is being made
+        self._common = 0  # drafts of every row of it
+        self._is_settled = True  # the last step that ended left no drafts to replay
         self._num_drafted: Counter[tuple[str, int]] = Counter()  # by drafter and place
         self._num_accepted: Counter[tuple[str, int]] = Counter()
         self._num_decodes = self._num_tokens = 0
@@ -65,14 +73,24 @@ class Speculator:
         """Whether the next step can be planned only when the tokens of the last one are known."""
         return self.drafter is not None
 
-    def start_plan(self, num_rows: int) -> None:
-        """So many rows decode."""
-        self._num_rows = num_rows
-        if self.pace is not None:
-            self._step = self.pace.start_step(num_rows)
+    def start_plan(self, decoding: Collection[Sequence]) -> None:
+        """These sequences decode. In a graph all rows have equally many places, so one number of
+        drafts is chosen for all of them; elsewhere, each has its own."""
+        self._num_rows = num_rows = len(decoding)
+        if self.pace is None or not num_rows:
+            return
+        self._step = self.pace.start_step(num_rows)
+        if self.most_drafts is not None:
+            rates = mean_rates([self._acceptance_of(sequence).rates for sequence in decoding])
+            most = min(self.speculation.num_drafts, self.most_drafts(num_rows))
+            self._common = self.pace.num_drafts(num_rows, rates, most, self._step)
 
     def drafts(self, sequence: Sequence, most: int) -> tuple[int, tuple[int, ...]]:
         """How many, and which if the host has them."""
+        if self.most_drafts is not None:
+            most = min(most, self.most_drafts(self._num_rows))
+        if not most:
+            return 0, ()
         draft_ids: tuple[int, ...] = ()
         knows_all = not sequence.steps_in_flight
         is_constrained = sequence.request.sampling.grammar is not None
@@ -81,7 +99,9 @@ class Speculator:
         self._drafted_by[sequence] = GRAMMAR if draft_ids else self.speculation.kind
         if draft_ids:
             return len(draft_ids), draft_ids
-        if self.pace is not None:
+        if self.pace is not None and self.most_drafts is not None:
+            most = min(most, self._common)
+        elif self.pace is not None:
             rates = self._acceptance_of(sequence).rates
             most = self.pace.num_drafts(self._num_rows, rates, most, self._step)
         if self.drafter is not None:
@@ -114,11 +134,13 @@ class Speculator:
         self._num_tokens_timed = self._num_tokens
         if self.pace is None or not plan.is_decode:
             return
-        num_rows = len(plan.rows)
-        self.pace.note_step(num_rows, -(-plan.num_tokens // num_rows), seconds)
-        plain = self.pace.seconds(num_rows, 1)
-        if plan.has_drafts and plain is not None:
-            self._saved_s += plain * num_new / num_rows - seconds
+        num_rows, was_settled = len(plan.rows), self._is_settled
+        self._is_settled = not plan.has_drafts
+        if plan.has_drafts or was_settled:  # else it is no plain step: it has replayed drafts
+            width = 1 + max(row.num_drafts for row in plan.rows)
+            self.pace.note_step(num_rows, width, seconds)
+        if plan.has_drafts:
+            self._saved_s += self.pace.note_gain(num_rows, num_new, seconds)
 
     def stats(self) -> DraftStats:
         return DraftStats(

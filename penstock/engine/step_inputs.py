@@ -131,8 +131,10 @@ class DraftPlaces:
             drafts += [(first + 1 + column, row.row, column) for column in range(row.num_drafts)]
             if row.is_decode:
                 start = span.context_len - span.num_tokens
-                one_by_one = range(span.num_tokens)
-                seen += [(number, first + i, RowSpan(1, start + i + 1)) for i in one_by_one]
+                seen += [
+                    (number, first + i, RowSpan(1, start + i + 1, num_newest=span.num_tokens))
+                    for i in range(span.num_tokens)
+                ]
             else:
                 seen.append((number, first, span))
             first += row.num_tokens

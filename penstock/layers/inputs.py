@@ -24,6 +24,7 @@ class RowSpan:
     checkpoints: tuple[tuple[int, int], ...] = ()
     is_prompt: bool = False  # even if it is one token: computed like a longer row
     num_drafts: int = 0  # of its tokens: the last ones of a decode
+    num_newest: int = 1  # keys that a decode sees and that this step writes, at most
 
     @property
     def is_decode(self) -> bool:

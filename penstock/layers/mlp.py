@@ -10,10 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import ConfigError
 from penstock.layers.inputs import StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.parameter import new_weight, norm_parameter
-from penstock.ops import Weight, new_counters, norm_route, sparse_mlp
+from penstock.ops import Weight, new_counters, norm_route, own_experts, sparse_mlp
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.parallel.share import Share, scaled
 
@@ -80,7 +81,7 @@ class SparseMLP(nn.Module):
         shared_expert_size: int,  # 0: no shared expert
         normalize: bool,  # make the weights of a token's experts sum to one
         eps: float,
-        ranks: Ranks = ALONE,  # each has a slice of every expert
+        ranks: Ranks = ALONE,  # each has a slice of every expert, or some of them whole
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -93,14 +94,20 @@ class SparseMLP(nn.Module):
         self.router = new_weight(
             num_experts, hidden_size, dtype=dtype, device=device, can_quantize=False
         )
-        own = ranks.part(expert_size, "inner columns in an expert")
-        both = (own, scaled(own, 1, expert_size))
-        self.gate_up = _new_share(
-            Share((num_experts, 2 * expert_size, hidden_size), (None, both, None)), dtype, device
-        )
-        self.down = _new_share(
-            Share((num_experts, hidden_size, expert_size), (None, None, (own,))), dtype, device
-        )
+        up_shape = (num_experts, 2 * expert_size, hidden_size)
+        down_shape = (num_experts, hidden_size, expert_size)
+        self.own: range | None = None  # experts, if others are with other ranks
+        if ranks.whole_experts and not ranks.is_alone:
+            self.own = _whole_experts(ranks, num_experts, experts_per_token)
+            shares = [Share(shape, ((self.own,), None, None)) for shape in (up_shape, down_shape)]
+        else:
+            own = ranks.part(expert_size, "inner columns in an expert")
+            both = (own, scaled(own, 1, expert_size))
+            shares = [
+                Share(up_shape, (None, both, None)),
+                Share(down_shape, (None, None, (own,))),
+            ]
+        self.gate_up, self.down = (_new_share(share, dtype, device) for share in shares)
         self.register_buffer("counters", new_counters(num_experts, device), persistent=False)
         self.slots: Tensor | None = (
             None  # [E] int32  where each expert is in the stacks; None: in order
@@ -137,6 +144,8 @@ class SparseMLP(nn.Module):
             self.slots,
             deterministic=deterministic,
         )
+        if self.own is not None:
+            weights, ids = own_experts(weights, ids, self.own.start, len(self.own))
         run = sparse_mlp if self.offloaded is None else self.offloaded.run
         out = run(
             x,
@@ -152,6 +161,17 @@ class SparseMLP(nn.Module):
             deterministic=deterministic,
         )
         return out if self.ranks.is_alone else self.ranks.add(out, deterministic=deterministic)
+
+
+def _whole_experts(ranks: Ranks, num_experts: int, experts_per_token: int) -> range:
+    own = ranks.part(num_experts, "experts")
+    if len(own) < experts_per_token:
+        raise ConfigError(
+            f"ep is on, tp is {ranks.size}, and a layer has {num_experts} experts",
+            f"A rank would have {len(own)}, fewer than the {experts_per_token} that a token uses.",
+            "Omit --ep, or lower --tp.",
+        )
+    return own
 
 
 def _new_share(share: Share, dtype: torch.dtype, device: torch.device | str) -> Weight:

@@ -27,6 +27,7 @@ from penstock.ops.reference import (
     sampling,
 )
 from penstock.ops.reference import decode_rows as _decode_rows
+from penstock.ops.reference.decode_rows import PlacedDrafts
 from penstock.ops.reference.expert_cache import copy_table
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.moe import new_counters
@@ -43,6 +44,7 @@ rms_norm = op(norm.rms_norm)
 rope_and_store = op(attention.rope_and_store)
 paged_attention = op(attention.paged_attention)
 norm_route = op(moe.norm_route)
+own_experts = op(moe.own_experts)
 sparse_mlp = op(moe.sparse_mlp)
 take_slots = op(expert_cache.take_slots)
 fetch_experts = op(expert_cache.fetch_experts)
@@ -50,6 +52,8 @@ gated_delta_net = op(delta_net.gated_delta_net)
 accept_drafts = op(_decode_rows.accept_drafts)
 advance_rows = op(_decode_rows.advance_rows)
 decode_rows = op(_decode_rows.decode_rows)
+draft_tokens = op(_decode_rows.draft_tokens)
+place_drafts = op(_decode_rows.place_drafts)
 mask_logits = op(masking.mask_logits)
 sample = op(sampling.sample)
 
@@ -57,6 +61,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "LEAST_KEYS",
     "Journal",
+    "PlacedDrafts",
     "Replay",
     "TokenBlocks",
     "Weight",
@@ -66,6 +71,7 @@ __all__ = [
     "copy_table",
     "cut_blocks",
     "decode_rows",
+    "draft_tokens",
     "fetch_experts",
     "gated_delta_net",
     "gated_rms_norm",
@@ -74,8 +80,10 @@ __all__ = [
     "new_counters",
     "norm_linear",
     "norm_route",
+    "own_experts",
     "paged_attention",
     "penalize_repeats",
+    "place_drafts",
     "rms_norm",
     "rope_and_store",
     "rope_table",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.ops.cpu.memory import new_tensor
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.reference.packed import pack
-from penstock.ops.tiles import TiledRows
+from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 
 Part = QuantizedRows | TiledRows | Tensor  # rows of a weight that are stored in one way
 
@@ -139,6 +139,29 @@ class Weight(nn.Module):
 
             return expand(part, self.values.dtype, ids)
         return part.rows(ids).to(self.values.dtype)
+
+    def first_rows(self, count: int) -> Weight:
+        """A weight of the first `count` rows, in the same memory; itself where there are no more,
+        or where they cannot be cut out."""
+        if count >= self.shape[0] or len(self.parts) > 1:
+            return self
+        if not self.parts:
+            return Weight(self.values[:count])
+        (part,) = self.parts
+        if not isinstance(part, TiledRows) or part.columns is not None or count % STEP:
+            return self
+        scales = part.block_scales
+        first = Weight(self.values[:count])
+        first.parts = (
+            replace(
+                part,
+                num_rows=count,
+                codes=part.codes[: count // TILE_ROWS],
+                records=part.records[: count // TILE_ROWS],
+                block_scales=None if scales is None else scales[: count // STEP],
+            ),
+        )
+        return first
 
     def pack(self) -> None:
         """Rearranges the matrix for the products of this CPU, if that is faster."""

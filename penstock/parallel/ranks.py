@@ -38,6 +38,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     links: Links | None = None  # None: alone, or a model that only states its shapes
+    whole_experts: bool = False  # a rank has some of the experts, not a slice of each
 
     @property
     def is_alone(self) -> bool:

@@ -8,15 +8,20 @@ engine that does not find its GPU reports that itself.
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from glob import glob
 
 from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError
+from penstock.models.source import WEIGHT_SUFFIXES, ModelSource, is_converted
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
+WEIGHT_ROOM = 1.25  # weights take at most four fifths of the GPUs' memory
+ROUNDED_SHARE = {"fp8": 0.53, "int8": 0.53, "int4": 0.3}  # of what 16-bit weights take
+ASK_TIMEOUT_S = 10.0
 
 
 def place_engines(
@@ -76,3 +81,39 @@ def _on_gpus(
 
 def count_gpus() -> int:
     return len(glob("/dev/nvidia[0-9]*"))
+
+
+def choose_tp(
+    source: ModelSource, engine: EngineConfig, num_gpus: int, gpu_bytes: int | None
+) -> int:
+    """For an engine whose --tp nobody has set: the fewest of these GPUs that hold the weights and
+    leave room for requests, or one. Whatever else does not fit, the engine says."""
+    is_offloaded = engine.expert_cache is not None or is_converted(source.path)
+    if engine.device not in ("auto", "cuda") or gpu_bytes is None or is_offloaded:
+        return 1
+    needed = WEIGHT_ROOM * weight_bytes(source, engine)
+    sizes = [1 << power for power in range(num_gpus.bit_length()) if num_gpus % (1 << power) == 0]
+    return next((tp for tp in sizes if needed <= tp * gpu_bytes), 1)
+
+
+def weight_bytes(source: ModelSource, engine: EngineConfig) -> float:
+    """By its files, as they will be in memory. A preset has none, and counts as small."""
+    if source.path is None or engine.random_weights:
+        return 0.0
+    path = source.path
+    files = path.iterdir() if path.is_dir() else iter([path])
+    if "-of-" in path.name:  # the first of several: model-00001-of-00003.gguf
+        files = path.parent.glob(f"{path.name.rpartition('-of-')[0][:-5]}*{path.suffix}")
+    stored = sum(one.stat().st_size for one in files if one.suffix in (*WEIGHT_SUFFIXES, ".gguf"))
+    is_quantized = "quantization_config" in source.config or path.suffix == ".gguf"
+    return stored * (1.0 if is_quantized else ROUNDED_SHARE.get(engine.quantization, 1.0))
+
+
+def least_gpu_bytes() -> int | None:
+    """Memory of the smallest GPU, asked of the driver's own tool. None: there is none to ask."""
+    words = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
+        return min(int(line) for line in said.stdout.splitlines()) * 1024**2
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None

@@ -271,6 +271,7 @@ def gated_delta_net_drafts(
         journal[1][entries] = v[1:, :, 0]
         journal[2][entries, 0] = log_decay[1:]
         journal[2][entries, 1] = beta[1:]
+        journal[2][entries, 2] = 1.0  # keys have length one
     # The scale of q, K^-0.5, passes through the norm into its epsilon.
     out = torch.stack(outputs).view(num_tokens, num_value_heads, value_dim)
     out.mul_(_inverse_rms(out, eps * key_dim)).mul_(norm_weight)
@@ -297,7 +298,7 @@ def _replay(
         if keeps and num_done + entry == keep_at:
             recurrent[keep_slot] = state
         if entry < num_accepted:
-            log_decay, beta = gates[entry].view(2, -1, 1, 1).unbind()
+            log_decay, beta = gates[entry, :2].view(2, -1, 1, 1).unbind()
             own = keys[entry].unsqueeze(1), values[entry].unsqueeze(1)
             _add_token(state, *own, log_decay.exp(), beta)
 

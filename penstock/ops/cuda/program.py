@@ -22,6 +22,7 @@ import torch
 from penstock.ops.cache_folder import cache_folder, write_whole
 
 START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+MOST_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 FIRST_CAPABILITY = (8, 0)
 TENSOR_CORES = Path(__file__).with_name("tensor_cores.cu")
 
@@ -64,10 +65,17 @@ class Program:
     """One kernel on one device. Arguments are ctypes values, in the order of its signature."""
 
     def __init__(
-        self, source: Path, name: str, constants: tuple[tuple[str, int], ...], device: torch.device
+        self,
+        source: Path,
+        name: str,
+        constants: tuple[tuple[str, int], ...],
+        device: torch.device,
+        shared_bytes: int = 0,  # beside what the source declares
+        is_for_one: bool = False,  # capability: it uses instructions that later ones do not have
     ) -> None:
         major, minor = torch.cuda.get_device_capability(device)
-        image = compile_source(read_source(source), dict(constants), f"sm_{major}{minor}")
+        architecture = f"sm_{major}{minor}{'a' if is_for_one else ''}"
+        image = compile_source(read_source(source), dict(constants), architecture)
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._module, self._function = c_void_p(), c_void_p()
         torch.cuda.current_stream(device)  # a thread that has done nothing yet has no context
@@ -75,6 +83,10 @@ class Program:
         self._check(
             self._driver.cuModuleGetFunction(byref(self._function), self._module, name.encode())
         )
+        self._shared_bytes = shared_bytes
+        if shared_bytes:
+            set_attribute = self._driver.cuFuncSetAttribute
+            self._check(set_attribute(self._function, MOST_SHARED_BYTES, shared_bytes))
         self._attributes = (_Attribute * 1)(_Attribute(START_EARLY, 0, 1))
         self._num_attributes = int(torch.cuda.get_device_capability(device) >= (9, 0))
 
@@ -85,7 +97,7 @@ class Program:
         launch = _Launch(
             (c_uint * 3)(width, height, 1),
             (c_uint * 3)(num_threads, 1, 1),
-            0,
+            self._shared_bytes,
             stream,
             self._attributes,
             self._num_attributes,
@@ -105,9 +117,14 @@ class Program:
 
 @functools.cache
 def program(
-    source: Path, name: str, constants: tuple[tuple[str, int], ...], device: torch.device
+    source: Path,
+    name: str,
+    constants: tuple[tuple[str, int], ...],
+    device: torch.device,
+    shared_bytes: int = 0,
+    is_for_one: bool = False,
 ) -> Program:
-    return Program(source, name, constants, device)
+    return Program(source, name, constants, device, shared_bytes, is_for_one)
 
 
 def read_source(path: Path) -> str:

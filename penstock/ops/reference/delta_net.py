@@ -51,7 +51,7 @@ def gated_delta_net(
     blocks: TokenBlocks,
     num_key_heads: int,
     journal: Journal | None = None,
-    replay: Replay | None = None,  # with a journal
+    replay: Replay | None = None,  # None: nothing to replay, and no drafts
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
@@ -63,7 +63,7 @@ def gated_delta_net(
         if len(mixed) == 1 and not (num_accepted or keep_slot):
             slots = (state_slots, initial_slots)
             return decode.gated_delta_net(*given, *slots, position, num_key_heads, L2_EPS)
-        if journal is not None:
+        if journal is not None and replay is not None:
             return decode.gated_delta_net_drafts(
                 *given,
                 (int(state_slots), int(initial_slots)),
@@ -85,8 +85,7 @@ def gated_delta_net(
     )
     for group in cut_rows(spans, batch_decodes=not deterministic):
         rows, tokens = group.rows, group.tokens
-        if journal is not None and spans[rows.start].is_decode:
-            assert replay is not None
+        if journal is not None and replay is not None and spans[rows.start].is_decode:
             out[tokens] = _decode_with_drafts(
                 _Decodes(
                     channels[tokens].to(conv.dtype),
@@ -279,7 +278,7 @@ def _decode_with_drafts(
         _keep(recurrent, conv, state, rings, num_done + entry, starts, replay)
         if entry < num_entries:
             is_right = (entry < replay.num_accepted)[:, None]
-            log_decay, beta = torch.where(is_right[..., None], gates[:, entry], 0.0).unbind(1)
+            log_decay, beta = torch.where(is_right[..., None], gates[:, entry, :2], 0.0).unbind(1)
             heads = keys[:, entry], keys[:, entry], values[:, entry]
             _, state = _one_token(*heads, log_decay, beta, state, recurrent.dtype, position)
             position = None if position is None else position + 1
@@ -301,7 +300,8 @@ def _decode_with_drafts(
     num_drafts = places.shape[1] - 1
     journal.keys[replay.rows, :num_drafts] = k[:, 1:].repeat_interleave(heads_a_key, dim=2)
     journal.values[replay.rows, :num_drafts] = v[:, 1:]
-    journal.gates[replay.rows, :num_drafts] = torch.stack((log_decay, beta), dim=2)[:, 1:]
+    own_gates = torch.stack((log_decay, beta, torch.ones_like(beta)), dim=2)
+    journal.gates[replay.rows, :num_drafts] = own_gates[:, 1:]
     conv.index_copy_(0, decodes.state_slots, _add_to_rings(rings, inputs, starts))
     return torch.stack(outputs, dim=1)[exist]
 
@@ -347,6 +347,7 @@ class _OneToken(NamedTuple):
     num_tokens: int = 1
     checkpoints: tuple[tuple[int, int], ...] = ()
     is_decode: bool = True
+    num_newest: int = 1
 
 
 class _Prepared(NamedTuple):

@@ -16,11 +16,12 @@ from torch import Tensor
 class Journal(NamedTuple):
     """Of one layer, by row of the row table; n is the most drafts of a step."""
 
-    # [rows, n, Hv, K] float32, of length one. Value heads that share a key have copies: a kernel
-    # writes new entries while others of its row may still read the old ones.
+    # [rows, n, Hv, K] float32. Value heads that share a key have copies: a kernel writes new
+    # entries while others of its row may still read the old ones.
     keys: Tensor
     values: Tensor  # [rows, n, Hv, V] float32
-    gates: Tensor  # [rows, n, 2, Hv] float32  the logarithm of the decay, and beta
+    # [rows, n, 3, Hv] float32  the logarithm of the decay, beta, what makes a key of length one
+    gates: Tensor
 
 
 class Replay(NamedTuple):

@@ -71,6 +71,28 @@ def norm_route(
     )
 
 
+def own_experts(
+    weights: Tensor,  # [T, k] float32
+    ids: Tensor,  # [T, k]
+    first: int,
+    count: int,
+) -> tuple[Tensor, Tensor]:  # [T, k], [T, k]
+    """For a rank that has the experts from `first` on, at least k of them: their numbers there.
+
+    Another rank's expert weighs nothing. In its place stands one that the token has not chosen,
+    because those of a token must differ: the lowest, so that all tokens read the same few.
+    """
+    k = ids.shape[1]
+    local = ids - first
+    is_own = (local >= 0) & (local < count)
+    lowest = torch.arange(min(2 * k, count), device=ids.device)
+    is_used = ((local.unsqueeze(-1) == lowest) & is_own.unsqueeze(-1)).any(1)  # [T, lowest]
+    spare = is_used.int().argsort(dim=-1, stable=True)  # those not chosen come first, in order
+    place = ((~is_own).cumsum(-1) - 1).clamp(min=0)
+    others = spare.gather(1, place)
+    return weights.where(is_own, 0.0), local.where(is_own, others.to(local.dtype))
+
+
 def sparse_mlp(
     x: Tensor,  # [T, H]  normed
     weights: Tensor,  # [T, k] float32

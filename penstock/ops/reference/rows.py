@@ -34,6 +34,10 @@ class Span(Protocol):
     @property
     def is_decode(self) -> bool: ...
 
+    @property
+    def num_newest(self) -> int:
+        """Keys that a decode sees and that this step writes, at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBlocks:

@@ -120,6 +120,7 @@ def paged_attention(
             window,
             None if gate is None else gate[tokens],
             deterministic,
+            max((span.num_newest for span in spans[rows]), default=1),
         )
     prefills.prefill_attention(
         out,

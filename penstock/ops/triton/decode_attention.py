@@ -9,8 +9,8 @@ grow.
 
 Two things are read before the kernels ahead are complete. Lengths and pages of the rows: a step's
 inputs are written before its first kernel with an early start. And all keys and values but those of
-the newest token: they are of earlier steps, or of a kernel that some plain launch has waited for
-since.
+the newest token, or of as many as a step verifies: they are of earlier steps, or of a kernel that
+some plain launch has waited for since.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def decode_attention(
     window: int,
     gate: Tensor | None,  # [R, Hq * D]
     deterministic: bool,
+    num_newest: int = 1,  # keys of each row, at most, that this step writes
 ) -> None:
     """One token of every row: one launch, or two where rows are split."""
     num_rows, num_heads, head_dim = q.shape
@@ -103,6 +104,7 @@ def decode_attention(
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         WINDOW=window,
+        NUM_NEWEST=next_power_of_2(num_newest),
         STORED=stored_as(keys),
         BLOCK_KEYS=tile["BLOCK_KEYS"],
         BLOCK_M=max(16, next_power_of_2(num_heads // num_kv_heads)),
@@ -280,6 +282,7 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    NUM_NEWEST: tl.constexpr,
     STORED: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -330,23 +333,23 @@ def _decode_kernel(
     is_seen = _see_keys(positions, context_len, end_block, WINDOW, BLOCK_KEYS)
     # Everything unseen is loaded as zero: pages hold anything where nothing was written, and 0 *
     # NaN is NaN.
-    is_older = (is_seen & (positions < context_len - 1))[:, None] & is_stored
+    is_old_key = is_seen & (positions < context_len - NUM_NEWEST)
+    is_older = is_old_key[:, None] & is_stored
     b_k = tl.load(p_keys + place + in_block, mask=is_older, other=0.0)
     b_v = tl.load(p_values + place + in_block, mask=is_older, other=0.0)
     if STORED != "plain":
         in_scales = keys * NUM_KV_HEADS
         p_here = place // STORED_DIM + in_scales
-        is_old_key = is_seen & (positions < context_len - 1)
         b_k_scales = tl.load(p_key_scales + p_here, mask=is_old_key, other=0.0)
         b_v_scales = tl.load(p_value_scales + p_here, mask=is_old_key, other=0.0)
 
     wait_for_previous(PDL)
-    # The newest token's key and value were written by the kernel just waited for.
-    is_newest = (positions == context_len - 1)[:, None] & is_stored
+    # The newest keys and values were written by the kernel just waited for.
+    is_new_key = is_seen & (positions >= context_len - NUM_NEWEST)
+    is_newest = is_new_key[:, None] & is_stored
     b_k += tl.load(p_keys + place + in_block, mask=is_newest, other=0.0)
     b_v += tl.load(p_values + place + in_block, mask=is_newest, other=0.0)
     if STORED != "plain":
-        is_new_key = positions == context_len - 1
         b_k_scales += tl.load(p_key_scales + p_here, mask=is_new_key, other=0.0)
         b_v_scales += tl.load(p_value_scales + p_here, mask=is_new_key, other=0.0)
     in_heads = (i_kv_head * GROUP + members)[:, None] * HEAD_DIM + dims[None, :]

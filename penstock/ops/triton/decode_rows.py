@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.reference.decode_rows import PlacedDrafts
 from penstock.ops.triton.launch import (
     cdiv,
     launch_options,
@@ -146,6 +147,8 @@ def accept_drafts(
     last_token: Tensor,  # [rows] int64  written
     context_len: Tensor,  # [rows] int64  written
     num_accepted: Tensor,  # [rows] int64  written: entries of the journal to replay
+    forced: Tensor | None = None,  # [rows] int64  drafts to take, right or not; below 0: compare
+    width: int = 0,  # places that `sampled` has for every row; 0: those that it samples
 ) -> Tensor:  # [R] int64  tokens that each row gains: drafts that were right, and one more
     num_new = torch.empty_like(num_tokens)
     if len(rows):
@@ -157,9 +160,11 @@ def accept_drafts(
             last_token,
             context_len,
             num_accepted,
+            forced,
             num_new,
             len(rows),
             drafts.shape[1],
+            width,
             BLOCK_ROWS=next_power_of_2(len(rows)),
             BLOCK_N=next_power_of_2(drafts.shape[1] + 1),
             num_warps=1,
@@ -180,9 +185,11 @@ def accept_drafts_kernel(
     p_last_token,  # [rows]
     p_context_len,  # [rows]
     p_num_accepted,  # [rows]
+    p_forced,  # [rows], or None
     p_num_new,  # [R]
     num_rows,
     NUM_DRAFTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -190,9 +197,12 @@ def accept_drafts_kernel(
     let_next_start(PDL)
     wait_for_previous(PDL)
     i_row = tl.program_id(0)
-    others = tl.arange(0, BLOCK_ROWS)
-    counts = tl.load(p_num_tokens + others, mask=(others < i_row) & (others < num_rows), other=0)
-    first = tl.sum(counts, axis=0)
+    if WIDTH:
+        first = i_row * WIDTH
+    else:
+        others = tl.arange(0, BLOCK_ROWS)
+        is_before = (others < i_row) & (others < num_rows)
+        first = tl.sum(tl.load(p_num_tokens + others, mask=is_before, other=0), axis=0)
     num_tokens = tl.load(p_num_tokens + i_row)
     row = tl.load(p_rows + i_row)
     place = tl.arange(0, BLOCK_N)
@@ -201,6 +211,9 @@ def accept_drafts_kernel(
     draft = tl.load(p_drafts + row * NUM_DRAFTS + place, mask=is_draft, other=0)
     # The first place whose draft is wrong, or which has none.
     num_right = tl.min(tl.where(is_draft & (said == draft), BLOCK_N, place), axis=0).to(tl.int64)
+    if p_forced is not None:
+        wanted = tl.minimum(tl.load(p_forced + row), num_tokens - 1)
+        num_right = tl.where(wanted >= 0, wanted, num_right)
     last = tl.sum(tl.where(place == num_right, said, 0), axis=0)
     is_used = num_tokens > 0
     tl.store(p_num_new + i_row, tl.where(is_used, num_right + 1, 0))
@@ -208,3 +221,152 @@ def accept_drafts_kernel(
     tl.store(p_num_accepted + row, num_right, mask=is_used)
     context_len = tl.load(p_context_len + row)
     tl.store(p_context_len + row, context_len + num_right + 1, mask=is_used)
+
+
+def place_drafts(
+    rows: Tensor,  # [R] int64  of the tables
+    num_tokens: Tensor,  # [R] int64  places that the row uses; 0: it pads the step
+    width: int,  # W
+    context_len: Tensor,  # [rows] int64  tokens of the row, its last one included
+    num_accepted: Tensor,  # [rows] int64
+    page_table: Tensor,  # [rows, P] int32
+    page_size: int,
+) -> PlacedDrafts:
+    num_rows, num_pages = len(rows), page_table.shape[1]
+    num_places = num_rows * width
+    numbers = torch.empty(4, num_places, dtype=torch.int64, device=rows.device)
+    by_place = torch.empty(3, width, num_rows, dtype=torch.int64, device=rows.device)
+    of_rows = torch.empty(2, num_rows, dtype=torch.int64, device=rows.device)
+    row_pages = torch.empty(num_places, num_pages, dtype=torch.int32, device=rows.device)
+    if num_rows:
+        place_drafts_kernel[(num_places, cdiv(num_pages, _TILE["BLOCK"]))](
+            rows,
+            num_tokens,
+            context_len,
+            num_accepted,
+            page_table,
+            numbers,
+            by_place,
+            of_rows,
+            row_pages,
+            num_rows,
+            num_pages,
+            page_size,
+            width,
+            **_TILE,
+            **launch_options(rows.device),
+        )
+    of_places, positions, kv_index, context_lens = numbers.unbind()
+    row_lens, accepted = of_rows.unbind()
+    return PlacedDrafts(
+        of_places, positions, kv_index, context_lens, row_pages, by_place, row_lens, accepted
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_pages"],
+    do_not_specialize_on_alignment=["p_rows", "p_num_tokens"],
+)
+def place_drafts_kernel(
+    p_rows,  # [R]
+    p_num_tokens,  # [R]
+    p_context_len,  # [rows]
+    p_num_accepted,  # [rows]
+    p_page_table,  # [rows, P]
+    p_numbers,  # [4, R * W]
+    p_by_place,  # [3, W, R]
+    p_of_rows,  # [2, R]
+    p_row_pages,  # [R * W, P]
+    num_rows,
+    num_pages,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    i_place = tl.program_id(0).to(tl.int64)
+    i_row, place = i_place // WIDTH, i_place % WIDTH
+    row = tl.load(p_rows + i_row)
+    context_len = tl.load(p_context_len + row)
+    num_used = tl.maximum(tl.load(p_num_tokens + i_row), 1)
+    last_page = (context_len + num_used - 2) // PAGE_SIZE
+    page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b_pages = tl.load(
+        p_page_table + row * num_pages + page,
+        mask=(page <= last_page) & (page < num_pages),
+        other=0,
+    )
+    tl.store(p_row_pages + i_place * num_pages + page, b_pages, mask=page < num_pages)
+    if tl.program_id(1) == 0:
+        is_used = place < num_used
+        position = tl.where(is_used, context_len - 1 + place, 0)
+        own_page = tl.load(p_page_table + row * num_pages + position // PAGE_SIZE).to(tl.int64)
+        kv_index = tl.where(is_used, own_page * PAGE_SIZE + position % PAGE_SIZE, 0)
+        num_places = tl.num_programs(0)
+        p_to = p_numbers + i_place
+        tl.store(p_to, row)
+        tl.store(p_to + num_places, position)
+        tl.store(p_to + 2 * num_places, kv_index)
+        tl.store(p_to + 3 * num_places, position + 1)
+        p_to = p_by_place + place * num_rows + i_row
+        tl.store(p_to, position)
+        tl.store(p_to + num_places, kv_index)
+        tl.store(p_to + 2 * num_places, position + 1)
+        if place == 0:
+            tl.store(p_of_rows + i_row, context_len + WIDTH - 1)
+            tl.store(p_of_rows + num_rows + i_row, tl.load(p_num_accepted + row))
+
+
+def draft_tokens(
+    rows: Tensor,  # [R] int64  of the tables
+    given: Tensor,  # [W - 1, R] int64  drafts of the host; below 0: the table's
+    last_token: Tensor,  # [rows] int64
+    drafts: Tensor,  # [rows, n] int64  written where the host has drafts
+) -> Tensor:  # [R * W] int64  a row's last token, and its drafts
+    num_rows, width = len(rows), 1 + len(given)
+    token_ids = torch.empty(num_rows * width, dtype=torch.int64, device=rows.device)
+    if num_rows:
+        draft_tokens_kernel[(cdiv(num_rows, _ADVANCE_TILE["BLOCK"]), width)](
+            rows,
+            given,
+            last_token,
+            drafts,
+            token_ids,
+            num_rows,
+            drafts.shape[1],
+            width,
+            **_ADVANCE_TILE,
+            **launch_options(rows.device),
+        )
+    return token_ids
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["p_rows", "p_given"])
+def draft_tokens_kernel(
+    p_rows,  # [R]
+    p_given,  # [W - 1, R]
+    p_last_token,  # [rows]
+    p_drafts,  # [rows, n]
+    p_token_ids,  # [R * W]
+    num_rows,
+    NUM_DRAFTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    i_row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(1)
+    is_row = i_row < num_rows
+    row = tl.load(p_rows + i_row, mask=is_row, other=0)
+    if place == 0:
+        token_id = tl.load(p_last_token + row, mask=is_row, other=0)
+    else:
+        p_draft = p_drafts + row * NUM_DRAFTS + place - 1
+        given = tl.load(p_given + (place - 1) * num_rows + i_row, mask=is_row, other=-1)
+        token_id = tl.where(given >= 0, given, tl.load(p_draft, mask=is_row, other=0))
+        tl.store(p_draft, given, mask=is_row & (given >= 0))
+    tl.store(p_token_ids + i_row * WIDTH + place, token_id, mask=is_row)

@@ -27,6 +27,7 @@ from penstock.ops.reference.rows import Span, TokenBlocks, decode_runs
 from penstock.ops.triton import delta_net_blocks, delta_net_drafts
 from penstock.ops.triton.activation import silu, softplus
 from penstock.ops.triton.delta_net_blocks import rounded
+from penstock.ops.triton.delta_net_sums import add_pairs, add_triples
 from penstock.ops.triton.launch import (
     launch_options,
     let_next_start,
@@ -57,15 +58,14 @@ def gated_delta_net(
     blocks: TokenBlocks,
     num_key_heads: int,
     journal: Journal | None = None,
-    replay: Replay | None = None,  # with a journal
+    replay: Replay | None = None,  # None: nothing to replay, and no drafts
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
     weights = (conv_weight, a_log, dt_bias, norm_weight, eps, conv, recurrent)
     out = mixed.new_empty(len(mixed), a_log.shape[0] * norm_weight.shape[0])
     for rows, tokens in decode_runs(spans):
-        if journal is not None:
-            assert replay is not None
+        if journal is not None and replay is not None:
             delta_net_drafts.decode_with_drafts(
                 out,
                 mixed,
@@ -77,7 +77,7 @@ def gated_delta_net(
                 num_key_heads,
                 journal,
                 replay.part(rows),
-                _rule(recurrent.shape[2], recurrent.shape[3]),
+                _choose_tile(recurrent, rows.stop - rows.start, deterministic),
             )
             continue
         places = (context_lens[rows], state_slots[rows], initial_slots[rows])
@@ -116,10 +116,7 @@ def _decode(
 ) -> None:
     """One token of every row, in one launch."""
     num_rows, (_, num_value_heads, key_dim, value_dim) = len(mixed), recurrent.shape
-    shape = (num_value_heads, key_dim, value_dim)
-    # Another number of warps sums in another order: it may not depend on what else is in the step.
-    tile_rows = 1 if deterministic else num_rows
-    tile = choose("gated_delta_net", shape, tile_rows, _rule(key_dim, value_dim), mixed.device)
+    tile = _choose_tile(recurrent, num_rows, deterministic)
     _decode_kernel[num_value_heads, num_rows](
         mixed,
         conv_weight,
@@ -148,6 +145,15 @@ def _decode(
         **tile,
         **launch_options(mixed.device),
     )
+
+
+def _choose_tile(recurrent: Tensor, num_rows: int, deterministic: bool) -> Tile:
+    """Another number of warps sums in another order: in deterministic mode it may not depend on
+    what else is in the step."""
+    _, num_value_heads, key_dim, value_dim = recurrent.shape
+    shape, tile_rows = (num_value_heads, key_dim, value_dim), 1 if deterministic else num_rows
+    rule = _rule(key_dim, value_dim)
+    return choose("gated_delta_net", shape, tile_rows, rule, recurrent.device)
 
 
 def _rule(key_dim: int, value_dim: int) -> Tile:
@@ -273,9 +279,9 @@ def _decode_kernel(
     s_key = tl.reshape(b_k, (LANES_K, GROUPS_K))[:, None, :, None]
     # One look at the old state gives all that is read: with S' = decay S + k c, q S' = decay q S +
     # (q k) c. Lengths are taken meanwhile and divided out after, so that no sum waits for another.
-    q_part, k_part = tl.reduce((s_q * b_state, s_key * b_state), 2, _add_pairs)
-    q_held, k_held = tl.reduce((q_part, k_part), 0, _add_pairs)
-    q_square, k_square, q_k = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, _add_triples)
+    q_part, k_part = tl.reduce((s_q * b_state, s_key * b_state), 2, add_pairs)
+    q_held, k_held = tl.reduce((q_part, k_part), 0, add_pairs)
+    q_square, k_square, q_k = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, add_triples)
     q_scale = tl.rsqrt(q_square + L2_EPS) * KEY_DIM**-0.5
     k_scale = tl.rsqrt(k_square + L2_EPS)
 
@@ -349,13 +355,3 @@ def _copy_past(
     is_past = mask & (i_entry < RING) & (age > 0) & (age <= position)
     offsets = i_entry * NUM_CHANNELS + channels
     tl.store(p_ring + offsets, tl.load(p_old_ring + offsets, mask=is_past), mask=is_past)
-
-
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _add_triples(a, b, c, d, e, f):
-    return a + d, b + e, c + f

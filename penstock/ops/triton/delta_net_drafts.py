@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
 """Decodes of a mixer that has a journal: a token, drafts behind it, and earlier drafts to replay.
 
-As in `delta_net`, a program is one value head of one row with its whole state in registers, and in
-the same layout. It reads the state once, replays the entries of the drafts that were right, and
-writes the state once, behind the row's own token; drafts go on from there in registers, and only
-their entries are written. A state is rounded to the dtype of its slot after every token, as a step
-of that token alone would do.
+As in `delta_net`, a program is one value head of one row with its whole state in registers, in the
+same layout and with the same sums in the same order. It reads the state once, replays the entries
+of the drafts that were right, and writes the state once, behind the row's own token; drafts go on
+from there in registers, and only their entries are written. A state is rounded to the dtype of its
+slot after every token, as a step of that token alone would do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.triton.activation import silu, softplus
 from penstock.ops.triton.delta_net_blocks import rounded
+from penstock.ops.triton.delta_net_sums import add_pairs, add_triples
 from penstock.ops.triton.launch import (
     launch_options,
     let_next_start,
@@ -26,6 +27,7 @@ from penstock.ops.triton.launch import (
 from penstock.ops.triton.tuning import Tile
 
 L2_EPS = tl.constexpr(1e-6)
+NUM_GATES = tl.constexpr(3)
 
 
 def decode_with_drafts(
@@ -108,7 +110,7 @@ def drafts_kernel(
     initial_slots,
     keys,  # [rows, n, Hv, K]
     values,  # [rows, n, Hv, V]
-    gates,  # [rows, n, 2, Hv]
+    gates,  # [rows, n, 3, Hv]
     rows,
     num_accepted,
     keep_at,
@@ -138,8 +140,6 @@ def drafts_kernel(
     HEADS_A_KEY: tl.constexpr = NUM_VALUE_HEADS // NUM_KEY_HEADS
     i_head = tl.program_id(0)
     i_row = tl.program_id(1).to(tl.int64)
-    i_key_head = i_head // HEADS_A_KEY
-    writes_key = i_head % HEADS_A_KEY == 0  # value heads of one key head share its channels
     first = tl.load(query_start + i_row).to(tl.int64)
     num_tokens = tl.load(query_start + i_row + 1).to(tl.int64) - first
     start = tl.load(context_lens + i_row).to(tl.int64) - num_tokens
@@ -153,18 +153,22 @@ def drafts_kernel(
     first_entry = tl.load(rows + i_row).to(tl.int64) * NUM_ENTRIES
     p_keys = keys + first_entry * ALL_KEYS + i_head * KEY_DIM
     p_values = values + first_entry * VALUE_SIZE + i_head * VALUE_DIM
-    p_gates = gates + first_entry * (2 * NUM_VALUE_HEADS) + i_head
+    p_gates = gates + first_entry * (NUM_GATES * NUM_VALUE_HEADS) + i_head
 
-    # The layout of `delta_net`: a sum over the keys stays within a warp.
+    # Channels and layout of `delta_net`: query and key are one vector, a sum over the keys of the
+    # state stays within a warp.
+    i_qk, i_k, i_v = tl.arange(0, 2 * BLOCK_K), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    in_qk, in_key, in_v = i_qk % BLOCK_K < KEY_DIM, i_k < KEY_DIM, i_v < VALUE_DIM
+    qk_channels = i_qk // BLOCK_K * KEY_SIZE + i_head // HEADS_A_KEY * KEY_DIM + i_qk % BLOCK_K
+    v_channels = 2 * KEY_SIZE + i_head * VALUE_DIM + i_v
+    writes_qk = tl.where(i_head % HEADS_A_KEY == 0, in_qk, False)  # heads of a key share it
     NUM_PARTS: tl.constexpr = BLOCK_V // WARP_V
     COLUMNS: tl.constexpr = 128 // recurrent.dtype.element_ty.primitive_bitwidth
     LANES_K: tl.constexpr = min(32 * COLUMNS // WARP_V, BLOCK_K)
     GROUPS_K: tl.constexpr = BLOCK_K // LANES_K
     s_k = tl.arange(0, LANES_K)[:, None] * GROUPS_K + tl.arange(0, GROUPS_K)[None, :]
     s_v = tl.arange(0, NUM_PARTS)[:, None] * WARP_V + tl.arange(0, WARP_V)[None, :]
-    in_k, in_v = s_k < KEY_DIM, s_v < VALUE_DIM
-    owns_k = tl.where(writes_key, in_k, False)
-    in_state = in_k[:, None, :, None] & in_v[None, :, None, :]
+    in_state = (s_k < KEY_DIM)[:, None, :, None] & (s_v < VALUE_DIM)[None, :, None, :]
     state_offsets = (
         i_head * (KEY_DIM * VALUE_DIM) + s_k[:, None, :, None] * VALUE_DIM + s_v[None, :, None, :]
     )
@@ -174,8 +178,10 @@ def drafts_kernel(
         other=0.0,
         eviction_policy="evict_first",
     ).to(tl.float32)
-    qk_channels = i_key_head * KEY_DIM + s_k  # of the query; the key's are KEY_SIZE further
-    v_channels = 2 * KEY_SIZE + i_head * VALUE_DIM + s_v
+    rate = tl.load(a_log + i_head)
+    step_bias = tl.load(dt_bias + i_head)
+    b_norm = tl.load(norm_weight + i_v, mask=in_v, other=0.0)
+    b_norm = tl.reshape(b_norm, (NUM_PARTS, WARP_V))
 
     wait_for_previous(PDL)  # nothing is written before
     # A state that is passed here is kept with its ring: inputs before it are still there.
@@ -189,55 +195,59 @@ def drafts_kernel(
             )
             p_kept = conv + keep_slot * conv_stride
             for i in tl.static_range(RING):
-                kept_v = tl.load(p_old_ring + i * NUM_CHANNELS + v_channels, mask=in_v)
-                tl.store(p_kept + i * NUM_CHANNELS + v_channels, kept_v, mask=in_v)
-                for part in tl.static_range(2):
-                    channels = i * NUM_CHANNELS + part * KEY_SIZE + qk_channels
-                    kept = tl.load(p_old_ring + channels, mask=owns_k)
-                    tl.store(p_kept + channels, kept, mask=owns_k)
+                p_from, p_to = p_old_ring + i * NUM_CHANNELS, p_kept + i * NUM_CHANNELS
+                _copy(p_from, p_to, qk_channels, writes_qk)
+                _copy(p_from, p_to, v_channels, in_v)
         if entry < num_right:
-            b_k = tl.load(p_keys + entry * ALL_KEYS + s_k, mask=in_k, other=0.0)
-            b_v = tl.load(p_values + entry * VALUE_SIZE + s_v, mask=in_v, other=0.0)
-            p_gate = p_gates + entry * (2 * NUM_VALUE_HEADS)
+            b_k = tl.load(p_keys + entry * ALL_KEYS + i_k, mask=in_key, other=0.0)
+            b_v = tl.load(p_values + entry * VALUE_SIZE + i_v, mask=in_v, other=0.0)
+            p_gate = p_gates + entry * (NUM_GATES * NUM_VALUE_HEADS)
             decay = tl.exp(tl.load(p_gate))
             beta = tl.load(p_gate + NUM_VALUE_HEADS)
-            b_state = _add_token(b_state, b_k, b_v, decay, beta)
+            k_scale = tl.load(p_gate + 2 * NUM_VALUE_HEADS)
+            s_key = tl.reshape(b_k, (LANES_K, GROUPS_K))[:, None, :, None]
+            b_v = tl.reshape(b_v, (NUM_PARTS, WARP_V))
+            k_held = tl.sum(tl.sum(s_key * b_state, axis=2), axis=0)
+            correction = beta * (b_v - decay * k_scale * k_held)
+            b_state = decay * b_state + (k_scale * s_key) * correction[None, :, None, :]
             b_state = rounded(b_state, recurrent.dtype.element_ty).to(tl.float32)
 
-    rate = tl.load(a_log + i_head)
-    step_bias = tl.load(dt_bias + i_head)
-    b_norm = tl.load(norm_weight + s_v, mask=in_v, other=0.0)
     p_row = mixed + first * mixed_stride
     for token in range(num_tokens):
-        b_q = _convolve(
-            p_row, mixed_stride, p_old_ring, conv_weight, qk_channels, in_k, start, token,
+        b_qk = _convolve(
+            p_row, mixed_stride, p_old_ring, conv_weight, qk_channels, in_qk, start, token,
             conv.dtype.element_ty, NUM_CHANNELS, NUM_TAPS, RING,
-        )  # fmt: skip
-        b_k = _convolve(
-            p_row, mixed_stride, p_old_ring, conv_weight, KEY_SIZE + qk_channels, in_k, start,
-            token, conv.dtype.element_ty, NUM_CHANNELS, NUM_TAPS, RING,
         )  # fmt: skip
         b_v = _convolve(
             p_row, mixed_stride, p_old_ring, conv_weight, v_channels, in_v, start, token,
             conv.dtype.element_ty, NUM_CHANNELS, NUM_TAPS, RING,
         )  # fmt: skip
-        b_q = b_q * tl.rsqrt(tl.sum(tl.sum(b_q * b_q, axis=1), axis=0) + L2_EPS)
-        b_k = b_k * tl.rsqrt(tl.sum(tl.sum(b_k * b_k, axis=1), axis=0) + L2_EPS)
-        p_token = p_row + token * mixed_stride
-        p_own = p_token + NUM_CHANNELS + i_head
-        gate = tl.load(p_token + NUM_CHANNELS + i_head * VALUE_DIM + s_v, mask=in_v, other=0.0).to(
-            tl.float32
-        )
-        beta = tl.sigmoid(tl.load(p_own + VALUE_SIZE).to(tl.float32))
-        step = tl.load(p_own + VALUE_SIZE + NUM_VALUE_HEADS).to(tl.float32)
+        p_own = p_row + token * mixed_stride + NUM_CHANNELS
+        gate = tl.load(p_own + i_head * VALUE_DIM + i_v, mask=in_v, other=0.0).to(tl.float32)
+        beta = tl.sigmoid(tl.load(p_own + VALUE_SIZE + i_head).to(tl.float32))
+        step = tl.load(p_own + VALUE_SIZE + NUM_VALUE_HEADS + i_head).to(tl.float32)
         log_decay = -tl.exp(rate) * softplus(step + step_bias)
-        b_state = _add_token(b_state, b_k, b_v, tl.exp(log_decay), beta)
-        read = _look_up(b_state, b_q) * KEY_DIM**-0.5
+        decay = tl.exp(log_decay)
+
+        # As in `delta_net`, in the same order: one look at the old state gives all that is read.
+        b_q, b_k = tl.split(tl.permute(tl.reshape(b_qk, (2, BLOCK_K)), (1, 0)))
+        s_q = tl.reshape(b_q, (LANES_K, GROUPS_K))[:, None, :, None]
+        s_key = tl.reshape(b_k, (LANES_K, GROUPS_K))[:, None, :, None]
+        q_part, k_part = tl.reduce((s_q * b_state, s_key * b_state), 2, add_pairs)
+        q_held, k_held = tl.reduce((q_part, k_part), 0, add_pairs)
+        q_square, k_square, q_k = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, add_triples)
+        q_scale = tl.rsqrt(q_square + L2_EPS) * KEY_DIM**-0.5
+        k_scale = tl.rsqrt(k_square + L2_EPS)
+        s_value = tl.reshape(b_v, (NUM_PARTS, WARP_V))
+        correction = beta * (s_value - decay * k_scale * k_held)
+        read = q_scale * (decay * q_held + k_scale * q_k * correction)
+        b_state = decay * b_state + (k_scale * s_key) * correction[None, :, None, :]
         b_state = rounded(b_state, recurrent.dtype.element_ty).to(tl.float32)
         mean_square = tl.sum(tl.sum(read * read, axis=1), axis=0) / VALUE_DIM
         normed = read * tl.rsqrt(mean_square + eps) * b_norm
+        gate = tl.reshape(gate, (NUM_PARTS, WARP_V))
         p_out = out + (first + token) * VALUE_SIZE + i_head * VALUE_DIM + s_v
-        tl.store(p_out, (normed * silu(gate)).to(out.dtype.element_ty), mask=in_v)
+        tl.store(p_out, (normed * silu(gate)).to(out.dtype.element_ty), mask=s_v < VALUE_DIM)
         if token == 0:
             tl.store(
                 recurrent + state_slot * recurrent_stride + state_offsets,
@@ -247,48 +257,33 @@ def drafts_kernel(
             )
         else:
             entry = token - 1
-            tl.store(p_keys + entry * ALL_KEYS + s_k, b_k, mask=in_k)
-            tl.store(p_values + entry * VALUE_SIZE + s_v, b_v, mask=in_v)
-            p_gate = p_gates + entry * (2 * NUM_VALUE_HEADS)
+            tl.store(p_keys + entry * ALL_KEYS + i_k, b_k, mask=in_key)
+            tl.store(p_values + entry * VALUE_SIZE + i_v, b_v, mask=in_v)
+            p_gate = p_gates + entry * (NUM_GATES * NUM_VALUE_HEADS)
             tl.store(p_gate, log_decay)
             tl.store(p_gate + NUM_VALUE_HEADS, beta)
+            tl.store(p_gate + 2 * NUM_VALUE_HEADS, k_scale)
 
     # The ring has room for what it read and for what is written now, see the reference.
     if initial_slot != state_slot:
         for i in tl.static_range(NUM_TAPS - 1):
             position = start - 1 - i
-            p_from = p_old_ring + (position + RING) % RING * NUM_CHANNELS
-            p_to = p_ring + (position + RING) % RING * NUM_CHANNELS
+            entry_offset = (position + RING) % RING * NUM_CHANNELS
+            p_from, p_to = p_old_ring + entry_offset, p_ring + entry_offset
             exists = position >= 0
-            old_v = tl.load(p_from + v_channels, mask=tl.where(exists, in_v, False))
-            tl.store(p_to + v_channels, old_v, mask=tl.where(exists, in_v, False))
-            for part in tl.static_range(2):
-                channels = part * KEY_SIZE + qk_channels
-                mask = tl.where(exists, owns_k, False)
-                tl.store(p_to + channels, tl.load(p_from + channels, mask=mask), mask=mask)
+            _copy(p_from, p_to, qk_channels, tl.where(exists, writes_qk, False))
+            _copy(p_from, p_to, v_channels, tl.where(exists, in_v, False))
     for token in range(num_tokens):
         p_token = p_row + token * mixed_stride
         p_entry = p_ring + (start + token) % RING * NUM_CHANNELS
-        new_v = tl.load(p_token + v_channels, mask=in_v)
-        tl.store(p_entry + v_channels, new_v.to(conv.dtype.element_ty), mask=in_v)
-        for part in tl.static_range(2):
-            channels = part * KEY_SIZE + qk_channels
-            new = tl.load(p_token + channels, mask=owns_k)
-            tl.store(p_entry + channels, new.to(conv.dtype.element_ty), mask=owns_k)
+        _copy(p_token, p_entry, qk_channels, writes_qk)
+        _copy(p_token, p_entry, v_channels, in_v)
 
 
 @triton.jit
-def _add_token(b_state, b_k, b_v, decay, beta):
-    """Decays the state and replaces the value under a key."""
-    s_key = b_k[:, None, :, None]
-    b_state = decay * b_state
-    correction = beta * (b_v - _look_up(b_state, b_k))
-    return b_state + s_key * correction[None, :, None, :]
-
-
-@triton.jit
-def _look_up(b_state, b_key):
-    return tl.sum(tl.sum(b_key[:, None, :, None] * b_state, axis=2), axis=0)
+def _copy(p_from, p_to, channels, mask):
+    copied = tl.load(p_from + channels, mask=mask)
+    tl.store(p_to + channels, copied.to(p_to.dtype.element_ty), mask=mask)
 
 
 @triton.jit

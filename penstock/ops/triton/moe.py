@@ -12,12 +12,13 @@ from penstock.ops.cuda.program import is_available
 from penstock.ops.float8 import FEW_PAIRS, rounded_experts
 from penstock.ops.triton import moe_fp8_gemm, moe_gemv, moe_grouped_gemm, moe_route, moe_small_gemm
 from penstock.ops.triton.matmul import linear, swiglu_linear
+from penstock.ops.triton.moe_own import own_experts
 from penstock.ops.triton.moe_permute import list_pairs
 from penstock.ops.triton.moe_route import norm_route
 from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
-__all__ = ["candidates", "norm_route", "sparse_mlp"]
+__all__ = ["candidates", "norm_route", "own_experts", "sparse_mlp"]
 
 GEMV, SMALL_GEMM, GROUPED_GEMM = 0, 1, 2  # the "form" of a tile
 

@@ -4,6 +4,7 @@
 As `moe_grouped_gemm.py`, whose list of pairs and last sum these are too. Gate and up leave what is
 between the products in E4M3 as well, with a scale for the 128 columns that a program computes.
 Rows are in tiles, where few tokens read them faster; tokens have their columns in that order.
+On Hopper a kernel in CUDA C++ multiplies (`ops/cuda/fp8_experts.cu`), elsewhere the one below.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.cuda import fp8_experts
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 from penstock.ops.triton.activation import silu
 from penstock.ops.triton.fp8 import (
@@ -53,48 +55,69 @@ def run(
     shared_weight: Tensor | None,  # [T, 1] float32
     counters: Tensor | None,
 ) -> None:
-    is_small = shared_memory(x.device) < LARGE_MEMORY
-    gate_up_tile = SMALL_GATE_UP if is_small else GATE_UP
     gate_up, down, *shared = parts
+    shared_gate_up, shared_down = shared or (None, None)
     (num_tokens, k), (num_experts, width, inner_width) = ids.shape, down.shape
     slots = k + bool(shared)
     num_pairs = num_tokens * slots
-    order, tiles = list_pairs(ids, num_experts, slots, BLOCK_M, counters)
+    by_cuda = fp8_experts.can_multiply(parts, x)
+    multiply = fp8_experts.multiply if by_cuda else _multiply
+    height = fp8_experts.PAIRS if by_cuda else BLOCK_M
+    order, tiles = list_pairs(ids, num_experts, slots, height, counters)
     codes, scales, _ = quantize_tokens(x, for_tiles=True)
     inner = codes.new_empty(num_pairs, inner_width)
     inner_scales = scales.new_empty(inner_width // STEP, num_pairs)
     outputs = x.new_empty(num_pairs, width)
-    shared_gate_up, shared_down = shared or (gate_up, down)
-    for is_down, rows, own, source, result, tile in (
-        (False, gate_up, shared_gate_up, (codes, scales), (inner, inner_scales), gate_up_tile),
-        (True, down, shared_down, (inner, inner_scales), (outputs, inner_scales), DOWN),
-    ):
-        grid = (cdiv(rows.num_rows, tile["BLOCK_N"]), len(tiles))
-        _grouped_kernel[grid](
-            *source,
-            order,
-            tiles,
-            codes_of(rows),
-            scales_of(rows),
-            codes_of(own),
-            scales_of(own),
-            *result,
-            source[1].shape[1],
-            num_pairs,
-            IS_DOWN=is_down,
-            E=num_experts,
-            HAS_SHARED=bool(shared),
-            SLOTS=slots,
-            N=rows.num_rows,
-            K=rows.num_columns,
-            BY_BLOCK=rows.block_scales is not None,
-            STEP=STEP,
-            TILE_ROWS=TILE_ROWS,
-            BLOCK_M=BLOCK_M,
-            **tile,
-            **launch_options(x.device),
-        )
+    given, between = (codes, scales, order, tiles), (inner, inner_scales)
+    multiply(*given, gate_up, shared_gate_up, *between, slots, is_down=False)
+    given = (*between, order, tiles)
+    multiply(*given, down, shared_down, outputs, inner_scales, slots, is_down=True)
     add_pairs(out, outputs, weights, shared_weight, residual)
+
+
+def _multiply(
+    codes: Tensor,  # [T, K], or [pairs, K]
+    scales: Tensor,  # [K / 128, T], or [K / 128, pairs]
+    order: Tensor,
+    tiles: Tensor,  # [n, 4], of up to BLOCK_M pairs
+    rows: TiledRows,  # [E, N, K]
+    shared: TiledRows | None,  # [N, K]
+    result: Tensor,  # [pairs, N], or codes [pairs, N / 2] by expert
+    result_scales: Tensor,  # [N / 2 / 128, pairs]  of codes
+    slots: int,  # pairs of a token
+    *,
+    is_down: bool,
+) -> None:
+    is_small = shared_memory(codes.device) < LARGE_MEMORY
+    tile = DOWN if is_down else SMALL_GATE_UP if is_small else GATE_UP
+    own = rows if shared is None else shared
+    grid = (cdiv(rows.num_rows, tile["BLOCK_N"]), len(tiles))
+    _grouped_kernel[grid](
+        codes,
+        scales,
+        order,
+        tiles,
+        codes_of(rows),
+        scales_of(rows),
+        codes_of(own),
+        scales_of(own),
+        result,
+        result_scales,
+        scales.shape[1],
+        len(result),
+        IS_DOWN=is_down,
+        E=rows.shape[0],
+        HAS_SHARED=shared is not None,
+        SLOTS=slots,
+        N=rows.num_rows,
+        K=rows.num_columns,
+        BY_BLOCK=rows.block_scales is not None,
+        STEP=STEP,
+        TILE_ROWS=TILE_ROWS,
+        BLOCK_M=BLOCK_M,
+        **tile,
+        **launch_options(codes.device),
+    )
 
 
 @triton.jit(do_not_specialize=["source_count", "num_pairs"])

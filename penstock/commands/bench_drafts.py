@@ -1,0 +1,354 @@
+"""`penstock bench step --drafts`: decode steps that verify drafts, beside plain ones.
+
+Random weights accept no draft, so how many a step takes is drawn by the given chance of each place,
+from a seed: the same step is timed, whatever the weights are. What such steps say is checked
+before, with nothing forced: replies with the head's drafts, and with drafts that are right, must be
+those without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.commands import breakdown, draft_check
+from penstock.commands.console import print_table
+from penstock.commands.flags import read_settings
+from penstock.commands.measure import (
+    PROFILED_STEPS,
+    Decoding,
+    is_on_gpu,
+    require_room,
+    time_chain,
+    time_each,
+)
+from penstock.commands.provenance import cpu_name, gpu_name, provenance
+from penstock.commands.roofline import DraftBytes, Roofline
+from penstock.config import EngineConfig, from_mapping
+from penstock.errors import ConfigError
+from penstock.eval.results import deliver_line, prepare_output
+from penstock.models.source import find_model
+from penstock.progress import Phase, PhaseList, timed
+from penstock.types import SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.engine.logits_engine import LogitsEngine
+    from penstock.engine.runner import PendingStep
+
+COLUMNS = [
+    *("batch", "context", "drafts", "ms a step", "tokens a step", "ms a token", "times plain"),
+    *("ms a draft", "bytes / floor"),
+]
+STEP_TOKENS = 256  # of a prompt's step: few graphs of prompts are captured
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedSteps:
+    """Steps of one shape; `num_drafts` of 0 is a plain one."""
+
+    batch: int
+    context: int
+    num_drafts: int
+    seconds: tuple[float, ...]
+    tokens_a_step: float  # of a row, as expected from the acceptance
+    plain_s: float  # of a plain step of the same run
+    verify_s: float | None  # of the same step without the drafting head
+    num_bytes: DraftBytes
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def ms_a_token(self) -> float:
+        """Of each request."""
+        return self.median_s / self.tokens_a_step * 1e3
+
+    @property
+    def gain(self) -> float:
+        return self.plain_s * 1e3 / self.ms_a_token
+
+    @property
+    def ms_a_draft(self) -> float | None:
+        """What the drafting head adds to a step, for each of its drafts."""
+        if self.verify_s is None or not self.num_drafts:
+            return None
+        return (self.median_s - self.verify_s) / self.num_drafts * 1e3
+
+    def as_row(self) -> list[str]:
+        head = "" if self.ms_a_draft is None else f"{self.ms_a_draft:.3f}"
+        return [
+            str(self.batch),
+            f"{self.context:,}",
+            str(self.num_drafts),
+            f"{self.median_s * 1e3:.3f}",
+            f"{self.tokens_a_step:.2f}",
+            f"{self.ms_a_token:.3f}",
+            f"{self.gain:.2f}",
+            head,
+            f"{self.num_bytes.read / self.num_bytes.floor:.3f}",
+        ]
+
+    def as_dict(self, model: str, scheme: str, acceptance: List[float]) -> dict[str, Any]:
+        return {
+            "model": model,
+            "scheme": scheme,
+            "batch": self.batch,
+            "ms_per_token": round(self.ms_a_token, 4),
+            "acceptance": list(acceptance[: self.num_drafts]),
+            "context": self.context,
+            "drafts": self.num_drafts,
+            "ms_per_step": round(self.median_s * 1e3, 4),
+            "ms_min": round(min(self.seconds) * 1e3, 4),
+            "repeats": len(self.seconds),
+            "tokens_per_step": round(self.tokens_a_step, 4),
+            "plain_ms": round(self.plain_s * 1e3, 4),
+            "times_plain": round(self.gain, 4),
+            "verify_ms": None if self.verify_s is None else round(self.verify_s * 1e3, 4),
+            "ms_per_draft": None if self.ms_a_draft is None else round(self.ms_a_draft, 4),
+            "bytes_read": self.num_bytes.read,
+            "bytes_floor": self.num_bytes.floor,
+            "bytes_of_floor": round(self.num_bytes.read / self.num_bytes.floor, 4),
+        }
+
+
+def run(arguments: argparse.Namespace) -> int:
+    prepare_output(arguments.json, "--json")
+    _check(arguments)
+    config = _config(arguments)
+    source = find_model(config.model)
+    with PhaseList() as phases:
+        with timed("libraries", phases):
+            from penstock.engine.device import select_device
+            from penstock.engine.device_cache import find_kv_dtype
+            from penstock.engine.engine import Engine
+            from penstock.engine.logits_engine import LogitsEngine
+        select_device(config.device)
+        engine = LogitsEngine(Engine.from_source(source, config, phases))
+        require_room(engine, max(arguments.batch), config.max_model_len or 0)
+        with timed("check", phases) as report:
+            checked = draft_check.check_replies(engine)
+            report(Phase("check", "\n".join(map(str, checked))))
+    model = engine.engine.runner.model
+    roofline = Roofline.of(
+        model,
+        source.config,
+        model.dtype.itemsize,  # type: ignore[attr-defined]
+        config.state_bytes,
+        find_kv_dtype(config.kv_dtype, model.dtype).itemsize,  # type: ignore[attr-defined]
+    )
+    bench = DraftBench(engine, roofline, arguments)
+    measured = []
+    for context in arguments.context:
+        for batch in arguments.batch:
+            measured += bench.shape(batch, context)
+    device = gpu_name() or cpu_name()
+    scheme = _scheme(config, engine.engine.info.dtype)
+    print_table(COLUMNS, [one.as_row() for one in measured], f"{source.name}, {scheme}, {device}")
+    rows = [one.as_dict(source.name, scheme, arguments.acceptance) for one in measured]
+    line: dict[str, Any] = {
+        "bench": "drafts",
+        **provenance(),
+        "gpu": gpu_name(),
+        "draft_vocabulary": config.draft_vocabulary,
+        "random_weights": config.random_weights,
+        "deterministic": config.deterministic,
+        "kv_dtype": engine.engine.info.kv_dtype,
+        "state_dtype": config.state_dtype,
+        "check": draft_check.as_dict(checked),
+        "rows": rows,
+    }
+    if bench.breakdowns:
+        line["breakdowns"] = bench.breakdowns
+    deliver_line(json.dumps(line), arguments.json, "--json")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if min(arguments.drafts) < 1:
+        raise ConfigError(f"--drafts is {min(arguments.drafts)}", "It must be 1 or more.")
+    if max(arguments.drafts) > len(arguments.acceptance):
+        raise ConfigError(
+            f"--drafts is {max(arguments.drafts)} and --acceptance has "
+            f"{len(arguments.acceptance)} chances",
+            "Every place of a draft needs one.",
+            "Use --acceptance 0.85,0.75,0.65 for three drafts.",
+        )
+    if not all(0 <= chance <= 1 for chance in arguments.acceptance):
+        raise ConfigError(f"--acceptance is {arguments.acceptance}", "Chances are between 0 and 1.")
+
+
+def _config(arguments: argparse.Namespace) -> EngineConfig:
+    """The timed shapes decide how much memory the engine needs."""
+    settings = read_settings(EngineConfig, arguments)
+    settings.setdefault("max_step_tokens", STEP_TOKENS)
+    num_steps = max(arguments.warmup + arguments.repeats, PROFILED_STEPS) + 2
+    longest = max(arguments.context) + num_steps * (1 + max(arguments.drafts))
+    settings["max_rows"] = max(*arguments.batch, draft_check.NUM_ROWS)
+    checked = draft_check.PROMPT_TOKENS + draft_check.NUM_TOKENS + 16
+    settings["max_model_len"] = max(longest, checked)
+    settings["prefix_cache"] = False
+    settings["speculate"] = f"mtp:{max(arguments.drafts)}"
+    config: EngineConfig = from_mapping(EngineConfig, settings)
+    return config
+
+
+def _scheme(config: EngineConfig, dtype: str) -> str:
+    if config.quantization not in ("", "none", "auto", None):
+        return str(config.quantization)
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
+
+
+def expected_tokens(acceptance: List[float], num_drafts: int) -> float:
+    """Of a row in a step: a draft counts if all before it are right."""
+    return 1 + sum(math.prod(acceptance[: place + 1]) for place in range(num_drafts))
+
+
+def draw_accepted(acceptance: List[float], num_drafts: int, count: int, seed: int) -> list[int]:
+    """How many drafts so many steps of a row take."""
+    generator = random.Random(seed)
+    drawn = []
+    for _ in range(count):
+        right = 0
+        while right < num_drafts and generator.random() < acceptance[right]:
+            right += 1
+        drawn.append(right)
+    return drawn
+
+
+class DraftBench:
+    def __init__(
+        self, engine: LogitsEngine, roofline: Roofline, arguments: argparse.Namespace
+    ) -> None:
+        self.engine, self.roofline = engine, roofline
+        self.warmup, self.repeats = arguments.warmup, arguments.repeats
+        self.drafts, self.acceptance = sorted(set(arguments.drafts)), arguments.acceptance
+        self.breaks_down = arguments.breakdown and is_on_gpu(engine)
+        self.breakdowns: list[dict[str, Any]] = []
+
+    def shape(self, batch: int, context: int) -> list[DraftedSteps]:
+        """Plain steps, and those with each number of drafts that has a graph."""
+        measured: list[DraftedSteps] = []
+        limit = self.engine.engine.policy.speculator.most_drafts
+        for num_drafts in (0, *self.drafts):
+            if num_drafts > (num_drafts if limit is None else limit(batch)):
+                continue
+            name = f"{batch} x {context:,}, {num_drafts} drafts"
+            with PhaseList() as phases, timed(name, phases) as report:
+                plain_s = measured[0].median_s if measured else None
+                one = self._steps(batch, context, num_drafts, plain_s)
+                measured.append(one)
+                words = f"{one.median_s * 1e3:.3f} ms a step, {one.ms_a_token:.3f} ms a token"
+                report(Phase(name, words))
+            if self.breaks_down:
+                self._break_down(name, batch, context, num_drafts)
+        return measured
+
+    def _break_down(self, name: str, batch: int, context: int, num_drafts: int) -> None:
+        decoding, step = self._decoding(batch, context, num_drafts, PROFILED_STEPS)
+        found = breakdown.break_down(step, PROFILED_STEPS)
+        decoding.release()
+        title = f"{name}: {found.step_us:.0f} us, busy {found.busy:.1%}"
+        print_table(breakdown.COLUMNS, found.as_rows(), title)
+        shape = {"batch": batch, "context": context, "drafts": num_drafts}
+        self.breakdowns.append({**shape, **found.as_dict()})
+
+    def _decoding(
+        self, batch: int, context: int, num_drafts: int, num_steps: int
+    ) -> tuple[Decoding, Callable[[], PendingStep]]:
+        """Rows in the middle of their replies, and what launches a step of them."""
+        inner = self.engine.engine
+        decoding = Decoding(inner, batch, context, num_steps * (1 + num_drafts), SamplingParams())
+        take = self._taker(batch, num_drafts, num_steps)
+
+        def step() -> PendingStep:
+            take()
+            return decoding.step(1 + num_drafts)
+
+        return decoding, step
+
+    def _steps(
+        self, batch: int, context: int, num_drafts: int, plain_s: float | None
+    ) -> DraftedSteps:
+        inner, num_steps = self.engine.engine, self.warmup + self.repeats
+        decoding, step = self._decoding(batch, context, num_drafts, num_steps)
+        seconds = self._time(step)
+        decoding.release()
+        verify_s = None
+        if num_drafts and is_on_gpu(self.engine):
+            verify_s = self._time_without_head(batch, context, num_drafts)
+        tokens = expected_tokens(self.acceptance, num_drafts)
+        middle = context + int(tokens * (self.warmup + self.repeats // 2))
+        vocabulary = getattr(inner.runner.drafter, "vocabulary", None)
+        num_bytes = self.roofline.draft_bytes(
+            batch, middle, num_drafts, tokens - 1, 0 if vocabulary is None else vocabulary.num_bytes
+        )
+        inner.runner.rows.forced.fill_(-1)
+        own_s = statistics.median(seconds)
+        return DraftedSteps(
+            batch,
+            context,
+            num_drafts,
+            seconds,
+            tokens,
+            own_s if plain_s is None else plain_s,
+            verify_s,
+            num_bytes,
+        )
+
+    def _taker(self, batch: int, num_drafts: int, num_steps: int) -> Callable[[], None]:
+        """What sets how many drafts each row takes in the next step."""
+        table = self.engine.engine.runner.rows
+        drawn = [
+            draw_accepted(self.acceptance, num_drafts, num_steps, seed) for seed in range(batch)
+        ]
+        steps = iter(table.upload(drawn).t().contiguous())
+
+        def take() -> None:
+            if num_drafts:
+                table.forced[:batch].copy_(next(steps))
+
+        return take
+
+    def _time(self, step: Callable[[], PendingStep]) -> tuple[float, ...]:
+        for _ in range(self.warmup):
+            step().wait()
+        if is_on_gpu(self.engine):
+            return time_chain(step, self.repeats)
+        return time_each(self.engine, lambda: step().wait(), 0, self.repeats)
+
+    def _time_without_head(self, batch: int, context: int, num_drafts: int) -> float:
+        """The same steps, captured without the drafting head: drafts stay those of the table."""
+        import torch
+
+        from penstock.engine.draft_step import DraftStep
+        from penstock.engine.graph_sizes import DraftSize
+        from penstock.engine.graphs import capture
+
+        inner, num_steps = self.engine.engine, self.warmup + self.repeats + 1
+        runner = inner.runner
+        decoding = Decoding(inner, batch, context, num_steps * (1 + num_drafts), SamplingParams())
+        take = self._taker(batch, num_drafts, num_steps)
+        with torch.inference_mode():
+            given = (runner.model, runner.caches, runner.rows, None)
+            step = DraftStep(*given, DraftSize(batch, num_drafts), runner.deterministic)
+
+            def launch(run: Callable[[], object]) -> None:
+                take()
+                step.load(decoding.rows(1 + num_drafts))
+                run()
+
+            launch(lambda: step.run("greedy"))  # of a size that no graph has, kernels may be new
+            graph, _ = capture(lambda: step.run("greedy"), torch.cuda.graph_pool_handle())
+            for _ in range(self.warmup):
+                launch(graph.replay)
+            seconds = time_chain(lambda: launch(graph.replay), self.repeats)
+        decoding.release()
+        return statistics.median(seconds)

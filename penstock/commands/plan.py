@@ -1,0 +1,269 @@
+"""`penstock plan`: how a load would run on so many GPUs, which layout is best, and how many are
+needed.
+
+Simulates real routers and schedulers (`penstock/planning`); step times come from what was measured
+on one H200, and collectives from a stated cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.commands.console import print_table
+from penstock.commands.flags import add_flags, add_model_argument, read_settings
+from penstock.commands.layouts import GPUS, read_gpus
+from penstock.commands.provenance import provenance
+from penstock.config import EngineConfig, from_mapping, setting
+from penstock.errors import ConfigError
+from penstock.eval.results import (
+    deliver_line,
+    prepare_output,
+    require_above_zero,
+    require_at_least,
+)
+from penstock.eval.traces import Arrival, poisson_arrivals, read_trace
+from penstock.models.source import find_model
+from penstock.progress import Phase, PhaseList, timed
+
+if TYPE_CHECKING:
+    from penstock.planning.fleet import Layout
+    from penstock.planning.outcome import Outcome, Slo
+
+DESCRIPTION = "Simulate a load on a fleet: goodput, latencies, the best layout, the GPUs it needs."
+USAGE = "penstock plan [MODEL] --gpus 8xH200 (--trace FILE | --rate R) [flags]"
+EXAMPLES = [
+    "penstock plan Qwen3.5-35B-A3B --gpus 8xH200 --rate 40 --input-len 1k --output-len 256 "
+    "--slo ttft=500ms,itl=30ms",
+    "penstock plan Qwen3.5-397B-A17B --gpus 64xH200 --trace conversations.csv --speedup 10 "
+    "--plot plan.png",
+    "penstock plan Qwen3.5-35B-A3B --gpus 1000xH200 --tp 1 --trace hour.csv --repeat 24 "
+    "--speedup 100",
+]
+ENGINE_FLAGS = (
+    "model",
+    "tp",
+    "dtype",
+    "kv_dtype",
+    "state_dtype",
+    "quantization",
+    "max_model_len",
+    "max_rows",
+    "max_step_tokens",
+    "mixed_step_tokens",
+    "bulk_share",
+    "page_size",
+)
+MOST_GPUS = 16384  # that a search for the fewest tries
+COLUMNS = [
+    "engines x tp",
+    "goodput req/s",
+    "tok/s",
+    "kept",
+    "ttft p50",
+    "p99 ms",
+    "itl p50",
+    "p99 ms",
+    "busy",
+    "GPUs needed",
+    "step times",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """The load, and what it must keep."""
+
+    gpus: str = setting("8xH200", f"the fleet: a number and one of {', '.join(GPUS)}")
+    trace: str | None = setting(None, "arrivals: Azure's CSV or Mooncake's JSON lines")
+    speedup: float = setting(1.0, "factor by which the trace's clock runs faster")
+    repeat: int = setting(1, "how often to play the trace, one pass after the other")
+    limit: int | None = setting(None, "requests of the trace (default: all)")
+    rate: float | None = setting(None, "requests per second at random times, instead of a trace")
+    requests: int = setting(1000, "how many of them")
+    input_len: int = setting(1024, "tokens of their prompts")
+    output_len: int = setting(256, "tokens of their replies")
+    slo: str = setting(
+        "ttft=500ms,itl=30ms",
+        "what a reply must keep to count: its first token, and its mean time between tokens",
+    )
+    seed: int = setting(0, "seed of random times, and of the choice of machines")
+    results: str | None = setting(None, "folder of measured tables (default: the checkout's)")
+    plot: str | None = setting(None, "draw the distributions into this file (matplotlib)")
+
+    def __post_init__(self) -> None:
+        require_above_zero(speedup=self.speedup, rate=self.rate)
+        for name in ("repeat", "limit", "requests", "input_len", "output_len"):
+            require_at_least(1, **{name: getattr(self, name)})
+        if (self.trace is None) == (self.rate is None):
+            raise ConfigError(
+                "A plan needs --trace or --rate"
+                if self.trace is None
+                else "--trace and --rate are both given",
+                "The load is either recorded or random.",
+                "Give one of them.",
+            )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    add_flags(parser, PlanSettings, title="the load")
+    add_flags(parser, EngineConfig, title="each engine", only=ENGINE_FLAGS)
+    parser.add_argument("--json", metavar="FILE", help="write the JSON object to this file too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    settings: PlanSettings = from_mapping(PlanSettings, read_settings(PlanSettings, arguments))
+    given = read_settings(EngineConfig, arguments)
+    count, gpu_name = read_gpus(settings.gpus)
+    prepare_output(settings.plot, "--plot")
+    prepare_output(arguments.json, "--json")
+    arrivals = read_load(settings)
+    has_prefixes = any(arrival.block_ids for arrival in arrivals)
+    only_tp = given.get("tp")
+    config = from_mapping(EngineConfig, {**given, "tp": 1, "prefix_cache": has_prefixes})
+    with PhaseList() as phases:
+        with timed("libraries", phases):
+            from penstock.planning.fleet import simulate_fleet
+            from penstock.planning.layouts import Unfit, possible_layouts
+            from penstock.planning.outcome import Slo
+            from penstock.planning.step_times import RESULTS, Tables
+        slo = Slo.parse(settings.slo)
+        folder = RESULTS if settings.results is None else Path(settings.results).expanduser()
+        source = find_model(config.model)
+        layouts = possible_layouts(source, config, count, gpu_name, Tables.read(folder), only_tp)
+        rows, outcomes = [], {}
+        for layout in layouts:
+            name = f"{count // layout.tp} x {layout.tp}"
+            if isinstance(layout, Unfit):
+                rows.append({"tp": layout.tp, "engines": count // layout.tp, "why_not": layout.why})
+                continue
+            with timed(name, phases) as report:
+                started = time.monotonic()
+                num_engines = count // layout.tp
+                outcome = simulate_fleet(layout, num_engines, arrivals, slo, settings.seed)
+                outcomes[name] = outcome
+                rows.append(_row(layout, num_engines, outcome, arrivals, slo, settings.seed))
+                rows[-1]["simulated_in_s"] = round(time.monotonic() - started, 2)
+                report(Phase(name, f"{outcome.num_steps:,} steps"))
+    best = choose(rows)
+    _print(rows, best, slo, f"{source.name} on {count} x {gpu_name}", arrivals)
+    report_ = {
+        "plan": source.name,
+        **provenance(),
+        **dataclasses.asdict(settings),
+        "quantization": config.quantization,
+        "requests_of_load": len(arrivals),
+        "rows": rows,
+        "best_tp": best,
+    }
+    if settings.plot:
+        from penstock.planning.picture import draw
+
+        draw(Path(settings.plot).expanduser(), f"{source.name}, {settings.gpus}", outcomes, slo)
+    deliver_line(json.dumps(report_), arguments.json, "--json")
+    return 0
+
+
+def read_load(settings: PlanSettings) -> list[Arrival]:
+    if settings.trace is None:
+        assert settings.rate is not None
+        return poisson_arrivals(
+            settings.requests,
+            settings.rate,
+            settings.input_len,
+            settings.output_len,
+            settings.seed,
+        )
+    from penstock.planning.fleet import repeated
+
+    path = Path(settings.trace).expanduser()
+    trace = read_trace(path, speedup=settings.speedup, limit=settings.limit)
+    return repeated(trace, settings.repeat)
+
+
+def _row(
+    layout: Layout,
+    num_engines: int,
+    outcome: Outcome,
+    arrivals: list[Arrival],
+    slo: Slo,
+    seed: int,
+) -> dict[str, Any]:
+    from penstock.planning.fleet import fewest_engines
+
+    needed = fewest_engines(layout, arrivals, slo, MOST_GPUS // layout.tp, seed)
+    times = layout.times
+    return {
+        "tp": layout.tp,
+        "engines": num_engines,
+        **outcome.as_dict(num_engines),
+        "gpus_needed": None if needed is None else needed * layout.tp,
+        "step_times": times.source,
+        "all_reduce_us": round(1e6 * times.all_reduce_s, 1) if layout.tp > 1 else None,
+        "step_ms_of_1": round(1e3 * times.decodes_s(1, 1024), 4),
+        "step_ms_of_64": round(1e3 * times.decodes_s(64, 64 * 1024), 4),
+    }
+
+
+def choose(rows: list[dict[str, Any]]) -> int | None:
+    """The tp of the best layout: where most replies keep the limits; of equal ones the one that
+    would need the fewest GPUs, then the one whose first tokens come soonest. None: none fits."""
+    fitting = [row for row in rows if "why_not" not in row]
+
+    def rank(row: dict[str, Any]) -> tuple[float, float, float]:
+        needed = row["gpus_needed"] or float("inf")
+        return -round(row["attainment"], 3), needed, row["ttft_ms"]["p99"]
+
+    return min(fitting, key=rank)["tp"] if fitting else None
+
+
+def _print(
+    rows: list[dict[str, Any]],
+    best: int | None,
+    slo: Slo,
+    title: str,
+    arrivals: list[Arrival],
+) -> None:
+    num_output = sum(one.output_len for one in arrivals)
+    num_input = sum(one.input_len for one in arrivals)
+    span_s = max(arrivals[-1].at_s, 1e-9)
+    print(
+        f"{len(arrivals):,} requests in {span_s:,.0f} s; on average, prompts of "
+        f"{num_input / len(arrivals):,.0f} tokens and replies of {num_output / len(arrivals):,.0f}"
+    )
+    print(f"A reply counts if it keeps: {slo.in_words()}")
+    cells = []
+    for row in rows:
+        name = f"{row['engines']} x {row['tp']}"
+        if "why_not" in row:
+            cells.append([name, row["why_not"], *[""] * (len(COLUMNS) - 2)])
+            continue
+        ttft, itl, needed = row["ttft_ms"], row["itl_ms"], row["gpus_needed"]
+        cells.append(
+            [
+                name,
+                f"{row['goodput_requests_s']:,.1f}",
+                f"{row['goodput_tok_s']:,.0f}",
+                f"{row['attainment']:.1%}",
+                f"{ttft['p50']:,.0f}",
+                f"{ttft['p99']:,.0f}",
+                f"{itl.get('p50', 0):.1f}",
+                f"{itl.get('p99', 0):.1f}",
+                f"{row['busy']:.0%}",
+                "more than tried" if needed is None else f"{needed:,}",
+                row["step_times"],
+            ]
+        )
+    print_table(COLUMNS, cells, title)
+    if best is None:
+        print("No layout fits these GPUs.")
+        return
+    needed = next(row["gpus_needed"] for row in rows if row["tp"] == best)
+    words = f"{needed:,} GPUs keep" if needed is not None else "no number of GPUs tried keeps"
+    print(f"Best: --tp {best}. With it, {words} the limits for 99 % of the requests.")

@@ -1,0 +1,102 @@
+"""Products of the chosen experts of many tokens, both sides in E4M3, on Hopper.
+
+`fp8_experts.cu` explains the kernel. This file holds the products it can take and its launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.ops.cuda.program import is_available, num_processors, program
+from penstock.ops.tiles import STEP, TiledRows
+
+PAIRS, ROWS = 128, 256  # of a piece of work
+NUM_THREADS = 384
+STAGES = 4  # of what a multiprocessor's shared memory holds, each 49 KiB: codes and scales
+SHARED_BYTES = STAGES * ((PAIRS + ROWS) * STEP + 1024) + 1024  # from a multiple of 1,024 on
+CAPABILITY = (9, 0)  # no other has these instructions
+DTYPES = (torch.bfloat16, torch.float16)
+SOURCE = Path(__file__).with_name("fp8_experts.cu")
+
+
+class _Given(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("source", "source_scales", "order", "tiles")),
+        *((name, c_void_p) for name in ("experts", "expert_scales", "shared", "shared_scales")),
+        *((name, c_void_p) for name in ("result", "result_scales")),
+        *((name, c_int) for name in ("source_count", "num_pairs", "num_tiles")),
+    )
+
+
+def can_multiply(parts: Sequence[TiledRows], x: Tensor) -> bool:
+    """Gate and up, down, and those of a shared expert of the same size, if there is one."""
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device) == CAPABILITY
+        and x.dtype in DTYPES
+        and all(part.block_scales is not None and not part.is_row_major for part in parts)
+        and all(part.num_rows % ROWS == 0 and part.num_columns % STEP == 0 for part in parts)
+        and all(part.shape[-2:] == own.shape[-2:] for part, own in zip(parts, parts[2:]))
+        and is_available(x.device)
+    )
+
+
+def multiply(
+    codes: Tensor,  # [T, K], or [pairs, K]
+    scales: Tensor,  # [K / 128, T], or [K / 128, pairs]
+    order: Tensor,
+    tiles: Tensor,  # [n, 4], of up to PAIRS pairs
+    rows: TiledRows,  # [E, N, K]
+    shared: TiledRows | None,  # [N, K]
+    result: Tensor,  # [pairs, N], or codes [pairs, N / 2] by expert
+    result_scales: Tensor,  # [N / 2 / 128, pairs]  of codes
+    slots: int,  # pairs of a token
+    *,
+    is_down: bool,
+) -> None:
+    own = rows if shared is None else shared
+    assert rows.block_scales is not None
+    assert own.block_scales is not None
+    num_experts, N, K = rows.shape
+    constants = kernel_constants(
+        N, K, num_experts, slots, result.dtype, is_down=is_down, has_shared=shared is not None
+    )
+    sources = (codes, scales, order, tiles, rows.codes, rows.block_scales)
+    pointers = (*sources, own.codes, own.block_scales, result, result_scales)
+    counts = (scales.shape[1], len(result), len(tiles))
+    device = codes.device
+    kernel = (SOURCE, "fp8_experts", tuple(constants.items()), device, SHARED_BYTES, True)
+    program(*kernel).launch(
+        num_processors(device),
+        NUM_THREADS,
+        torch._C._cuda_getCurrentRawStream(device.index or 0),
+        _Given(*(tensor.data_ptr() for tensor in pointers), *counts),
+    )
+
+
+def kernel_constants(
+    N: int,
+    K: int,
+    num_experts: int,
+    slots: int,
+    dtype: torch.dtype,
+    *,
+    is_down: bool,
+    has_shared: bool,
+) -> dict[str, int]:
+    return {
+        "K": K,
+        "N": N,
+        "E": num_experts,
+        "SLOTS": slots,
+        "IS_DOWN": int(is_down),
+        "HAS_SHARED": int(has_shared),
+        "STAGES": STAGES,
+        "IS_BFLOAT": int(dtype == torch.bfloat16),
+    }

@@ -1,0 +1,133 @@
+"""Many machines under one load. A machine's server routes among its own engines; between machines,
+requests are spread at random, as a Kubernetes Service does. So machines do not wait for each other,
+and are simulated one after the other, in as many processes as there are cores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from random import Random
+
+from penstock.config import EngineConfig
+from penstock.eval.traces import Arrival
+from penstock.planning.engine import EngineShape
+from penstock.planning.node import Node
+from penstock.planning.outcome import Outcome, Slo
+from penstock.planning.step_times import StepTimes
+
+NODE_GPUS = 8
+# A trial of `fewest_engines` plays at most so many requests of its busiest stretch on one machine.
+TRIAL_REQUESTS = 2000
+FEW_REQUESTS = 20_000  # processes would take longer to start than to simulate these
+ATTAINMENT = 0.99  # of all requests must keep the limits
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """An engine of `tp` GPUs, as often as a machine has room for it."""
+
+    config: EngineConfig
+    shape: EngineShape
+    times: StepTimes
+    tp: int
+
+    @property
+    def engines_per_node(self) -> int:
+        return max(1, NODE_GPUS // self.tp)
+
+
+def simulate_fleet(
+    layout: Layout, num_engines: int, arrivals: Sequence[Arrival], slo: Slo, seed: int = 0
+) -> Outcome:
+    """`arrivals` are in order of time."""
+    sizes = _node_sizes(layout, num_engines)
+    loads = split(arrivals, sizes, seed)
+    jobs = [(layout, size, load, slo) for size, load in zip(sizes, loads)]
+    total = Outcome.of((), slo)
+    num_processes = min(os.cpu_count() or 1, len(jobs))
+    if num_processes == 1 or len(arrivals) < FEW_REQUESTS:
+        for outcome in itertools.starmap(_simulate_node, jobs):
+            total.add(outcome)
+        return total
+    with ProcessPoolExecutor(num_processes) as processes:
+        for outcome in processes.map(_simulate_job, jobs):
+            total.add(outcome)
+    return total
+
+
+def _simulate_job(job: tuple[Layout, int, list[Arrival], Slo]) -> Outcome:
+    return _simulate_node(*job)
+
+
+def _simulate_node(layout: Layout, num_engines: int, load: list[Arrival], slo: Slo) -> Outcome:
+    node = Node(layout.config, layout.shape, layout.times, num_engines)
+    return Outcome.of([node.play(load)], slo)
+
+
+def _node_sizes(layout: Layout, num_engines: int) -> list[int]:
+    whole, rest = divmod(num_engines, layout.engines_per_node)
+    return [layout.engines_per_node] * whole + ([rest] if rest else [])
+
+
+def split(arrivals: Iterable[Arrival], sizes: Sequence[int], seed: int) -> list[list[Arrival]]:
+    """By machine, at random, in proportion to their engines."""
+    loads: list[list[Arrival]] = [[] for _ in sizes]
+    owners = [node for node, size in enumerate(sizes) for _ in range(size)]
+    pick = Random(f"machines-{seed}").choice
+    for arrival in arrivals:
+        loads[pick(owners)].append(arrival)
+    return loads
+
+
+def fewest_engines(
+    layout: Layout, arrivals: Sequence[Arrival], slo: Slo, most: int, seed: int = 0
+) -> int | None:
+    """How many keep the limits for nearly all requests. None: more than `most`.
+
+    A fleet of several machines is tried by one of them, with its part of the load.
+    """
+
+    def is_enough(num_engines: int) -> bool:
+        size = _node_sizes(layout, num_engines)[0]
+        share = size / num_engines
+        rng = Random(f"trial-{seed}")
+        load = [one for one in arrivals if share == 1 or rng.random() < share]
+        outcome = _simulate_node(layout, size, busiest(load, TRIAL_REQUESTS), slo)
+        return outcome.attainment >= ATTAINMENT
+
+    low, high = 0, 1
+    while not is_enough(high):
+        low, high = high, 2 * high
+        if low >= most:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+def busiest(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
+    """The stretch of so many requests that takes the least time."""
+    if len(arrivals) <= count:
+        return list(arrivals)
+    starts = range(0, len(arrivals) - count + 1, max(1, count // 8))
+    first = min(starts, key=lambda i: arrivals[i + count - 1].at_s - arrivals[i].at_s)
+    return list(arrivals[first : first + count])
+
+
+def repeated(arrivals: Sequence[Arrival], times: int) -> list[Arrival]:
+    """A trace played again and again, with its mean pause between two passes."""
+    if times == 1:
+        return list(arrivals)
+    length_s = arrivals[-1].at_s * len(arrivals) / max(1, len(arrivals) - 1)
+    return [
+        Arrival(
+            one.at_s + i * length_s, one.input_len, one.output_len, one.block_ids, one.block_tokens
+        )
+        for i in range(times)
+        for one in arrivals
+    ]

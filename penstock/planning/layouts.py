@@ -1,0 +1,151 @@
+"""The layouts that a fleet may have: for each number of ranks, an engine's sizes and step times.
+
+Builds models without memory (torch's meta device), once for each number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.commands.console import human_bytes
+from penstock.commands.layouts import GPUS
+from penstock.commands.roofline import Roofline
+from penstock.config import EngineConfig
+from penstock.engine.device_cache import find_kv_dtype
+from penstock.engine.memory import STEP_TOKENS, estimate_memory
+from penstock.errors import CapacityError, ConfigError, PenstockError
+from penstock.models import build_model
+from penstock.models.source import ModelSource, find_model
+from penstock.parallel.ranks import Ranks
+from penstock.planning.engine import EngineShape
+from penstock.planning.fleet import NODE_GPUS, Layout
+from penstock.planning.step_times import (
+    Curve,
+    Tables,
+    decode_share,
+    prompt_share,
+    quantized,
+    step_times,
+)
+from penstock.weights.load import resolve_dtype
+
+REFERENCE = "Qwen3.5-35B-A3B"  # has the most tables
+# Bits of a weight with its scales: the blocks and groups of `--quantization`.
+BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.25}
+LEAST_ROWS = 2  # of a table, to be used for a model
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    tp: int
+    why: str
+
+
+def possible_layouts(
+    source: ModelSource,
+    config: EngineConfig,
+    count: int,
+    gpu_name: str,
+    tables: Tables,
+    only_tp: int | None = None,
+) -> list[Layout | Unfit]:
+    sizes = [only_tp] if only_tp else [tp for tp in (1, 2, 4, 8) if tp <= min(count, NODE_GPUS)]
+    found: list[Layout | Unfit] = []
+    for tp in sizes:
+        try:
+            found.append(_layout(source, config, tp, gpu_name, tables))
+        except ConfigError as error:
+            found.append(Unfit(tp, error.why))
+        except CapacityError as error:
+            found.append(Unfit(tp, error.what))
+    return found
+
+
+def _layout(
+    source: ModelSource, config: EngineConfig, tp: int, gpu_name: str, tables: Tables
+) -> Layout:
+    scheme = _scheme(config)
+    model, roofline = _build(source, config, tp)
+    gpu = GPUS[gpu_name]
+    if roofline.weight_bytes > gpu.memory_bytes:
+        raise CapacityError(
+            f"A rank's weights take {human_bytes(roofline.weight_bytes)}; one {gpu_name} has "
+            f"{human_bytes(int(gpu.memory_bytes))}"
+        )
+    memory = estimate_memory(
+        model, config, roofline.weight_bytes, int(gpu.memory_bytes), is_gpu=True
+    )
+    most, shared = next(
+        (most, shared) for gb, most, shared in STEP_TOKENS if gpu.memory_bytes >= gb * 1e9
+    )
+    if config.max_step_tokens is not None:
+        most = shared = config.max_step_tokens
+    *shares, words = _shares(source, config, scheme, tp, roofline, tables)
+    times = step_times(roofline, len(model.layers), tp, gpu_name, (shares[0], shares[1]), words)
+    return Layout(config, EngineShape(memory.pools, most, min(most, shared)), times, tp)
+
+
+def _build(source: ModelSource, config: EngineConfig, tp: int) -> tuple[Any, Roofline]:
+    dtype = resolve_dtype(config.dtype, source.config, "cuda")
+    model: Any = build_model(
+        source.config,
+        dtype,
+        torch.device("meta"),
+        with_drafting_head=False,
+        ranks=Ranks(0, tp),
+    )
+    kv_bytes = find_kv_dtype(config.kv_dtype, dtype).itemsize
+    roofline = Roofline.of(model, source.config, dtype.itemsize, config.state_bytes, kv_bytes)
+    scheme = _scheme(config)
+    return model, roofline if scheme == "bf16" else quantized(roofline, BITS[scheme])
+
+
+def _scheme(config: EngineConfig) -> str:
+    return "bf16" if config.quantization == "none" else config.quantization
+
+
+def _shares(
+    source: ModelSource,
+    config: EngineConfig,
+    scheme: str,
+    tp: int,
+    roofline: Roofline,
+    tables: Tables,
+) -> tuple[Curve, Curve, str]:
+    """Of decodes and prompts, and where they come from: a rank of this model, this model on one
+    GPU, or the model with the most tables."""
+    own = tables.of("decodes", source.name, scheme, tp)
+    if len(own) >= LEAST_ROWS:
+        decodes, words = decode_share(own, roofline), "measured"
+        if tp > 1:
+            words = "a rank's share measured, links added"
+    else:
+        name = source.name if len(tables.of("decodes", source.name, scheme)) > 1 else REFERENCE
+        # What was never measured reaches what FP8 does: both expand codes.
+        known = scheme if len(tables.of("decodes", name, scheme)) >= LEAST_ROWS else "fp8"
+        rows = tables.of("decodes", name, known)
+        if not rows:
+            raise PenstockError(
+                f"No decode steps of {REFERENCE} in {known} are in the results",
+                "Step times are derived from those.",
+                "Name another results folder with --results.",
+            )
+        decodes = decode_share(rows, _reference(name, source, config, known))
+        words = f"from {name} in {known} on one GPU"
+    name = source.name if tables.of("prefills", source.name, scheme) else REFERENCE
+    known = scheme if tables.of("prefills", name, scheme) else "bf16"
+    rows = tables.of("prefills", name, known)
+    prompts = prompt_share(rows, _reference(name, source, config, known), decodes)
+    return decodes, prompts, words
+
+
+def _reference(name: str, source: ModelSource, config: EngineConfig, scheme: str) -> Roofline:
+    """As it was measured: with KV and states in their usual types."""
+    usual = EngineConfig(quantization="none" if scheme == "bf16" else scheme)
+    usual = dataclasses.replace(usual, dtype=config.dtype)
+    _, roofline = _build(source if name == source.name else find_model(name), usual, 1)
+    return roofline
