@@ -134,6 +134,16 @@ class EngineConfig:
         "file for the experts that each step needs, for `penstock inspect experts`; only where "
         "the device does not hold all",
     )
+    offload_layers: int | None = setting(
+        None,
+        "layers, the last ones, whose dense weights stay in RAM: every step copies them to the "
+        "GPU, which is slow",
+    )
+    timing: bool = setting(
+        False,
+        "print once a second where the time of steps goes, by phase; steps are not captured as "
+        "graphs then, and slower",
+    )
     experts_per_token: int | None = setting(
         None, "experts that a token uses (default: as the model was trained; fewer change answers)"
     )
@@ -241,6 +251,7 @@ class EngineConfig:
             "mixed_step_tokens": self.mixed_step_tokens,
             "memory_gb": self.memory_gb,
             "experts_per_token": self.experts_per_token,
+            "offload_layers": self.offload_layers,
             "expert_cache": read_bytes("expert_cache", self.expert_cache),
             "expert_ram": read_bytes("expert_ram", self.expert_ram),
             "session_minutes": self.session_minutes,

@@ -19,6 +19,7 @@ from penstock.models.source import find_model
 from penstock.offload import load
 from penstock.offload.convert import Conversion
 from penstock.offload.device_slots import Chunk, DeviceSlots, token_chunks
+from penstock.offload.layout import ExpertLayout
 from small_models import HYBRID_MOE, logprobs_of, make_engine, prompt, request, run
 
 # More experts than a short prompt needs: a token uses 2 of 24, so that 12 tokens go through slots.
@@ -109,6 +110,15 @@ def test_room_for_all_is_a_resident_model() -> None:
 def test_too_little_room_is_said() -> None:
     with pytest.raises(CapacityError, match="Set --expert-cache 2MB or more"):
         make_engine(MODEL, expert_cache="1MB")
+
+
+def test_a_gpu_that_is_full_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ExpertLayout, "new_slots", is_full)
+    with pytest.raises(CapacityError, match="do not fit on cpu\nOther weights"):
+        make_engine(MODEL, expert_cache=room(SOME))
 
 
 def test_alike_experts_are_alike_and_apart() -> None:

@@ -74,8 +74,8 @@ class DeviceSlots:
         # A step of so many tokens or fewer never needs the lanes.
         self.most_captured = min(layer.most_fetched for layer in self.layers)
         addresses = large_addresses(tensor for stack in stacks for tensor in stack)
-        self.close = weakref.finalize(self, unpin, addresses)
-        self.close.atexit = False  # the system takes it back then
+        self._unpin = weakref.finalize(self, unpin, addresses)
+        self._unpin.atexit = False  # the system takes it back then
 
     def stats(self) -> dict[str, int]:
         """Totals since the start; on a GPU as of the last call or later, because nobody waits."""
@@ -100,6 +100,11 @@ class DeviceSlots:
             "computed_bytes": (misses - fetched) * each,
             "wait_us": 0,
         }
+
+    def close(self) -> None:
+        self._unpin()
+        if self.log is not None:
+            self.log.close()
 
     def use_cpu(self, misses: str) -> None:
         """The CPU takes part from now on: in all misses, or in as many as is best."""

@@ -98,6 +98,9 @@ class ExpertStore:
         """Totals since the start."""
         return {**self._counters, **self.host.counters, "wait_us": self._wait_us}
 
+    def waited_s(self) -> float:
+        return self._wait_us / 1e6
+
     def adapt(self) -> None:
         """There is nothing to decide: all misses are fetched."""
 
