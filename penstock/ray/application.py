@@ -10,17 +10,16 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from penstock.ray.door import Door
 from penstock.ray.engine import Engine
 from penstock.ray.router import PrefixRouter
-from penstock.ray.scaling import QueuedTokens
 from penstock.ray.settings import RaySettings
 
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 10.0, 30.0
 DOOR_REQUESTS = 4096  # at a time
 
 
-def build(given: dict[str, Any]) -> serve.Application:
+def build(given: dict[str, Any], engine: type[Any] = Engine) -> serve.Application:
     settings = RaySettings.read(given)
     engines = serve.deployment(
-        Engine,
+        engine,
         name="engine",
         max_ongoing_requests=settings.max_requests,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.num_gpus},
@@ -57,6 +56,3 @@ def build(given: dict[str, Any]) -> serve.Application:
     )
     application: serve.Application = doors.bind(engines)
     return application
-
-
-__all__ = ["QueuedTokens", "build"]
