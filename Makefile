@@ -24,12 +24,13 @@ OLDEST_TRITON := 3.6.0
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-page page
+.PHONY: help install serve test test-page test-ray page
 
 help:
 	@echo "make install   make $(VENV) and install Penstock into it"
 	@echo "make serve     serve a model on port $(PORT); MODEL=folder PORT=8000 FLAGS='--max-rows 8'"
 	@echo "make test      lint, format, types and tests"
+	@echo "make test-ray  Penstock on a Ray cluster of this machine, in an environment of its own"
 	@echo "make test-page the page in a real browser; uses Debian's chromium, or gets Playwright's"
 	@echo "make page      build what the server sends as its page from web/source; needs Node"
 
@@ -53,6 +54,18 @@ page: web/node_modules
 
 web/node_modules: web/package.json
 	cd web && npm install --no-package-lock --no-audit --no-fund
+	@touch $@
+
+test-ray: .venv-ray/installed
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest tests/on_ray -m ray
+
+# Beside the other environment, whose packages it reads: Ray brings a hundred of its own.
+.venv-ray/installed: pyproject.toml | $(VENV)/installed-test
+	$(PYTHON) -m venv .venv-ray
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
+	  > $$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/penstock.pth
+	pwd >> $$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/penstock.pth
+	.venv-ray/bin/python -m pip install -q 'ray[serve]>=2.50'
 	@touch $@
 
 $(BIN)/python:

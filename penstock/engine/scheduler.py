@@ -142,6 +142,11 @@ class Scheduler:
         return bool(self._sequences or self._in_flight)
 
     @property
+    def is_contended(self) -> bool:
+        """Whether short requests and long prompts took turns when the last step was planned."""
+        return self._turns.is_contended
+
+    @property
     def holds_planning(self) -> bool:
         """Whether the next plan should wait until the step in flight ends."""
         return self._turns.holds_planning
