@@ -19,7 +19,7 @@ from penstock.engine.device import on_device, pick_device
 from penstock.engine.memory import MemoryPlan, build_runner
 from penstock.engine.runner import Runner
 from penstock.errors import ConfigError
-from penstock.layers.packing import pack_weights
+from penstock.layers.packing import pack_weights, shorten_weights
 from penstock.models.source import ModelSource
 from penstock.offload.load import load_with_experts, without_graphs
 from penstock.parallel.links import GroupLinks, NoLinks
@@ -46,6 +46,7 @@ class DevicePart:
         check_page_size(config, model.device)
         if model.device.type == "cpu" and not config.deterministic:
             pack_weights(model, keep=model.head.weight)
+            shorten_weights(model)
         with on_device(model.device):
             memory, runner = build_runner(model, config, name, on_phase)
         return cls(model, config, memory, runner)
