@@ -24,11 +24,12 @@ REASONING_PLACES = ("separate", "content")
 ROUTING_POLICIES = ("prefix", "least-pending", "round-robin")
 # Sampling parameters that an operator may set.
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-SPECULATORS = ("auto", "off", "mtp", "ngram", "suffix")
+SPECULATORS = ("auto", "off", "mtp", "ngram", "suffix", "model")
 USUAL_DRAFTS = {
     "mtp": 3,
     "ngram": 7,
     "suffix": 7,
+    "model": 4,
 }  # of a step, if --speculate does not say how many
 MOST_DRAFTS = 15
 POOLINGS = ("auto", "last", "mean")
@@ -42,11 +43,26 @@ class Speculation:
 
     kind: str = "off"
     num_drafts: int = 0
+    path: str = ""  # of a draft model
 
     @classmethod
     def parse(cls, text: str) -> Speculation:
         kind, _, number = text.partition(":")
         _require_choice("speculate", kind, SPECULATORS)
+        if kind == "model":
+            path, _, last = number.rpartition(":")
+            path, number = (path, last) if path and last.isdecimal() else (number, "")
+            if not path:
+                raise ConfigError(
+                    f"speculate is {text!r}",
+                    "It does not say which model drafts.",
+                    "Use model:FOLDER, or model:FOLDER:4 for at most 4 drafts a step.",
+                )
+            return dataclasses.replace(cls._counted(text, kind, number), path=path)
+        return cls._counted(text, kind, number)
+
+    @classmethod
+    def _counted(cls, text: str, kind: str, number: str) -> Speculation:
         if kind in ("auto", "off"):
             if number:
                 raise ConfigError(
@@ -134,6 +150,16 @@ class EngineConfig:
         "file for the experts that each step needs, for `penstock inspect experts`; only where "
         "the device does not hold all",
     )
+    offload_layers: int | None = setting(
+        None,
+        "layers, the last ones, whose dense weights stay in RAM: every step copies them to the "
+        "GPU, which is slow",
+    )
+    timing: bool = setting(
+        False,
+        "print once a second where the time of steps goes, by phase; steps are not captured as "
+        "graphs then, and slower",
+    )
     experts_per_token: int | None = setting(
         None, "experts that a token uses (default: as the model was trained; fewer change answers)"
     )
@@ -204,8 +230,9 @@ class EngineConfig:
         "off",
         "draft tokens and verify several in one step, with the same results: mtp (the checkpoint's "
         "drafting head), ngram (what followed the same tokens before), suffix (the same, also in "
-        "the tenant's earlier replies), off, or auto (mtp on a CPU if the checkpoint has a head, "
-        "else off); mtp:3 drafts at most 3 a step",
+        "the tenant's earlier replies), model:FOLDER (a small model of the same tokenizer), off, "
+        "or auto (mtp on a CPU if the checkpoint has a head, else off); mtp:3 drafts at most 3 a "
+        "step",
     )
     draft_vocabulary: int = setting(
         65536,
@@ -241,6 +268,7 @@ class EngineConfig:
             "mixed_step_tokens": self.mixed_step_tokens,
             "memory_gb": self.memory_gb,
             "experts_per_token": self.experts_per_token,
+            "offload_layers": self.offload_layers,
             "expert_cache": read_bytes("expert_cache", self.expert_cache),
             "expert_ram": read_bytes("expert_ram", self.expert_ram),
             "session_minutes": self.session_minutes,

@@ -19,6 +19,7 @@ from penstock.models.source import find_model
 from penstock.offload import load
 from penstock.offload.convert import Conversion
 from penstock.offload.device_slots import Chunk, DeviceSlots, token_chunks
+from penstock.offload.layout import ExpertLayout
 from small_models import HYBRID_MOE, logprobs_of, make_engine, prompt, request, run
 
 # More experts than a short prompt needs: a token uses 2 of 24, so that 12 tokens go through slots.
@@ -90,6 +91,16 @@ def test_every_slot_holds_what_the_table_says() -> None:
             assert not target[-1].any()
 
 
+def test_the_heat_of_experts_is_their_scores_and_whether_they_have_slots() -> None:
+    engine = make_engine(MODEL, expert_cache=room(SOME))
+    said(engine)
+    rows = engine.stats().expert_heat
+    for layer, row in zip(store_of(engine).layers, rows, strict=True):
+        assert [byte >= 128 for byte in row] == [slot >= 0 for slot in layer.slot_of.tolist()]
+        assert [byte & 127 for byte in row] == [round(127 * one) for one in layer.scores.tolist()]
+        assert max(byte & 127 for byte in row) > 12
+
+
 def test_room_for_all_is_a_resident_model() -> None:
     engine = make_engine(MODEL, expert_cache="10MB")
     assert engine.expert_store is None
@@ -99,6 +110,15 @@ def test_room_for_all_is_a_resident_model() -> None:
 def test_too_little_room_is_said() -> None:
     with pytest.raises(CapacityError, match="Set --expert-cache 2MB or more"):
         make_engine(MODEL, expert_cache="1MB")
+
+
+def test_a_gpu_that_is_full_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ExpertLayout, "new_slots", is_full)
+    with pytest.raises(CapacityError, match="do not fit on cpu\nOther weights"):
+        make_engine(MODEL, expert_cache=room(SOME))
 
 
 def test_alike_experts_are_alike_and_apart() -> None:

@@ -55,6 +55,9 @@ def test_an_engine_writes_what_it_needed(
     report = json.loads(capsys.readouterr().out)
     rates = [row["hit_rate"] for row in report["hit_rates"]]
     assert rates == sorted(rates)
+    png = tmp_path / "curves.png"
+    assert main(["inspect", "experts", str(path), "--png", str(png)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_log_that_ends_within_a_line_is_read_up_to_there(tmp_path: Path) -> None:

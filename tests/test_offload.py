@@ -4,10 +4,12 @@ format.
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from penstock.engine.engine import Engine
 from penstock.errors import CapacityError, CheckpointError, ConfigError
 from penstock.models.source import find_model
 from penstock.offload.convert import Conversion
-from penstock.offload.files import read_index
-from penstock.offload.host import FiledExperts
+from penstock.offload.files import RecordFile, read_index
+from penstock.offload.host import NUM_READERS, FiledExperts
 from penstock.offload.load import load_with_experts
 from penstock.offload.store import ExpertStore
 from penstock.types import Request
@@ -243,6 +245,46 @@ def test_a_failed_read_leaves_the_store_consistent(checkpoint: Path, tmp_path: P
     expected = whole.fetch(2, [0, 1, 2], whole.pools[0])
     for ours, theirs in zip(store.pools[0].tensors, whole.pools[0].tensors, strict=True):
         assert torch.equal(ours[slots], theirs[expected])
+
+
+def test_a_read_that_fails_once_is_tried_again(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice is an error that names the file, and leaves the engine's store as it was."""
+    one = request("one", prompt(40))
+    said = logprobs_of(run(open_engine(converted, expert_cache=FEW), one)["one"])
+    read, failures = RecordFile._read, iter([True, False] * 3 + [False] * 10_000)
+
+    def fail_now_and_then(self: RecordFile, record: int, buffer: memoryview) -> None:
+        if next(failures):
+            raise OSError(errno.EIO, "Input/output error")
+        read(self, record, buffer)
+
+    engine = open_engine(converted, expert_cache=FEW)
+    monkeypatch.setattr(RecordFile, "_read", fail_now_and_then)
+    assert logprobs_of(run(engine, one)["one"]) == said
+    failures = iter([True] * 10_000)
+    store = store_of(open_engine(converted, expert_cache=SOME))
+    with pytest.raises(CheckpointError, match=r"layer-001\.bin cannot be read\nInput/output error"):
+        store.fetch(1, [0, 1], store.pools[0])
+    assert len(store.pools[0].residency) == 0
+
+
+def test_a_disk_that_becomes_slow_only_takes_longer(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = request("one", prompt(40), max_tokens=4)
+    said = logprobs_of(run(open_engine(converted, expert_cache=FEW), one)["one"])
+    engine, read = open_engine(converted, expert_cache=FEW), RecordFile._read
+
+    def take_long(self: RecordFile, record: int, buffer: memoryview) -> None:
+        time.sleep(0.002)
+        read(self, record, buffer)
+
+    monkeypatch.setattr(RecordFile, "_read", take_long)
+    assert logprobs_of(run(engine, one)["one"]) == said
+    stats = store_of(engine).stats()
+    assert stats["wait_us"] >= 2000 * stats["disk_reads"] / NUM_READERS
 
 
 def test_a_replaced_file_does_not_disturb(checkpoint: Path, tmp_path: Path) -> None:

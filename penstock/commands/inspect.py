@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "log", metavar="LOG", nargs="?", help="after the word experts: a file of --expert-log"
     )
+    parser.add_argument("--png", metavar="FILE", help="with experts: also draw the curves")
     machine = parser.add_argument_group("a machine to run it on, with experts in RAM and on disk")
     for flag, default, what in (
         ("--gpu-gb", None, "memory of its GPU"),
@@ -93,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "A second one is a log, after the word experts.",
                 "Run `penstock inspect --help` for all flags.",
             )
-        return inspect_experts.run(arguments.log, arguments.json)
+        return inspect_experts.run(arguments.log, arguments.json, arguments.png)
     config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
     gpus = None if arguments.gpus is None else read_gpus(arguments.gpus)
     report = inspect_model(config, read_tiers(arguments))

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.commands import tune_offload
 from penstock.commands.console import print_table
 from penstock.commands.flags import add_flags, read_count, read_counts, read_settings
 from penstock.commands.measure import Decoding, time_chain
@@ -34,12 +35,16 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.ops.triton.tuning import Question, Tile, Trials
 
-USAGE = "penstock tune -m MODEL [flags]"
-DESCRIPTION = "Measure which tiles the kernels should use on this GPU, and write them to a table."
+USAGE = "penstock tune [{kernels,offload}] -m MODEL [flags]"
+DESCRIPTION = (
+    "Measure which tiles the kernels should use on this GPU, and write them to a table; or how "
+    "fast it gets experts out of RAM."
+)
 EXAMPLES = [
     "penstock tune -m Qwen3.5-35B-A3B --batch 1,2,4,8,16,32,64",
     "penstock tune -m Qwen3.5-4B --batch 1 --layers 8",
     "penstock tune -m Qwen3.5-122B-A10B --tp 4    the shapes of one rank",
+    "penstock tune offload -m Qwen3.5-122B-A10B",
 ]
 COLUMNS = ["kernel/shape/tokens", "tile", "step before us", "after us"]
 GAIN = 0.995  # a tile must be this much faster to be kept: less is noise
@@ -48,6 +53,13 @@ ROUNDS = 5  # between a winner and the tile that it would replace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("kernels", "offload"),
+        default="kernels",
+        help="the tiles of kernels, or the paths of experts in RAM",
+    )
     parser.add_argument(
         "--batch", type=read_counts, default=(1, 2, 4, 8), metavar="N,N", help="steps to tune"
     )
@@ -60,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="the table to write (default: this GPU's, in ~/.cache/penstock/tiles)",
+        help="the table to write (default: this GPU's, in ~/.cache/penstock)",
     )
     add_flags(
         parser,
@@ -72,6 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     settings = read_settings(EngineConfig, arguments)
+    if arguments.what == "offload":
+        return tune_offload.run(arguments, settings)
     settings |= {"random_weights": True, "prefix_cache": False, "graphs": False}
     settings |= {"max_rows": max(arguments.batch), "max_model_len": arguments.context + 1}
     config: EngineConfig = from_mapping(EngineConfig, settings)

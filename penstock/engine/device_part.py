@@ -18,10 +18,12 @@ from penstock.config import EngineConfig
 from penstock.engine.device import on_device, pick_device
 from penstock.engine.memory import MemoryPlan, build_runner
 from penstock.engine.runner import Runner
+from penstock.engine.timing import StepTimer
 from penstock.errors import ConfigError
-from penstock.layers.packing import pack_weights
+from penstock.layers.packing import pack_weights, shorten_weights
 from penstock.models.source import ModelSource
 from penstock.offload.load import load_with_experts, without_graphs
+from penstock.offload.store import ExpertStore
 from penstock.parallel.links import GroupLinks, NoLinks
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, timed
@@ -43,11 +45,18 @@ class DevicePart:
         store = getattr(model, "expert_store", None)
         if store is not None:
             config = without_graphs(config, store)
+        if config.timing or config.offload_layers is not None:
+            config = dataclasses.replace(config, graphs=False)
         check_page_size(config, model.device)
         if model.device.type == "cpu" and not config.deterministic:
             pack_weights(model, keep=model.head.weight)
+            shorten_weights(model)
         with on_device(model.device):
             memory, runner = build_runner(model, config, name, on_phase)
+        if config.timing:
+            runner.timer = StepTimer(model.device)
+            if isinstance(store, ExpertStore):
+                runner.timer.waited_s = store.waited_s
         return cls(model, config, memory, runner)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -33,6 +34,7 @@ from penstock.engine.rank_wire import ComputeLogits, LaunchStep, SetLastTokens, 
 from penstock.engine.row_table import RowTable, SampleInputs, SamplingNeeds
 from penstock.engine.step_inputs import StepSize
 from penstock.engine.step_times import StepSeconds, measure_steps
+from penstock.engine.timing import StepTimer
 from penstock.layers.inputs import KVCache, LayerCache, StepInputs
 from penstock.progress import OnPhase
 from penstock.types import PromptScores, PromptTargets, StepOutput, StepPlan, TokenLogprob
@@ -200,6 +202,7 @@ class Runner:
     draft_graphs: DraftGraphs | None = None
     drafter: MTPDrafter | None = None
     step_seconds: StepSeconds = field(default_factory=dict)  # of graphs, where steps may draft
+    timer: StepTimer | None = None
     # Sends what other ranks must do as well, before it is done here.
     tell_others: Callable[[ToRank], None] | None = None
 
@@ -276,7 +279,8 @@ class Runner:
         """`fill_masks` is called while the device computes the logits that its masks are for."""
         if self.tell_others is not None:
             self.tell_others(LaunchStep(plan, fill_masks is not None))
-        return PendingStep(plan, *self._step(plan, fill_masks is not None, fill_masks))
+        with nullcontext() if self.timer is None else self.timer.step():
+            return PendingStep(plan, *self._step(plan, fill_masks is not None, fill_masks))
 
     @_on_its_device
     def follow(self, plan: StepPlan, is_masked: bool) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from penstock.errors import CapacityError
 from penstock.layers.mlp import SparseMLP
 from penstock.offload.expert_log import ExpertLog
+from penstock.offload.heat import Heat
 from penstock.offload.host_products import LEAST_GAIN, HostProducts, measure_split
 from penstock.offload.layout import ExpertLayout
 from penstock.offload.pinned import large_addresses, unpin
@@ -65,17 +66,24 @@ class DeviceSlots:
                 zip(mlps, layouts, stacks, counts, strict=True)
             )
         ]
+        self._heat = Heat(
+            [layer.scores for layer in self.layers], [layer.slot_of for layer in self.layers]
+        )
         self.num_slots = sum(counts)
         self.num_bytes = self.lanes.num_bytes + sum(layer.num_bytes for layer in self.layers)
         # A step of so many tokens or fewer never needs the lanes.
         self.most_captured = min(layer.most_fetched for layer in self.layers)
         addresses = large_addresses(tensor for stack in stacks for tensor in stack)
-        self.close = weakref.finalize(self, unpin, addresses)
-        self.close.atexit = False  # the system takes it back then
+        self._unpin = weakref.finalize(self, unpin, addresses)
+        self._unpin.atexit = False  # the system takes it back then
 
     def stats(self) -> dict[str, int]:
         """Totals since the start; on a GPU as of the last call or later, because nobody waits."""
         return self._describe(self._seen.latest())
+
+    def heat(self) -> tuple[bytes, ...]:
+        """As `EngineStats.expert_heat` has it; on a GPU as of the last call or later, too."""
+        return self._heat.latest()
 
     def stats_now(self) -> dict[str, int]:
         """As of now: waits for the device."""
@@ -92,6 +100,11 @@ class DeviceSlots:
             "computed_bytes": (misses - fetched) * each,
             "wait_us": 0,
         }
+
+    def close(self) -> None:
+        self._unpin()
+        if self.log is not None:
+            self.log.close()
 
     def use_cpu(self, misses: str) -> None:
         """The CPU takes part from now on: in all misses, or in as many as is best."""

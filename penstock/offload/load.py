@@ -21,6 +21,7 @@ from penstock.layers.mlp import SparseMLP
 from penstock.models import build_model
 from penstock.models.source import ModelSource, is_converted
 from penstock.offload.convert import Conversion
+from penstock.offload.dense_layers import offloaded_names, use_lanes
 from penstock.offload.device_slots import DeviceSlots
 from penstock.offload.expert_log import ExpertLog
 from penstock.offload.files import DENSE, Index, LayerRecords, read_index
@@ -61,6 +62,7 @@ def load_with_experts(
 ) -> nn.Module:
     """The model of a source on a device, or a rank's part of it, ready to run."""
     _refuse_ranks(source, config, ranks)
+    check_offload_layers(source, config, torch.device(device))
     files: _Files | None = None
     if is_converted(source.path) and not config.random_weights:
         files = _open_converted(source, config, torch.device(device))
@@ -82,7 +84,9 @@ def load_with_experts(
             ranks=ranks,
             alike_experts=config.alike_experts,
         )
-        if config.expert_cache is None:
+        if config.offload_layers is not None:
+            model = _load_with_lanes(load, config)
+        elif config.expert_cache is None:
             model = load()
         elif config.expert_ram is not None:
             model = load(find_host_weights=_stack_names, keep_on_host=_move_to_ram)
@@ -99,6 +103,40 @@ def load_with_experts(
     if experts := describe_experts(model, config):
         on_phase(Phase("weights", experts, 1.0))
     return model
+
+
+def check_offload_layers(source: ModelSource, config: EngineConfig, device: torch.device) -> None:
+    if config.offload_layers is None:
+        return
+    reasons = {
+        "the engine runs on a CPU, where all layers are in RAM": device.type != "cuda",
+        "tp is more than 1": config.tp > 1,
+        "expert_ram is set": config.expert_ram is not None,
+        "the model is a converted one": is_converted(source.path),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(
+                f"offload_layers is {config.offload_layers}, and {reason}", todo="Omit it."
+            )
+
+
+def _load_with_lanes(load: Callable[..., nn.Module], config: EngineConfig) -> nn.Module:
+    """Dense weights of some layers are in RAM, and experts as --expert-cache says."""
+    count = config.offload_layers or 0
+    has_slots = config.expert_cache is not None
+
+    def on_host(model: nn.Module) -> list[str]:
+        stacks = _stack_names(model)
+        return offloaded_names(model, count, but=stacks) + (stacks if has_slots else [])
+
+    model: Any = load(find_host_weights=on_host, keep_on_host=pin_weight)
+    model.dense_lanes = use_lanes(model, offloaded_names(model, count, but=_stack_names(model)))
+    if has_slots:
+        mlps = _sparse_layers_of(model, config)
+        give_device_slots(model, mlps, config, config.expert_cache_bytes or 0)
+    loaded: nn.Module = model
+    return loaded
 
 
 def _open_log(model: nn.Module, config: EngineConfig) -> None:
@@ -127,6 +165,12 @@ def describe_experts(model: Any, config: EngineConfig) -> str:
         )
         if isinstance(store, DeviceSlots) and store.products is not None:
             said.append(store.products.describe())
+    if config.offload_layers is not None:
+        size = model.dense_lanes.host_bytes / 1e9
+        said.append(
+            f"{config.offload_layers} layers in RAM ({size:.2f} GB), which every step copies to "
+            "the GPU: slow"
+        )
     if config.experts_per_token is not None:
         said.append(f"{config.experts_per_token} experts per token, by --experts-per-token")
     return "\n".join(said)
