@@ -438,3 +438,24 @@ def test_no_step_with_drafts_synchronises(dtype: str) -> None:
             assert said == expected
     table = engine.runner.rows
     assert (int(table.context_len[-1]), int(table.last_token[-1])) == (1, 0), "padding"
+
+
+@pytest.mark.parametrize("dtype", GPU_CASES)
+def test_prompts_beside_rows_that_draft_do_not_synchronise(dtype: str) -> None:
+    """Planned and launched as an engine does: drafts, a prompt beside them, drafts of both."""
+    engine = make_engine(WITH_HEAD, speculate="mtp:2", **gpu_settings(dtype, max_step_tokens=256))
+    engine.policy.speculator.pace = None
+    run(engine, request("warm", prompt(80), logprobs=None))
+    num_drafted = num_prompts = 0
+    for number in range(8):
+        if number in (0, 4):
+            engine.submit(request(f"r{number}", prompt(70, number), max_tokens=40, logprobs=None))
+        with synchronising_is_an_error():
+            plan = engine.policy.plan()
+            assert plan is not None
+            pending = engine.runner.launch(plan)
+        num_drafted += plan.has_drafts
+        num_prompts += not plan.is_decode
+        engine.policy.commit(pending.wait())
+    assert num_drafted >= 5
+    assert num_prompts == 2
