@@ -10,6 +10,7 @@ import torch
 
 from penstock.offload.host_products import HostProducts, Split
 from penstock.ops import Weight
+from penstock.ops.cpu import tiled_experts
 from penstock.ops.cpu.tiled_experts import Job, Spent, can_run
 from penstock.ops.reference.expert_cache import take_slots
 from penstock.ops.tiles import TiledRows, tile
@@ -62,6 +63,23 @@ def test_sums_are_those_of_the_expanded_weights(
     weights.zero_()
     job.run()
     assert not out.any()
+
+
+def test_more_threads_than_cores_agree() -> None:
+    """Some come late to a call, and some are held up in the middle of one."""
+    gate_up, down = tiles(8, 256, 256, 1), tiles(8, 256, 128, 2)
+    if not can_run(gate_up, down, torch.bfloat16):
+        pytest.skip("there is no compiler")
+    loaded = tiled_experts._library(torch.bfloat16, torch.bfloat16)
+    assert loaded is not None
+    assert loaded.hire_threads(6) >= 6
+    for step in range(30):
+        x = torch.randn(1 + step % 3, 256).bfloat16()
+        ids = torch.stack([torch.randperm(8)[:3] for _ in x]).int()
+        out, weights = torch.full((len(x), 256), torch.nan), torch.rand(len(x), 3)
+        Job(gate_up, down, x, ids, weights, out, Spent.nothing()).run()
+        wanted = expected(x, ids, weights, gate_up, down)
+        assert (out - wanted).abs().max() < 5e-3 * wanted.abs().max()
 
 
 def test_what_the_kernel_does_not_know_is_refused() -> None:

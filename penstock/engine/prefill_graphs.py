@@ -90,6 +90,8 @@ class PrefillGraphs:
             PrefillStep, model, warmup_caches, rows, deterministic=deterministic
         )
         self._sizes = prefill_sizes(rows.max_rows, max_step_tokens)
+        if not captures:  # decodes beside prompts take no kernels of their own
+            self._sizes = [size for size in self._sizes if not size.num_decodes]
         self._long_sizes = [
             StepSize(0, _num_prompts(num_tokens, rows.max_rows), num_tokens)
             for num_tokens in LONG_TOKENS

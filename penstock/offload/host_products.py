@@ -26,18 +26,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.ops import Weight
+from penstock.ops import Weight, fetch_experts
 from penstock.ops.cpu.tiled_experts import Job, Spent, can_run
 
 if TYPE_CHECKING:
     from penstock.layers.mlp import SparseMLP
     from penstock.offload.device_slots import DeviceSlots, LayerSlots
 
-CALL_S = 20e-6  # that the driver takes to call the CPU and to go on, about
-ADAPT_CALLS = 512  # after so many, the share follows what they took
-SMOOTHING = 0.3
+CALL_S = 40e-6  # that the driver takes to call the CPU and to go on, about
+ADAPT_CALLS = 128  # after so many, the share follows what they took
+SMOOTHING = 0.5
 LEAST_GAIN = 1.1  # of both together over the link alone, for the CPU to take part
 MEASURED_S = 0.03
+REPEATS = 3  # the best counts: threads that are not awake yet, or others', make it worse
 MEASURED_EXPERTS = 4  # in a call
 
 
@@ -148,43 +149,51 @@ def can_multiply(gate_up: Weight, down: Weight, dtype: torch.dtype) -> bool:
 def measure_compute(store: DeviceSlots, dtype: torch.dtype) -> float:
     """Bytes a second that the CPU multiplies with, alone."""
     calls, spent = _measuring_calls(store, dtype)
-    calls[0].run()
-    started, before = time.perf_counter(), spent.num_bytes
-    while time.perf_counter() - started < MEASURED_S:
+    _keep_busy(calls, MEASURED_S)
+    best = 0.0
+    for _ in range(REPEATS):
+        before = spent.num_bytes
+        seconds = _keep_busy(calls, MEASURED_S)
+        best = max(best, (spent.num_bytes - before) / seconds)
+    return best
+
+
+def _keep_busy(calls: list[Job], least_s: float) -> float:
+    started = time.perf_counter()
+    while time.perf_counter() - started < least_s:
         for call in calls:
             call.run()
-    return (spent.num_bytes - before) / (time.perf_counter() - started)
+    return time.perf_counter() - started
 
 
 def measure_split(store: DeviceSlots, dtype: torch.dtype) -> Split:
     """The CPU multiplies while the device fetches."""
-    from penstock.ops import fetch_experts
-
     calls, spent = _measuring_calls(store, dtype)
     layer, device = store.layers[0], store.device
     wanted = layer.held()
     num_bytes = int(wanted[0]) * layer.expert_bytes
+    count = max(1, round(MEASURED_S * 50e9 / num_bytes))
 
     def fetch() -> None:
         fetch_experts(wanted, layer.sources, layer.targets, layer.table)
 
+    def both() -> Split:
+        torch.cuda.synchronize(device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, started, place = spent.num_bytes, time.perf_counter(), 0
+        begin.record()
+        for _ in range(count):
+            fetch()
+        end.record()
+        while not end.query():
+            calls[place % len(calls)].run()
+            place += 1
+        compute = (spent.num_bytes - before) / (time.perf_counter() - started)
+        return Split(count * num_bytes / (begin.elapsed_time(end) / 1e3), compute)
+
     fetch()
-    calls[0].run()
-    torch.cuda.synchronize(device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    count = max(1, round(MEASURED_S * 50e9 / num_bytes))
-    before, started = spent.num_bytes, time.perf_counter()
-    begin.record()
-    for _ in range(count):
-        fetch()
-    end.record()
-    place = 0
-    while not end.query():
-        calls[place % len(calls)].run()
-        place += 1
-    compute = (spent.num_bytes - before) / (time.perf_counter() - started)
-    fetched = count * num_bytes / (begin.elapsed_time(end) / 1e3)
-    return Split(fetched, compute)
+    _keep_busy(calls, MEASURED_S)
+    return max((both() for _ in range(REPEATS)), key=lambda one: one.fetch + one.compute)
 
 
 @torch.inference_mode()
