@@ -131,7 +131,8 @@ def layered_hit_rate(log: Log, num_places: int) -> float:
         own[experts] += moved
         hits, count = hits + len(needed & here), count + len(needed)
         missing = sorted(needed - here, key=lambda expert: (-own[expert], expert))
-        for new, old in zip(missing, sorted(here - needed, key=lambda expert: (own[expert], expert))):
+        others = sorted(here - needed, key=lambda expert: (own[expert], expert))
+        for new, old in zip(missing, others):
             here.remove(old)
             here.add(new)
     return hits / max(count, 1)
