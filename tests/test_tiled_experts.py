@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.offload import host_products
 from penstock.offload.host_products import HostProducts, Split
 from penstock.ops import Weight
 from penstock.ops.cpu import tiled_experts
@@ -120,7 +121,7 @@ def test_the_cpu_adds_what_the_device_leaves_to_it() -> None:
     )
 
 
-def test_the_share_follows_what_calls_take() -> None:
+def test_the_share_follows_what_calls_take(monkeypatch: pytest.MonkeyPatch) -> None:
     products = HostProducts(torch.device("cpu"), torch.bfloat16)
     assert products.adapt() is None
     products.split = Split(50e9, 50e9)
@@ -131,4 +132,7 @@ def test_the_share_follows_what_calls_take() -> None:
     slower = products.adapt()
     assert slower is not None
     assert slower < 0.5
+    assert products.adapt() is None
+    monkeypatch.setattr(host_products, "TRY_AGAIN_S", 0.0)
+    assert products.adapt() == 0.5  # nobody has called since
     assert products.adapt() is None

@@ -24,7 +24,12 @@ from torch import Tensor
 from penstock.errors import CapacityError
 from penstock.layers.mlp import SparseMLP
 from penstock.offload.expert_log import ExpertLog
-from penstock.offload.host_products import LEAST_GAIN, HostProducts, measure_split
+from penstock.offload.host_products import (
+    LEAST_GAIN,
+    HostProducts,
+    measure_call,
+    measure_split,
+)
 from penstock.offload.lanes import NUM_LANES, Lanes
 from penstock.offload.layout import ExpertLayout
 from penstock.offload.pinned import large_addresses, unpin
@@ -103,6 +108,7 @@ class DeviceSlots:
         products = HostProducts(self.device, self.dtype)
         if misses == "auto":
             products.split = split = measure_split(self, self.dtype)
+            products.call_s = measure_call(products, self.layers[0])
             if split.fetch + split.compute < LEAST_GAIN * max(split.fetch, 1.0):
                 return
         self.host_share.fill_(1.0 if products.split is None else products.split.host_share)

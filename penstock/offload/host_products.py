@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from penstock.layers.mlp import SparseMLP
     from penstock.offload.device_slots import DeviceSlots, LayerSlots
 
-CALL_S = 40e-6  # that the driver takes to call the CPU and to go on, about
+CALL_S = 40e-6  # that the driver takes to call the CPU and to go on, about, if not measured
+MEASURED_CALLS = 16
 ADAPT_CALLS = 128  # after so many, the share follows what they took
 SMOOTHING = 0.5
+TRY_AGAIN_S = 10.0
 LEAST_GAIN = 1.1  # of both together over the link alone, for the CPU to take part
 MEASURED_S = 0.03
 REPEATS = 3  # the best counts: threads that are not awake yet, or others', make it worse
@@ -67,13 +69,16 @@ class Split:
 
 class HostProducts:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
+        self.device, self.dtype = device, dtype
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[tuple[int, ...], Buffers] = {}
         self._jobs: dict[tuple[int, ...], Job] = {}
         self.spent = Spent.nothing()
         self._seen = (0.0, 0, 0)
         self.split: Split | None = None  # None: the share is fixed
+        self.call_s = CALL_S
+        self._at_start: Split | None = None
+        self._seen_at = time.monotonic()
 
     def launch(self, layer: LayerSlots, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The CPU's sums, once the stream has waited for them (`join`)."""
@@ -92,7 +97,7 @@ class HostProducts:
             own.weights.copy_(weights)
             job.run()
             return own.out
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             own.x.copy_(x, non_blocking=True)
             own.ids.copy_(ids, non_blocking=True)
@@ -108,34 +113,48 @@ class HostProducts:
         return (
             f"the CPU multiplies with {self.split.host_share:.0%} of missing experts at "
             f"{self.split.compute / 1e9:.0f} GB/s, the link brings the others at "
-            f"{self.split.fetch / 1e9:.0f} GB/s"
+            f"{self.split.fetch / 1e9:.0f} GB/s; a call takes {1e6 * self.call_s:.0f} us more"
         )
 
     def join(self) -> None:
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def adapt(self) -> float | None:
         """The share of missing experts that the CPU should have from now on; None: as it is."""
+        if self.split is None:
+            return None
         seconds, num_bytes, num_calls = self._seen
         now = (self.spent.seconds, self.spent.num_bytes, self.spent.num_calls)
-        if self.split is None or now[2] < num_calls + ADAPT_CALLS:
-            return None
-        self._seen = now
-        taken = now[0] - seconds + CALL_S * (now[2] - num_calls)
+        if now[2] < num_calls + ADAPT_CALLS:
+            return self._try_again()
+        self._seen, self._seen_at = now, time.monotonic()
+        taken = now[0] - seconds + self.call_s * (now[2] - num_calls)
         speed = (now[1] - num_bytes) / taken
         smooth = SMOOTHING * speed + (1 - SMOOTHING) * self.split.compute
         self.split = Split(self.split.fetch, smooth)
         return self.split.host_share
 
+    def _try_again(self) -> float | None:
+        """A CPU that others kept busy got so small a share that it is not called: in a while it
+        starts over.
+        """
+        if self._at_start is None:
+            self._at_start = self.split
+        if time.monotonic() - self._seen_at < TRY_AGAIN_S or self.split == self._at_start:
+            return None
+        self._seen_at, self.split = time.monotonic(), self._at_start
+        assert self.split is not None
+        return self.split.host_share
+
     def _new_buffers(self, num_tokens: int, k: int, width: int) -> Buffers:
         new = functools.partial(torch.empty, pin_memory=self._stream is not None)
         return Buffers(
-            new(num_tokens, width, dtype=self._dtype),
+            new(num_tokens, width, dtype=self.dtype),
             new(num_tokens, k, dtype=torch.int32),
             new(num_tokens, k, dtype=torch.float32),
             new(num_tokens, width, dtype=torch.float32),
-            torch.empty(num_tokens, width, dtype=torch.float32, device=self._device),
+            torch.empty(num_tokens, width, dtype=torch.float32, device=self.device),
         )
 
 
@@ -194,6 +213,34 @@ def measure_split(store: DeviceSlots, dtype: torch.dtype) -> Split:
     fetch()
     _keep_busy(calls, MEASURED_S)
     return max((both() for _ in range(REPEATS)), key=lambda one: one.fetch + one.compute)
+
+
+@torch.inference_mode()
+def measure_call(products: HostProducts, layer: LayerSlots) -> float:
+    """Seconds that a call of the CPU takes in a graph if it has nothing to multiply."""
+    device, width = products.device, layer.host_rows[0].num_columns
+    x = torch.zeros(1, width, dtype=products.dtype, device=device)
+    ids = torch.zeros(1, layer.experts_per_token, dtype=torch.int32, device=device)
+    weights = torch.zeros(1, layer.experts_per_token, device=device)
+
+    def call() -> None:
+        products.launch(layer, x, ids, weights)
+        products.join()
+
+    call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(MEASURED_CALLS):
+            call()
+    times = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return min(times) / MEASURED_CALLS
 
 
 @torch.inference_mode()
