@@ -11,6 +11,10 @@ MODEL ?=
 PORT  ?= 8000
 FLAGS ?=
 
+# Those of the browser that make test-page runs: all, or `everyday`.
+PAGE_TESTS ?= browser
+PAGE_FLAGS ?=
+
 # Libraries choose their kernels, and so their rounding, by the CPU: these make them choose as on an older one.
 AS_AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 
@@ -21,13 +25,15 @@ OLDEST_TRITON := 3.6.0
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-page
+.PHONY: help install serve test test-page test-ray page
 
 help:
 	@echo "make install   make $(VENV) and install Penstock into it"
 	@echo "make serve     serve a model on port $(PORT); MODEL=folder PORT=8000 FLAGS='--max-rows 8'"
 	@echo "make test      lint, format, types and tests"
+	@echo "make test-ray  Penstock on a Ray cluster of this machine, in an environment of its own"
 	@echo "make test-page the page in a real browser; uses Debian's chromium, or gets Playwright's"
+	@echo "make page      build what the server sends as its page from web/source; needs Node"
 
 install: $(VENV)/installed
 
@@ -42,7 +48,26 @@ test: $(VENV)/installed-test
 	$(AS_AVX2) $(PYTEST) -m 'bitwise and not slow' $$(grep -l 'mark\.bitwise' tests/test_*.py)
 
 test-page: $(VENV)/installed-page
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -m browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -m $(PAGE_TESTS) $(PAGE_FLAGS)
+
+page: web/node_modules
+	node web/build.mjs
+
+web/node_modules: web/package.json
+	cd web && npm install --no-package-lock --no-audit --no-fund
+	@touch $@
+
+test-ray: .venv-ray/installed
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest tests/on_ray -m ray
+
+# Beside the other environment, whose packages it reads: Ray brings a hundred of its own.
+.venv-ray/installed: pyproject.toml | $(VENV)/installed-test
+	$(PYTHON) -m venv .venv-ray
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
+	  > $$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/penstock.pth
+	pwd >> $$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/penstock.pth
+	.venv-ray/bin/python -m pip install -q 'ray[serve]>=2.50'
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \

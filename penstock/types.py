@@ -599,3 +599,6 @@ class EngineStats:
     drafts: DraftStats | None = None  # None: nothing drafts
     # Hits, misses and what tiers moved, where the device does not hold all experts.
     experts: Mapping[str, int] = field(default_factory=dict)
+    # There, too: a row for each layer, in it a byte for each expert. Its share of the layer's last
+    # turns in 127ths, and 128 more if the device holds it.
+    expert_heat: tuple[bytes, ...] = ()

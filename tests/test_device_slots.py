@@ -91,6 +91,16 @@ def test_every_slot_holds_what_the_table_says() -> None:
             assert not target[-1].any()
 
 
+def test_the_heat_of_experts_is_their_scores_and_whether_they_have_slots() -> None:
+    engine = make_engine(MODEL, expert_cache=room(SOME))
+    said(engine)
+    rows = engine.stats().expert_heat
+    for layer, row in zip(store_of(engine).layers, rows, strict=True):
+        assert [byte >= 128 for byte in row] == [slot >= 0 for slot in layer.slot_of.tolist()]
+        assert [byte & 127 for byte in row] == [round(127 * one) for one in layer.scores.tolist()]
+        assert max(byte & 127 for byte in row) > 12
+
+
 def test_room_for_all_is_a_resident_model() -> None:
     engine = make_engine(MODEL, expert_cache="10MB")
     assert engine.expert_store is None

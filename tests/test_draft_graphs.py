@@ -5,6 +5,7 @@ them. What decides on shapes is tested without tensors.
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from penstock.engine.draft_graphs import DraftGraphs, places_of
 from penstock.engine.draft_step import DraftStep
 from penstock.engine.engine import Engine
 from penstock.engine.graph_sizes import DraftLimits, DraftSize, draft_sizes
-from penstock.engine.graphs import warm_up
+from penstock.engine.graphs import DecodeStep, warm_up
+from penstock.engine.prefill_graphs import PrefillGraphs
+from penstock.engine.step_inputs import StepSize
+from penstock.engine.step_times import measure_steps
 from penstock.types import KeptState, RowPlan, StepPlan
 from scripted_drafter import EVERY_PLACE, drafting_engine
 from small_models import FAMILIES, LLAMA, make_engine, prompt, request, run, tokens_of
@@ -133,6 +137,68 @@ def test_fixed_steps_draft_what_the_head_drafts(num_drafts: int, overlap: bool) 
     assert counts[0][0].num_drafted > 20
 
 
+class EagerPrompts(PrefillGraphs):
+    """What `PrefillGraphs` is on a GPU, without the graphs."""
+
+    def __init__(self, engine: Engine) -> None:
+        runner = engine.runner
+        given = (runner.model, runner.caches, runner.rows, runner.deterministic)
+        super().__init__(*given, max_step_tokens=256, drafter=runner.drafter)
+        self.num_replayed = 0
+
+    def replay(self, rows: Any, size: StepSize) -> torch.Tensor:
+        self.num_replayed += 1
+        self._step = self._new_step(size=size)
+        self._step.load(rows)
+        logits, self._followed = self._step.compute()
+        return logits[[place for place, row in zip(size.place_of(rows), rows) if row.samples]]
+
+    def follow(self, rows: Any, size: StepSize, sampled: Any) -> None:
+        self._step.set_next_ids(rows, sampled)
+        assert self._followed is not None
+        self._step.follow(self._followed)
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("speculate", ["mtp:2", "ngram:2"])
+def test_prompts_of_fixed_steps_beside_rows_that_draft(speculate: str) -> None:
+    """Chunks, hits, several prompts at once, and decodes that replay what they drafted before. The
+    head makes the same drafts as behind prompts of any size."""
+    shared = prompt(130, 3)
+    first = [request(f"r{n}", prompt(n, n), max_tokens=40, logprobs=None) for n in (5, 64, 90)]
+    later = [request(f"s{n}", (*shared, *prompt(n, n)), max_tokens=20) for n in (3, 70)]
+    settings: dict[str, Any] = {"max_step_tokens": 128, "max_rows": 5}
+
+    def replies(engine: Engine) -> dict[str, Any]:
+        for one in first:
+            engine.submit(one)
+        said: dict[str, Any] = {}
+        for number in range(400):
+            if number in (6, 9):  # while others draft
+                engine.submit(later[number == 9])
+            for delta in engine.step():
+                said.setdefault(delta.request_id, []).append(delta)
+        assert not engine.has_work
+        return said
+
+    plain = replies(make_engine(WITH_HEAD, **settings))
+    counts = []
+    for is_fixed in (False, True):
+        engine = make_engine(WITH_HEAD, speculate=speculate, **settings)
+        engine.policy.speculator.pace = None
+        drafts = with_fixed_steps(engine)
+        engine.policy.speculator.most_drafts = DraftLimits(drafts.sizes).most
+        if is_fixed:
+            engine.runner.prefill_graphs = prompts = EagerPrompts(engine)
+        assert_same(plain, replies(engine))
+        engine.policy.cache.check()
+        stats = engine.stats().drafts
+        assert stats is not None
+        counts.append(stats.counts)
+    assert prompts.num_replayed > 3
+    assert counts[0] == counts[1]
+
+
 def test_a_state_is_kept_where_a_fixed_step_passed_a_page() -> None:
     one = request("one", prompt(60), max_tokens=90, logprobs=None)
     plain = run(make_engine(WITH_HEAD, deterministic=False), one)
@@ -166,6 +232,52 @@ def test_warm_up_touches_nobodys_memory() -> None:
         assert torch.equal(tensor[1:], was[1:])
     seen = (table.context_len, table.last_token, table.num_accepted)
     assert all(torch.equal(now, was) for now, was in zip(seen, kept))
+
+
+class HostEvent:
+    """A CUDA event on the host's clock."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@torch.inference_mode()
+def test_steps_are_timed_by_shape_and_leave_no_row_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(WITH_HEAD, max_rows=4, speculate="mtp:2")
+    runner = engine.runner
+
+    class Plain:
+        def size_for(self, rows: Any) -> int:
+            return len(rows)
+
+        def replay(self, rows: Any, size: int, mode: Any) -> torch.Tensor:
+            step = DecodeStep(runner.model, runner.caches, runner.rows, size, True)
+            step.load(rows)
+            return step.run(mode)
+
+    runner.graphs = Plain()  # type: ignore[assignment]
+    with_fixed_steps(engine)
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    seconds = measure_steps(runner)
+    assert seconds.keys() == {(rows, width) for rows in (1, 2, 4) for width in (1, 2, 3)}
+    assert min(seconds.values()) > 0
+    table, drafter = runner.rows, runner.drafter
+    assert table.context_len.tolist() == [1] * 5
+    assert drafter is not None
+    left = (table.last_token, table.num_accepted, table.drafts, drafter.hidden)
+    assert not any(bool(one.any()) for one in left)
+    plain = run(make_engine(WITH_HEAD, max_rows=4), request("x", prompt(70), max_tokens=9))
+    runner.graphs = None
+    assert_same(plain, run(engine, request("x", prompt(70), max_tokens=9)))
 
 
 def plan(row: int, num_drafts: int = 0, **given: Any) -> RowPlan:

@@ -59,6 +59,7 @@ ALLOWED = {
     "serve": {"serve", "text", "wire", "models", "assets"},
     "planning": {"planning", "cache", "commands", "engine", "eval", "models", "parallel", "serve"}
     | {"weights"},  # of commands, what sizes a model: its roofline, and GPUs
+    "ray": {"ray", "commands", "serve"},  # of commands, the one that starts a server
     "commands": {
         "commands",
         "planning",

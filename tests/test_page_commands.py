@@ -4,6 +4,7 @@ numbers.
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
@@ -15,7 +16,7 @@ import pytest
 
 from command_line import fails
 from penstock.cli import main
-from penstock.commands import browser, top
+from penstock.commands import browser, top, top_experts
 from penstock.config import EngineConfig, ServeConfig
 from penstock.progress import OnPhase, Phase
 from penstock.serve import server as server_module
@@ -149,6 +150,42 @@ def test_top_prints_the_numbers_of_a_server_once(
     assert rows["checkpoints of states"].strip().isdigit()
     assert re.fullmatch(r"\d+ of [1-9]\d*", rows["prompts with a hit"].strip())
     assert re.fullmatch(r"[\d.]+ .B of [\d.]+ .B", rows["memory of the fullest"].strip())
+
+
+def test_top_shows_drafts_and_experts_of_a_server_that_has_them(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    assert main(["top", "--once", "--base-url", server.url]) == 0
+    assert not re.search("drafts|experts", capsys.readouterr().out)
+    with start_server({"speculate": "mtp:1", "expert_cache": "12MB"}) as drafting:
+        before = look(drafting)
+        for _ in range(4):
+            drafting.post({"messages": MESSAGES, "max_tokens": 40, **FREE})
+        assert main(["top", "--once", "--base-url", drafting.url]) == 0
+        rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+        assert re.fullmatch(r"[12]\.\d\d", rows["tokens a step"].strip())
+        assert re.fullmatch(r"mtp \d+%", rows["drafts right, by place"].strip())
+        assert re.fullmatch(r"[1-9][\d.]+% of [\d,]+", rows["experts on the device"].strip())
+        assert rows["the others were"].strip() == "100.0% in RAM, 0.0% in files"
+        assert rows["experts fetched"].strip() == "0 B/s, 0.0% of the time waiting"
+        output = io.StringIO()
+        Console(file=output, width=120).print(top._screen([before, look(drafting)]))
+    shown = output.getvalue()
+    assert re.search(r"experts fetched +[1-9][\d.]* .B/s, [\d.]+% of the time", shown)
+    map = shown.partition("experts of engine 0 by layer")[2].splitlines()[1:]
+    assert [line.split()[0] for line in map if line.strip()] == [str(n) for n in range(13)]
+    assert {"█", "░"} <= set("".join(map))
+
+
+def test_a_heat_map_of_many_layers_and_experts_fits_a_terminal() -> None:
+    rows = [bytes(127 if expert == 255 else 0 for expert in range(256)) for _ in range(40)]
+    encoded = [base64.b64encode(row).decode() for row in rows]
+    _, *lines = top_experts.heat_map({"replica": 0, "expert_heat": encoded})
+    assert len(lines) == 16
+    assert all(line.endswith("█") and line.count("█") == 1 and len(line) == 67 for line in lines)
+    assert top_experts.heat_map({"replica": 0, "expert_heat": []}) == []
 
 
 def look(server: Server) -> dict[str, Any]:

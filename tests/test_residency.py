@@ -106,3 +106,18 @@ def test_new_habits_replace_old_ones() -> None:
     settled = hit_rate(tier, routed(20, k=3, seed=1))
     hit_rate(tier, routed(30, k=3, first=8))
     assert hit_rate(tier, routed(20, k=3, first=8, seed=1)) > settled - 0.1
+
+
+def test_the_heat_of_an_expert_is_how_much_its_layer_needs_it_and_whether_it_has_a_place() -> None:
+    tier = Residency(2, LAYERS, EXPERTS)
+    for turn in range(200):
+        tier.take(1, [3, 5 if turn % 2 else 7])
+        tier.release()
+    heat = tier.heat()
+    assert heat.shape == (LAYERS, EXPERTS)
+    level, is_held = heat & 127, heat >= 128
+    assert level[1, 3] == 127
+    assert 40 < level[1, 5] < 88
+    assert 40 < level[1, 7] < 88
+    assert level.sum() == level[1, [3, 5, 7]].sum()
+    assert sorted(zip(*is_held.nonzero())) == [(1, 3), (1, 5)]  # the last turn's two

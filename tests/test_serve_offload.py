@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +41,23 @@ def test_fewer_experts_are_said_wherever_an_answer_is_read(servers: tuple[Server
     assert health["per_token"] == 3
     assert 0 < health["slots"] < health["of_experts"] == 32
     assert "experts" not in resident.http.get(f"{resident.url}/health").json()
+
+
+def test_the_live_numbers_have_the_heat_of_every_expert(servers: tuple[Server, Server]) -> None:
+    def heat_of(server: Server) -> list[bytes]:
+        with server.http.stream("GET", f"{server.url}/live") as answer:
+            event = json.loads(next(answer.iter_lines()).removeprefix("data: "))
+        assert event["stats"]["expert_heat"] == []  # each engine has slots of its own
+        return [base64.b64decode(row) for row in event["replicas"][0]["expert_heat"]]
+
+    resident, server = servers
+    ask(server)
+    rows = heat_of(server)
+    assert [len(row) for row in rows] == [16, 16]
+    slots = server.http.get(f"{server.url}/health").json()["experts"]["slots"]
+    assert sum(byte >= 128 for row in rows for byte in row) == slots
+    assert all(max(byte & 127 for byte in row) > 12 for row in rows)  # some are needed often
+    assert heat_of(resident) == []
 
 
 def test_metrics_count_what_the_tiers_moved(servers: tuple[Server, Server]) -> None:

@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands import breakdown, draft_check
@@ -281,9 +282,7 @@ class DraftBench:
         decoding, step = self._decoding(batch, context, num_drafts, num_steps)
         seconds = self._time(step)
         decoding.release()
-        verify_s = None
-        if num_drafts and is_on_gpu(self.engine):
-            verify_s = self._time_without_head(batch, context, num_drafts)
+        verify_s = self._time_without_head(batch, context, num_drafts) if num_drafts else None
         tokens = expected_tokens(self.acceptance, num_drafts)
         middle = context + int(tokens * (self.warmup + self.repeats // 2))
         vocabulary = getattr(inner.runner.drafter, "vocabulary", None)
@@ -325,7 +324,7 @@ class DraftBench:
         return time_each(self.engine, lambda: step().wait(), 0, self.repeats)
 
     def _time_without_head(self, batch: int, context: int, num_drafts: int) -> float:
-        """The same steps, captured without the drafting head: drafts stay those of the table."""
+        """The same steps without the drafting head: drafts stay those of the table."""
         import torch
 
         from penstock.engine.draft_step import DraftStep
@@ -339,16 +338,22 @@ class DraftBench:
         with torch.inference_mode():
             given = (runner.model, runner.caches, runner.rows, None)
             step = DraftStep(*given, DraftSize(batch, num_drafts), runner.deterministic)
+            run: Callable[[], object] = partial(step.run, "greedy")
 
-            def launch(run: Callable[[], object]) -> None:
+            def launch() -> None:
                 take()
                 step.load(decoding.rows(1 + num_drafts))
                 run()
 
-            launch(lambda: step.run("greedy"))  # of a size that no graph has, kernels may be new
-            graph, _ = capture(lambda: step.run("greedy"), torch.cuda.graph_pool_handle())
+            launch()  # of a size that no graph has, kernels may be new
+            if is_on_gpu(self.engine):
+                graph, _ = capture(partial(step.run, "greedy"), torch.cuda.graph_pool_handle())
+                run = graph.replay
             for _ in range(self.warmup):
-                launch(graph.replay)
-            seconds = time_chain(lambda: launch(graph.replay), self.repeats)
+                launch()
+            if is_on_gpu(self.engine):
+                seconds = time_chain(launch, self.repeats)
+            else:
+                seconds = time_each(self.engine, launch, 0, self.repeats)
         decoding.release()
         return statistics.median(seconds)

@@ -33,7 +33,8 @@ from penstock.progress import Phase, PhaseList, timed
 
 if TYPE_CHECKING:
     from penstock.planning.fleet import Layout
-    from penstock.planning.outcome import Outcome, Slo
+    from penstock.planning.outcome import Outcome
+from penstock.planning.slo import Slo
 
 DESCRIPTION = "Simulate a load on a fleet: goodput, latencies, the best layout, the GPUs it needs."
 USAGE = "penstock plan [MODEL] --gpus 8xH200 (--trace FILE | --rate R) [flags]"
@@ -131,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         with timed("libraries", phases):
             from penstock.planning.fleet import simulate_fleet
             from penstock.planning.layouts import Unfit, possible_layouts
-            from penstock.planning.outcome import Slo
+            from penstock.planning.slo import Slo
             from penstock.planning.step_times import RESULTS, Tables
         slo = Slo.parse(settings.slo)
         folder = RESULTS if settings.results is None else Path(settings.results).expanduser()

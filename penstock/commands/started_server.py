@@ -18,6 +18,7 @@ from typing import Any
 from penstock.child_python import module_command
 from penstock.commands.flags import Flag, flags_of, read_settings
 from penstock.config import EngineConfig, ServeConfig
+from penstock.engine.worker import die_with_the_server
 from penstock.errors import ConfigError, PenstockError
 from penstock.http_client import HttpClient
 from penstock.progress import OnPhase, Phase, timed
@@ -106,14 +107,22 @@ def running_or_started_server(
 
 
 @contextlib.contextmanager
-def started_server(words: Sequence[str], on_phase: OnPhase) -> Iterator[StartedServer]:
-    """Runs `penstock serve` with these flags on a free port; yields when /health is ready."""
+def started_server(
+    words: Sequence[str], on_phase: OnPhase, *, dies_with_us: bool = False
+) -> Iterator[StartedServer]:
+    """Runs `penstock serve` with these flags on a free port; yields when /health is ready.
+    `dies_with_us`: also if this process, or the thread that starts it, is killed."""
     command = module_command("penstock", "serve", "--host", "127.0.0.1", "--port", "0", *words)
     started_s = time.monotonic()
     # The batch folder belongs to the user's own server.
     environ = {name: value for name, value in os.environ.items() if name != "PENSTOCK_BATCH_FOLDER"}
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ,
+        preexec_fn=die_with_the_server if dies_with_us else None,
     )
     try:
         said = _Said(process)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from penstock.commands import top_experts
 from penstock.commands.console import human_bytes
 from penstock.http_client import HttpClient
 
@@ -83,7 +84,8 @@ def _screen(history: Sequence[Event]) -> Group:
         for before, now in zip(history, islice(history, 1, None))
     ]
     head = Text.assemble(("penstock top", "bold"), f"  {_about(history[-1])}")
-    return Group(head, Text(curve(speeds) + "\n"), numbers, Text(), engines)
+    maps = [line for one in history[-1]["replicas"] for line in top_experts.heat_map(one)]
+    return Group(head, Text(curve(speeds) + "\n"), numbers, Text(), engines, *map(Text, maps))
 
 
 def rows_of(history: Sequence[Event]) -> list[tuple[str, str]]:
@@ -120,8 +122,38 @@ def rows_of(history: Sequence[Event]) -> list[tuple[str, str]]:
         ("prompts with a hit", f"{prefix.get('hit', 0):,} of {num_lookups:,}"),
         ("computed because", reasons or "nothing was computed"),
         ("preempted", f"{stats['num_preemptions']:,}"),
+        *_draft_rows(before["stats"], stats),
+        *top_experts.rows_of(before, now),
         ("sessions", f"{stats['num_sessions']:,} with {human_bytes(stats['session_bytes'])}"),
     ]
+
+
+def _draft_rows(before: Event | None, now: Event) -> list[tuple[str, str]]:
+    """Only of engines that may draft: totals, and what the last second brought."""
+    drafts = now["drafts"]
+    if drafts is None:
+        return []
+    last = None if before is None else _tokens_a_step(before["drafts"], drafts)
+    shares: dict[str, list[str]] = {}
+    for one in drafts["counts"]:
+        share = f"{one['num_accepted'] / one['num_drafted']:.0%}" if one["num_drafted"] else "-"
+        shares.setdefault(one["drafter"], []).append(share)
+    steps = [_tokens_a_step(None, drafts), f"{last} in the last second" if last else None]
+    return [
+        ("tokens a step", ", ".join(filter(None, steps)) or "none"),
+        (
+            "drafts right, by place",
+            "; ".join(f"{name} {' '.join(found)}" for name, found in shares.items()) or "none",
+        ),
+        ("saved by drafts", f"{drafts['saved_s']:,.1f} s"),
+    ]
+
+
+def _tokens_a_step(before: Event | None, now: Event) -> str | None:
+    """That a step brings a request which decodes; None: there was no such step."""
+    num_decodes = now["num_decodes"] - (before["num_decodes"] if before else 0)
+    num_tokens = now["num_tokens"] - (before["num_tokens"] if before else 0)
+    return f"{num_tokens / num_decodes:.2f}" if num_decodes > 0 else None
 
 
 def rate(before: Event, now: Event, name: str) -> float:

@@ -9,7 +9,7 @@ share what a step reads anyway.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 FEW_ROWS = 8  # or fewer: any number of drafts
@@ -55,7 +55,7 @@ def draft_sizes(max_rows: int, num_drafts: int) -> list[DraftSize]:
 class DraftLimits:
     """The most drafts that pay to be captured, by the number of rows."""
 
-    def __init__(self, sizes: Sequence[DraftSize]) -> None:
+    def __init__(self, sizes: Collection[DraftSize]) -> None:
         self._rows = sorted({size.num_rows for size in sizes})
         self._most = [
             max(size.num_drafts for size in sizes if size.num_rows == num_rows)

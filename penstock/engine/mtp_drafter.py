@@ -151,6 +151,18 @@ class MTPDrafter:
         last = inputs.query_start[:-1] + (num_new - 1).clamp(min=0)
         self.hidden.index_copy_(0, rows, said[last])
 
+    def follow_prompts(
+        self,
+        rows: Tensor,  # [R]
+        inputs: StepInputs,  # of a step without drafts
+        hidden: Tensor,  # [T, H]
+        next_ids: Tensor,  # [R]  behind the last token of each row
+    ) -> None:
+        last = inputs.last_tokens
+        behind = inputs.token_ids.roll(-1).index_copy(0, last, next_ids)
+        said = self.model.draft(inputs, behind, self.model.final_norm(hidden), self.cache)
+        self.hidden.index_copy_(0, rows, said[last])
+
     def _inputs(self, rows: Tensor, spans: tuple[RowSpan, ...], ahead: int) -> StepInputs:
         """One token of each row, so many behind its last one."""
         table = self.rows

@@ -8,7 +8,8 @@ are committed. What clients should know collects in deltas until `take_deltas`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from penstock.engine.grammar_masks import (
     NewBuffer,
     StepMasks,
 )
-from penstock.engine.graph_sizes import DraftLimits, draft_sizes
+from penstock.engine.graph_sizes import DraftLimits, DraftSize
 from penstock.engine.pools import GB, PoolSizes
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculate import Speculator
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from penstock.engine.memory import MemoryPlan
 
 MIXED_GPU_TOKENS = 1024  # prompt tokens of a GPU's step while others decode
+# Tokens that a grammar forces, if a step of its own for all of them is to pay.
+LEAST_FORCED = 2
 GRAMMAR_WAIT_S = 0.01  # to wait for a grammar when nothing else runs: the longest delay of an abort
 
 
@@ -51,12 +54,14 @@ class Policy:
         info: EngineInfo,
         tokenizer_file: Path | None,  # the tokenizer that grammars are compiled for
         new_buffer: NewBuffer,  # for masks
+        draft_sizes: Collection[
+            DraftSize
+        ] = (),  # that have graphs; none: any number of drafts runs
     ) -> None:
         self.info = info
         self.cache = new_cache(config, memory.pools)
-        self.speculator = Speculator(
-            config.speculation, self._forced_ids, _most_drafts(config, info)
-        )
+        most_drafts = DraftLimits(draft_sizes).most if draft_sizes else None
+        self.speculator = Speculator(config.speculation, self._forced_ids, most_drafts)
         self.scheduler = Scheduler(
             self.cache,
             max_rows=info.max_rows,
@@ -76,6 +81,15 @@ class Policy:
             new_buffer=new_buffer,
         )
         self._deltas: list[TokenDelta] = []
+        # A prompt's bits are not those of decodes. With drafts, what is forced is drafted: the
+        # states of tokens that were right may still be in a journal.
+        self.appends_forced = not config.deterministic and self.speculator.decode_tokens == 1
+        self._expects_forced = False
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether the next step should be planned when the tokens of the last one are known."""
+        return self.speculator.needs_all_tokens or self._expects_forced
 
     @property
     def has_work(self) -> bool:
@@ -129,19 +143,35 @@ class Policy:
                 self._deltas.append(delta)
             else:
                 self.constraints.add(self.scheduler.submit(prepared.request), prepared.matcher)
-        self.speculator.start_plan(self.scheduler.decoding)
+        self.speculator.start_plan(self.scheduler.decoding, self.scheduler.expects_prompts)
         return self.scheduler.plan()
 
     def _forced_ids(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         return self.constraints.forced(sequence, most)
 
     def commit(self, output: StepOutput) -> None:
+        self._expects_forced = False
         self._deltas += self.scheduler.commit(output)
+        if self.appends_forced:
+            self._append_forced()
+
+    def _append_forced(self) -> None:
+        """Replies go on behind what their grammars force; nobody samples what is certain. Log-
+        probabilities and counts for penalties are made where tokens are sampled."""
+        for sequence in self.constraints.sequences():
+            sampling, most = sequence.request.sampling, self.scheduler.num_certain(sequence)
+            if most < LEAST_FORCED or sampling.logprobs is not None or sampling.has_penalties:
+                continue
+            forced = _before_end(self.constraints.forced(sequence, most), sequence.request)
+            if len(forced) >= LEAST_FORCED:
+                self._deltas.append(self.scheduler.append_certain(sequence, forced))
 
     def fill_masks(self, rows: list[ConstrainedRow]) -> StepMasks:
         """Of `constraints.rows_of` a plan; everything before that plan is committed. Ends requests
         whose grammar failed; a step in flight that still has their rows is not affected."""
         masks = self.constraints.fill(rows)
+        if self.appends_forced or self.speculator.decode_tokens > 1:
+            self._expects_forced = self.constraints.may_force(rows, LEAST_FORCED)
         for request_id, problem in masks.failures:
             aborted = self.scheduler.abort(request_id)
             if aborted is not None:
@@ -182,11 +212,8 @@ class Policy:
         )
 
 
-def _most_drafts(config: EngineConfig, info: EngineInfo) -> Callable[[int], int] | None:
-    """Of so many rows, where steps with more would have no graph."""
-    if config.graphs is False or not info.device.startswith("cuda"):
-        return None
-    return DraftLimits(draft_sizes(info.max_rows, config.speculation.num_drafts)).most
+def _before_end(token_ids: tuple[int, ...], request: Request) -> tuple[int, ...]:
+    return tuple(itertools.takewhile(lambda one: one not in request.end_token_ids, token_ids))
 
 
 def new_cache(config: EngineConfig, pools: PoolSizes) -> Cache:

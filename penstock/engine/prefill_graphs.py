@@ -23,9 +23,10 @@ from penstock.engine.graphs import (
     run_for_last_tokens,
     warmup_layers,
 )
+from penstock.engine.mtp_drafter import MTPDrafter
 from penstock.engine.row_table import RowTable
 from penstock.engine.step_inputs import RowCounts, StepSize, pack_padded
-from penstock.layers.inputs import LayerCache
+from penstock.layers.inputs import LayerCache, StepInputs
 from penstock.ops import BLOCK_TOKENS
 from penstock.progress import OnPhase, Phase
 from penstock.types import RowPlan
@@ -39,10 +40,20 @@ THREAD_TOKENS = 8192  # longest prompt that several threads may launch at the sa
 
 
 class PrefillStep:
-    """A step of a fixed size. Runs eagerly on any device; `PrefillGraphs` captures it."""
+    """A step of a fixed size. Runs eagerly on any device; `PrefillGraphs` captures it.
+
+    A drafting head follows it (`follow`), when its tokens are sampled: it reads the hidden states
+    of all tokens, each with the token behind it.
+    """
 
     def __init__(
-        self, model: Model, caches: Caches, rows: RowTable, size: StepSize, deterministic: bool
+        self,
+        model: Model,
+        caches: Caches,
+        rows: RowTable,
+        size: StepSize,
+        deterministic: bool,
+        drafter: MTPDrafter | None = None,
     ) -> None:
         self.model = model
         self.caches = caches
@@ -53,6 +64,9 @@ class PrefillStep:
         self._lengths = empty.lengths
         self._numbers = rows.upload(empty.numbers)
         self._loaded: Sequence[RowPlan] = ()
+        self.drafter = drafter
+        # The token behind the last one of each row.
+        self.next_ids = torch.zeros(size.num_rows, dtype=torch.int64, device=rows.device)
 
     def load(self, plans: Sequence[RowPlan]) -> None:
         packed = pack_padded(plans, self.size, self.rows.padding_row)
@@ -60,6 +74,11 @@ class PrefillStep:
         self._loaded = plans
 
     def run(self) -> Tensor:  # [size.num_rows, vocab] float32
+        logits, _ = self.compute()
+        return logits
+
+    def compute(self) -> tuple[Tensor, Followed | None]:
+        """The logits, and what `follow` reads."""
         inputs = self.rows.derive_inputs(
             self._numbers,
             self._lengths,
@@ -67,8 +86,35 @@ class PrefillStep:
             self.rows.page_table.shape[1],
             self.deterministic,
         )
-        hidden = run_for_last_tokens(self.model, inputs, self.caches)
-        return self.model.logits(hidden, deterministic=self.deterministic)
+        if self.drafter is None:
+            last = run_for_last_tokens(self.model, inputs, self.caches)
+            return self.model.logits(last, deterministic=self.deterministic), None
+        hidden = self.model(inputs, self.caches)
+        last = hidden[inputs.last_tokens]
+        return self.model.logits(last, deterministic=self.deterministic), (inputs, hidden)
+
+    def set_next_ids(self, plans: Sequence[RowPlan], sampled: Tensor) -> None:
+        """What was sampled for rows of the plan, or what the host has behind a chunk."""
+        index_of = {place: index for index, place in enumerate(self.size.place_of(plans))}
+        # A row without tokens ends where the last one with some does, and must say the same.
+        last = index_of[max(index_of)]
+        sources = [index_of.get(place, last) for place in range(self.size.num_rows)]
+        known = self.rows.upload([0 if row.samples else row.next_token for row in plans])
+        sampling = [index for index, row in enumerate(plans) if row.samples]
+        if sampling:
+            known = known.index_copy(0, self.rows.upload(sampling), sampled)
+        self.next_ids.copy_(known[self.rows.upload(sources)])
+
+    def follow(self, followed: Followed) -> Tensor:
+        assert self.drafter is not None
+        inputs, hidden = followed
+        parts = self._numbers.split_with_sizes(list(self._lengths.values()))
+        rows = dict(zip(self._lengths, parts))["rows"]
+        self.drafter.follow_prompts(rows, inputs, hidden, self.next_ids)
+        return self.next_ids
+
+
+Followed = tuple[StepInputs, Tensor]  # of a step: its inputs, and hidden states [T, H]
 
 
 class PrefillGraphs:
@@ -82,13 +128,13 @@ class PrefillGraphs:
         deterministic: bool,
         max_step_tokens: int,
         captures: bool = True,  # False: it only launches every kernel
+        drafter: MTPDrafter | None = None,
     ) -> None:
         self._captures = captures
-        self._new_step = partial(PrefillStep, model, caches, rows, deterministic=deterministic)
+        given: dict[str, Any] = {"deterministic": deterministic, "drafter": drafter}
+        self._new_step = partial(PrefillStep, model, caches, rows, **given)
         warmup_caches = warmup_layers(model, caches)
-        self._new_warmup_step = partial(
-            PrefillStep, model, warmup_caches, rows, deterministic=deterministic
-        )
+        self._new_warmup_step = partial(PrefillStep, model, warmup_caches, rows, **given)
         self._sizes = prefill_sizes(rows.max_rows, max_step_tokens)
         if not captures:  # decodes beside prompts take no kernels of their own
             self._sizes = [size for size in self._sizes if not size.num_decodes]
@@ -98,6 +144,7 @@ class PrefillGraphs:
             if num_tokens <= max_step_tokens
         ]
         self._steps: dict[StepSize, tuple[PrefillStep, torch.cuda.CUDAGraph, Tensor]] = {}
+        self._follow: dict[StepSize, torch.cuda.CUDAGraph] = {}
 
     @property
     def num_captures(self) -> int:
@@ -113,7 +160,7 @@ class PrefillGraphs:
             for size in sizes
             if size.num_tokens <= THREAD_TOKENS
         }
-        launches = {size: self._new_warmup_step(size).run for size in sizes}
+        launches = {size: partial(_launch_all, self._new_warmup_step(size=size)) for size in sizes}
         return Warmup.split(launches, ahead=by_bucket.values())
 
     def capture(self, pool: Any, on_phase: OnPhase) -> None:
@@ -121,11 +168,15 @@ class PrefillGraphs:
         sizes = list(reversed(self._sizes)) if self._captures else []
         for done, size in enumerate(sizes):
             on_phase(Phase("graphs", f"{size.num_tokens} tokens", done / len(sizes)))
-            step = self._new_step(size)
-            graph, logits = capture(step.run, pool)
+            step = self._new_step(size=size)
+            graph, (logits, followed) = capture(step.compute, pool)
+            if followed is not None:
+                self._follow[size], _ = capture(partial(step.follow, followed), pool)
             self._steps[size] = step, graph, borrow(logits)
 
     def size_for(self, rows: Sequence[RowPlan]) -> StepSize | None:
+        if any(row.num_drafts for row in rows):
+            return None
         counts = RowCounts.of(rows)
         sizes = self._sizes if self._captures else ()
         return next((size for size in sizes if size.holds(counts)), None)
@@ -137,6 +188,19 @@ class PrefillGraphs:
         graph.replay()
         wanted = [place for place, row in zip(size.place_of(rows), rows) if row.samples]
         return logits[step.rows.upload(wanted)]
+
+    def follow(self, rows: Sequence[RowPlan], size: StepSize, sampled: Tensor) -> None:
+        """Behind `replay`, when the tokens of the sampling rows are there."""
+        step, _, _ = self._steps[size]
+        step.set_next_ids(rows, sampled)
+        self._follow[size].replay()
+
+
+def _launch_all(step: PrefillStep) -> None:
+    """Launches everything that its graphs will consist of."""
+    _, followed = step.compute()
+    if followed is not None:
+        step.follow(followed)
 
 
 def prefill_sizes(max_rows: int, max_step_tokens: int) -> list[StepSize]:

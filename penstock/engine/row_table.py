@@ -287,22 +287,13 @@ class RowTable:
             num_pages = -(-max(span.context_len for span in spans) // self.page_size)
         numbers = self.upload(packed.numbers)
         inputs = self.derive_inputs(numbers, packed.lengths, spans, num_pages, deterministic)
-        return self._with_drafts(inputs, rows) if self.num_drafts else inputs
+        has_drafts = any(row.num_drafts for row in rows)
+        return self._with_drafts(inputs, rows) if has_drafts else inputs
 
     def _with_drafts(self, inputs: StepInputs, rows: tuple[RowPlan, ...]) -> StepInputs:
-        kept = [row.keep for row in rows]
-        numbers, keep_at, keep_slots, num_drafts = self.upload(
-            [
-                [row.row for row in rows],
-                [one.num_tokens for one in kept],
-                [one.slot for one in kept],
-                [row.num_drafts for row in rows],
-            ]
+        numbers, num_drafts = self.upload(
+            [[row.row for row in rows], [row.num_drafts for row in rows]]
         )
-        replay = ops.Replay(numbers, self.num_accepted[numbers], keep_at, keep_slots)
-        inputs = dataclasses.replace(inputs, replay=replay)
-        if not any(row.num_drafts for row in rows):
-            return inputs
         self.context_len.index_add_(0, numbers, -num_drafts)  # they are no part of it yet
         found = DraftPlaces.of(rows, inputs.spans)
         places, owners, columns = self.upload([found.places, found.rows, found.columns])
@@ -344,6 +335,10 @@ class RowTable:
         places = inputs.pop("places") + self.context_len[bases]
         positions, context_lens = places.split_with_sizes((len(owner), len(rows)))
         self.context_len.index_copy_(0, rows, context_lens)  # of a decode, what it was
+        replay = None
+        if self.num_drafts:
+            kept = inputs["keep_at"], inputs["keep_slots"]
+            replay = ops.Replay(rows, self.num_accepted[rows], *kept)
         page = self.page_table[owner, positions // self.page_size].long()
         return StepInputs(
             token_ids=inputs.pop("token_ids") + self.last_token[bases[: len(owner)]],
@@ -360,6 +355,7 @@ class RowTable:
             query_start=inputs["query_start"],
             state_slots=inputs["state_slots"],
             initial_slots=inputs["initial_slots"],
+            replay=replay,
         )
 
     def sample_inputs(self, plan: StepPlan) -> SampleInputs:

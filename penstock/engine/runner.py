@@ -33,6 +33,7 @@ from penstock.engine.prefill_graphs import PrefillGraphs
 from penstock.engine.rank_wire import ComputeLogits, LaunchStep, SetLastTokens, ToRank
 from penstock.engine.row_table import RowTable, SampleInputs, SamplingNeeds
 from penstock.engine.step_inputs import StepSize
+from penstock.engine.step_times import StepSeconds, measure_steps
 from penstock.engine.timing import StepTimer
 from penstock.layers.inputs import KVCache, LayerCache, StepInputs
 from penstock.progress import OnPhase
@@ -200,6 +201,7 @@ class Runner:
     prefill_graphs: PrefillGraphs | None = None
     draft_graphs: DraftGraphs | None = None
     drafter: MTPDrafter | None = None
+    step_seconds: StepSeconds = field(default_factory=dict)  # of graphs, where steps may draft
     timer: StepTimer | None = None
     # Sends what other ranks must do as well, before it is done here.
     tell_others: Callable[[ToRank], None] | None = None
@@ -240,7 +242,7 @@ class Runner:
         # Of more tokens, experts are copied by the host, which a graph cannot call.
         most = None if slots is None else getattr(slots, "most_captured", 0)
         return (
-            PrefillGraphs(*given, self.deterministic, max_step_tokens, captures=slots is None),
+            PrefillGraphs(*given, self.deterministic, max_step_tokens, slots is None, self.drafter),
             DecodeGraphs(*given, self.deterministic, max_rows=most),
             DraftGraphs(*given, self.drafter, self.deterministic, max_tokens=most),
         )
@@ -251,10 +253,14 @@ class Runner:
         kernels."""
         given = [graphs.warmup for graphs in self.graphs_to_capture(max_step_tokens)]
         warm_up(given, self.model.ranks)
+        self.zero_padding()  # warm-up steps wrote over each other there
+        torch._C._cuda_clearCublasWorkspaces()  # each warm-up thread allocated one
+
+    def zero_padding(self) -> None:
+        """What belongs to no sequence."""
         own = [] if self.drafter is None else [self.drafter.cache]
         for cache in [*self.caches, *own]:
-            cache.zero_padding()  # warm-up steps wrote over each other there
-        torch._C._cuda_clearCublasWorkspaces()  # each warm-up thread allocated one
+            cache.zero_padding()
 
     @_on_its_device
     def capture(self, max_step_tokens: int, on_phase: OnPhase) -> None:
@@ -266,6 +272,7 @@ class Runner:
             graphs.capture(pool, on_phase)
         self.prefill_graphs, self.graphs = prompts, decodes
         self.draft_graphs = drafts if drafts.sizes else None
+        self.step_seconds = measure_steps(self)
 
     @_on_its_device
     def launch(self, plan: StepPlan, fill_masks: FillMasks | None = None) -> PendingStep:
@@ -334,14 +341,22 @@ class Runner:
             self.rows.set_drafts(plan.rows)
             if self.drafter is not None:
                 self.drafter.draft(plan.rows)
-        launched = self._launch(plan, "all states" if follows else wanted, needs)
+        # A captured prompt leaves what the head reads in its graph.
+        size = self._prefill_size(plan) if follows and wanted in ("tokens", "logits") else None
+        if size is not None:
+            launched = self._replay_prefill(plan, size, needs)
+        else:
+            launched = self._launch(plan, "all states" if follows else wanted, needs)
         masks = None if fill_masks is None else fill_masks()
         if launched.token_ids is not None:
             return needs, [launched.token_ids], {}, [], None, 0
         assert launched.logits is not None
         sampling = self.rows.sample_inputs(plan)
         tensors, num_new = self._sample(launched.logits, sampling, needs, masks)
-        if follows:
+        if size is not None:
+            assert self.prefill_graphs is not None
+            self.prefill_graphs.follow(plan.rows, size, tensors[0])
+        elif follows:
             assert self.drafter is not None
             assert launched.states is not None
             states = launched.states
@@ -377,9 +392,7 @@ class Runner:
         return self.graphs.size_for(plan.rows)
 
     def _prefill_size(self, plan: StepPlan) -> StepSize | None:
-        if self.prefill_graphs is None or self.rows.must_replay(plan.rows):
-            return None
-        return self.prefill_graphs.size_for(plan.rows)
+        return None if self.prefill_graphs is None else self.prefill_graphs.size_for(plan.rows)
 
     def _any_size(self, plan: StepPlan) -> int:
         return len(plan.rows)

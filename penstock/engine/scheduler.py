@@ -132,8 +132,19 @@ class Scheduler:
         return self._decoding
 
     @property
+    def expects_prompts(self) -> bool:
+        """Whether the next plan is likely to have prompts in it."""
+        may_admit = bool(self._free_rows) and self._refused is None and len(self._waiting) > 0
+        return may_admit or len(self._running) > len(self._decoding)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._in_flight)
+
+    @property
+    def is_contended(self) -> bool:
+        """Whether short requests and long prompts took turns when the last step was planned."""
+        return self._turns.is_contended
 
     @property
     def holds_planning(self) -> bool:
@@ -572,7 +583,7 @@ class Scheduler:
         sequence = chunk.sequence
         assert 1 <= len(token_ids) <= chunk.max_new_tokens
         if self._speculator is not None and chunk.is_decode:
-            self._speculator.note_tokens(sequence, chunk.num_drafts, len(token_ids))
+            self._speculator.note_tokens(sequence, chunk.num_drafts, token_ids)
         sequence.steps_in_flight -= 1
         sequence.max_in_flight -= chunk.max_new_tokens
         if sequence.row is not None:  # else it was preempted, and nothing of it is computed
@@ -597,6 +608,21 @@ class Scheduler:
             finish=reason,
             num_cached_tokens=sequence.num_cached_tokens,
         )
+
+    def num_certain(self, sequence: Sequence) -> int:
+        """How many tokens that are certain `append_certain` may take: none while others of the
+        sequence are in flight. One at least is left to sample."""
+        if sequence not in self._decoding or sequence.steps_in_flight or sequence.finish:
+            return 0
+        return max(self._limits[sequence].max_num_tokens - len(sequence.tokens) - 1, 0)
+
+    def append_certain(self, sequence: Sequence, token_ids: tuple[int, ...]) -> TokenDelta:
+        """Tokens that need not be sampled: the next step computes them like those of a prompt."""
+        assert len(token_ids) <= self.num_certain(sequence)
+        sequence.tokens += token_ids
+        self._decoding.discard(sequence)
+        num_cached = sequence.num_cached_tokens
+        return TokenDelta(sequence.id, token_ids=token_ids, num_cached_tokens=num_cached)
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         if sequence.tokens[-1] in sequence.request.end_token_ids:

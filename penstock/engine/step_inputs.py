@@ -162,6 +162,8 @@ def pack_padded(rows: Sequence[RowPlan], size: StepSize, padding_row: int) -> Pa
         "rows": (size.num_rows, padding_row),
         "state_slots": (size.num_rows, 0),
         "initial_slots": (size.num_rows, 0),
+        "keep_at": (size.num_rows, 0),
+        "keep_slots": (size.num_rows, 0),
         "blocks": (4 * size.num_blocks, 0),
         "block_rows": (2 * size.num_prompts, 0),
     }
@@ -195,6 +197,8 @@ def _pack(rows: Sequence[RowPlan], padding_row: int) -> dict[str, np.ndarray]:
         "rows": row_ids,
         "state_slots": np.array([row.slot for row in rows], dtype=np.int64),
         "initial_slots": np.array([row.initial_slot for row in rows], dtype=np.int64),
+        "keep_at": np.array([row.keep.num_tokens for row in rows], dtype=np.int64),
+        "keep_slots": np.array([row.keep.slot for row in rows], dtype=np.int64),
         "blocks": np.array(blocks, dtype=np.int64).flatten(),
         "block_rows": np.array(block_rows, dtype=np.int64).flatten(),
     }

@@ -24,6 +24,7 @@ from torch import Tensor
 from penstock.errors import CapacityError
 from penstock.layers.mlp import SparseMLP
 from penstock.offload.expert_log import ExpertLog
+from penstock.offload.heat import Heat
 from penstock.offload.host_products import (
     LEAST_GAIN,
     HostProducts,
@@ -70,6 +71,9 @@ class DeviceSlots:
                 zip(mlps, layouts, stacks, counts, strict=True)
             )
         ]
+        self._heat = Heat(
+            [layer.scores for layer in self.layers], [layer.slot_of for layer in self.layers]
+        )
         self.num_slots = sum(counts)
         self.num_bytes = self.lanes.num_bytes + sum(layer.num_bytes for layer in self.layers)
         # A step of so many tokens or fewer never needs the lanes.
@@ -81,6 +85,10 @@ class DeviceSlots:
     def stats(self) -> dict[str, int]:
         """Totals since the start; on a GPU as of the last call or later, because nobody waits."""
         return self._describe(self._seen.latest())
+
+    def heat(self) -> tuple[bytes, ...]:
+        """As `EngineStats.expert_heat` has it; on a GPU as of the last call or later, too."""
+        return self._heat.latest()
 
     def stats_now(self) -> dict[str, int]:
         """As of now: waits for the device."""

@@ -84,6 +84,12 @@ class Residency:
         """Frees the place of an expert that could not be read."""
         self._vacate(int(self._place_of[key]))
 
+    def heat(self) -> np.ndarray:  # [layers, experts] uint8
+        """How likely each expert is at its layer's turn in 127ths; 128 more if it has a place."""
+        lost = self._fading[:, None] - self._fading_at
+        likely = np.rint(127 * self._likely * np.exp(lost)).clip(0, 127).astype(np.uint8)
+        return likely | (self._place_of >= 0).astype(np.uint8) << 7
+
     def _learn(self, layer: int, experts: Sequence[int]) -> None:
         weight = MEMORY * (1 - len(experts) / (self.num_experts + 1))
         self._fading[layer] += np.log1p(-weight)

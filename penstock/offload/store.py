@@ -55,6 +55,7 @@ class ExpertStore:
     def __init__(self, host: HostExperts, device: torch.device) -> None:
         self.host, self.device = host, device
         self.pools: list[SlotPool] = []
+        self.pool_of: dict[int, tuple[SlotPool, int]] = {}  # and the experts of each layer
         self.num_layers = self.num_experts = 0
         self._counters: Counter[str] = Counter(hits=0, misses=0, fetched_bytes=0)
         self._wait_us = 0
@@ -104,6 +105,14 @@ class ExpertStore:
 
     def adapt(self) -> None:
         """There is nothing to decide: all misses are fetched."""
+
+    def heat(self) -> tuple[bytes, ...]:
+        """As `EngineStats.expert_heat` has it."""
+        found = {id(pool): pool.residency.heat() for pool in self.pools}
+        return tuple(
+            found[id(pool)][layer, :num_experts].tobytes()
+            for layer, (pool, num_experts) in sorted(self.pool_of.items())
+        )
 
     def close(self) -> None:
         self.host.close()
@@ -249,6 +258,7 @@ def attach(
             mlp = mlps[layer]
             mlp.gate_up, mlp.down = pool.gate_up, pool.down
             mlp.offloaded = OffloadedExperts(store, pool, layer, mlp.router.shape[0])
+            store.pool_of[layer] = pool, mlp.router.shape[0]
 
 
 def least_slots(mlps: Sequence[SparseMLP], layers: Sequence[int], device: torch.device) -> int:

@@ -190,6 +190,7 @@ class SimulatedEngine:
         """Steps that will be alike: nobody can be admitted, and nobody ends before the last."""
         scheduler = self.scheduler
         is_only_decodes = scheduler.num_running == scheduler.num_decoding > 0
+        is_only_decodes = is_only_decodes and not scheduler.is_contended  # then steps take turns
         if self._inbox or not is_only_decodes or (scheduler.num_waiting and self._admitted):
             return 1
         if scheduler.num_waiting and self._num_leapt == 1 and self._leap.num_tokens == 1:

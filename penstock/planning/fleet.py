@@ -16,7 +16,8 @@ from penstock.config import EngineConfig
 from penstock.eval.traces import Arrival
 from penstock.planning.engine import EngineShape
 from penstock.planning.node import Node
-from penstock.planning.outcome import Outcome, Slo
+from penstock.planning.outcome import Outcome
+from penstock.planning.slo import Slo
 from penstock.planning.step_times import StepTimes
 
 NODE_GPUS = 8
@@ -96,8 +97,9 @@ def fewest_engines(
         share = size / num_engines
         rng = Random(f"trial-{seed}")
         load = [one for one in arrivals if share == 1 or rng.random() < share]
-        outcome = _simulate_node(layout, size, busiest(load, TRIAL_REQUESTS), slo)
-        return outcome.attainment >= ATTAINMENT
+        load = busiest(load, TRIAL_REQUESTS)
+        node = Node(layout.config, layout.shape, layout.times, size)
+        return node.keeps(load, slo, int((1 - ATTAINMENT) * len(load)))
 
     low, high = 0, 1
     while not is_enough(high):

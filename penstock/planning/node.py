@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from penstock.digests import PageDigests
 from penstock.errors import RequestError
 from penstock.eval.traces import Arrival
 from penstock.planning.engine import EngineShape, Reply, SimulatedEngine
+from penstock.planning.slo import Slo
 from penstock.planning.step_times import StepTimes
 from penstock.serve.routing import Router
 from penstock.types import Request, SamplingParams
@@ -44,6 +46,8 @@ class Node:
         self._everyone = range(num_engines)
         self._ends: list[tuple[float, int]] = []  # of steps: a heap, with those that have changed
         self._num_requests = 0
+        self._slo = Slo()
+        self._num_missed = 0
         self.run = NodeRun()
 
     def play(self, arrivals: Iterable[Arrival]) -> NodeRun:
@@ -51,8 +55,19 @@ class Node:
         for arrival in arrivals:
             self._advance(arrival.at_s)
             self._send(arrival, arrival.at_s)
-        self._advance(float("inf"))
+        self._advance(math.inf)
         return self._close()
+
+    def keeps(self, arrivals: Iterable[Arrival], slo: Slo, max_missed: int) -> bool:
+        """Whether at most so many requests miss the limits; ends as soon as more do."""
+        self._slo = slo
+        for arrival in arrivals:
+            self._advance(arrival.at_s, max_missed)
+            if self._num_missed > max_missed:
+                return False
+            self._send(arrival, arrival.at_s)
+        self._advance(math.inf, max_missed)
+        return self._num_missed + self.run.num_refused <= max_missed
 
     def play_levels(self, arrivals: Sequence[Arrival], concurrency: int) -> NodeRun:
         """A closed load: so many clients, each with one request at a time."""
@@ -91,8 +106,8 @@ class Node:
         if engine.end_s != before:
             heapq.heappush(self._ends, (engine.end_s, index))
 
-    def _advance(self, until_s: float) -> None:
-        while self._ends and self._ends[0][0] <= until_s:
+    def _advance(self, until_s: float, max_missed: float = math.inf) -> None:
+        while self._ends and self._ends[0][0] <= until_s and self._num_missed <= max_missed:
             self._advance_once()
 
     def _advance_once(self) -> list[Reply]:
@@ -103,10 +118,13 @@ class Node:
         begun, ended = engine.end_step()
         for reply in begun:
             load.num_prompt_tokens -= reply.num_due
+            self._num_missed += reply.ttft_s > self._slo.ttft_s
+        for reply in ended:
+            self._num_missed += reply.ttft_s <= self._slo.ttft_s and reply.tpot_s > self._slo.itl_s
         load.num_requests -= len(ended)
         self.run.replies += ended
         self.run.end_s = max(self.run.end_s, end_s)
-        if engine.end_s < float("inf"):
+        if engine.end_s < math.inf:
             heapq.heappush(self._ends, (engine.end_s, index))
         return ended
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.planning.outcome import Outcome, Slo
+from penstock.planning.outcome import Outcome
+from penstock.planning.slo import Slo
 
 POINTS = 400  # of a curve
 

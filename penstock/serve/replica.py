@@ -162,8 +162,8 @@ def _hung(why: str) -> EngineDeadError:
 
 
 def sum_stats(reports: Sequence[ReplicaReport]) -> EngineStats | None:
-    """Of all engines together; None: none of them answered. Memory stays each engine's own: several
-    may share a device."""
+    """Of all engines together; None: none of them answered. Memory and the heat of experts stay
+    each engine's own: several may share a device, and each has slots of its own."""
     parts = [report.stats for report in reports if report.stats is not None]
     if not parts:
         return None
@@ -172,7 +172,7 @@ def sum_stats(reports: Sequence[ReplicaReport]) -> EngineStats | None:
     for part in parts:
         prefix.update(part.prefix)
         experts.update(part.experts)
-    apart = ("prefix", "experts", "drafts", "memory_used", "memory_total")
+    apart = ("prefix", "experts", "expert_heat", "drafts", "memory_used", "memory_total")
     counts = [field.name for field in fields(EngineStats) if field.name not in apart]
     return EngineStats(
         prefix=prefix,

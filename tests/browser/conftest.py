@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serving import Server, start_server
+from serving import REPOSITORY, Server, start_server
 
 CHROMIUMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 20_000
@@ -110,6 +112,12 @@ def script_replies(
     return asked
 
 
+def reload(page: Any) -> None:
+    """Until conversations are there and the server is known, as `open_page` does."""
+    page.reload()
+    page.wait_for_selector("#state[data-kind=ok]", state="attached")
+
+
 def say(page: Any, text: str) -> None:
     page.fill("#draft", text)
     if page.evaluate("matchMedia('(pointer: coarse)').matches"):
@@ -125,6 +133,16 @@ def wait_answer(page: Any, number: int = 1) -> Any:
         arg=number,
     )
     return page.locator(".message.assistant").last
+
+
+def serve_sources(page: Any) -> None:
+    """Modules of web/source beside the files that are built of them, for a test that calls one."""
+    names = "|".join(("dom", "store", "tools"))
+
+    def answer(route: Any) -> None:
+        route.fulfill(path=REPOSITORY / "web" / "source" / Path(route.request.url).name)
+
+    page.route(re.compile(rf"/page/({names})\.js$"), answer)
 
 
 def with_fields(**fields: Any) -> Callable[[Any], None]:

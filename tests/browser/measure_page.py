@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -22,12 +23,12 @@ from typing import Any
 from browser.conftest import CHROMIUMS, USAGE, chunk, say, script_replies, wait_answer
 from penstock.commands.provenance import provenance
 from penstock.http_client import HttpClient
-from penstock.serve.page.files import FOLDER, file_names
-from serving import FREE, MESSAGES, Server, start_server
+from penstock.serve.page.files import FOLDER, INDEX, file_names
+from serving import Server, start_server
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "page"
-NUM_LOADS, NUM_REPLIES, NUM_TOKENS = 7, 12, 10_000
+NUM_LOADS, NUM_REPLIES, NUM_TOKENS = 41, 12, 10_000
 FRAME_EVENTS = ["devtools.timeline", "disabled-by-default-devtools.timeline.frame"]
 WATCHERS, NUM_LOOKS, LOOK_S = (0, 1, 8), 5, 5.0  # of the live view
 THOUGHT = "The person wants a formula, an example and a table. Short is best."
@@ -101,15 +102,18 @@ def new_page(browser: Any, url: str, **options: Any) -> Any:
 
 
 def measure_sizes() -> dict[str, int]:
+    """Of all files, and of those that open the page; `sent`: compressed."""
     files = {name: (FOLDER / name).read_bytes() for name in file_names()}
-    return {
-        "files": len(files),
-        "bytes": sum(map(len, files.values())),
-        "bytes_of_libraries": sum(
-            len(data) for name, data in files.items() if name.startswith("vendor/")
-        ),
-        "bytes_as_sent": sum(len(gzip.compress(data)) for data in files.values()),
-    }
+    index = files[INDEX].decode()
+    first = {INDEX, *re.findall(r'(?:src|href)="page/([^"]+)"', index)}
+    found: dict[str, int] = {}
+    for which, names in (("", set(files)), ("_to_open", first)):
+        found |= {
+            f"files{which}": len(names),
+            f"bytes{which}": sum(len(files[name]) for name in names),
+            f"bytes_sent{which}": sum(len(gzip.compress(files[name])) for name in names),
+        }
+    return found | {"bytes_of_maths": len(files["maths.js"])}
 
 
 def measure_loads(browser: Any, url: str) -> dict[str, Any]:
@@ -246,17 +250,8 @@ def take_pictures(browser: Any, server: Server) -> None:
         page.wait_for_timeout(600)
         save(page, name)
         page.context.close()
-    tall = {"viewport": {"width": 1280, "height": 1060}}
-    page = new_page(browser, f"{server.url}/#live", **tall)
-    body = {"messages": MESSAGES, "max_tokens": 350, **FREE}
-    loads = [threading.Thread(target=server.post, args=(body,)) for _ in range(24)]
-    for number, load in enumerate(loads):
-        load.start()
-        page.wait_for_timeout(4000 if number % 4 == 3 else 300)
-    save(page, "live")
-    for load in loads:
-        load.join()
-    page.context.close()
+    with start_server({"speculate": "mtp:2", "expert_cache": "12MB"}) as drafting:
+        take_live_picture(browser, drafting)
     page = new_page(browser, server.url)
     page.goto(f"{server.url}/#playground")
     page.get_by_label("Prompt", exact=True).first.fill(
@@ -267,6 +262,30 @@ def take_pictures(browser: Any, server: Server) -> None:
     page.evaluate("document.querySelector('.output').scrollIntoView({ block: 'end' })")
     page.locator(".output .token").nth(3).hover()
     save(page, "playground")
+
+
+def take_live_picture(browser: Any, server: Server) -> None:
+    """Of a server that drafts and does not hold all experts, so that everything is there to see."""
+    page = new_page(browser, f"{server.url}/#live", viewport={"width": 1280, "height": 2080})
+    is_over = threading.Event()
+
+    def ask(number: int) -> None:
+        while not is_over.is_set():
+            number += 1
+            text = f"Tom has {number} marbles and buys 7 more. How many marbles does he have now?"
+            messages = [{"role": "user", "content": text}]
+            server.post({"messages": messages, "max_tokens": 60 + number})
+
+    threads = [threading.Thread(target=ask, args=(10 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+        page.wait_for_timeout(12_000)
+    save(page, "live")
+    is_over.set()
+    page.goto("about:blank")
+    for thread in threads:
+        thread.join()
+    page.context.close()
 
 
 def save(page: Any, name: str) -> None:

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from browser.conftest import USAGE, chunk, say, script_replies, wait_answer, with_fields
+from browser.conftest import (
+    USAGE,
+    chunk,
+    reload,
+    say,
+    script_replies,
+    serve_sources,
+    wait_answer,
+    with_fields,
+)
 from serving import Server
 
 pytestmark = pytest.mark.browser
@@ -32,11 +41,12 @@ def open_settings(page: Any, section: str = "") -> None:
 # With the embedded model
 
 
+@pytest.mark.everyday
 def test_a_question_is_answered_and_still_there_after_a_reload(page: Any) -> None:
     say(page, QUESTION)
     assert wait_answer(page).locator(".prose").inner_text() == "43"
     assert "tokens" in page.locator(".message.assistant footer small").inner_text()
-    page.reload()
+    reload(page)
     assert wait_answer(page).locator(".prose").inner_text() == "43"
     assert page.locator("#talks .open").inner_text() == QUESTION
 
@@ -66,6 +76,7 @@ def test_the_draft_says_how_much_of_the_prompt_is_cached(page: Any) -> None:
     assert f", {promised} from the cache" in said
 
 
+@pytest.mark.everyday
 def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
     open_settings(page)
     page.get_by_label("Longest answer").fill("4000")
@@ -89,19 +100,19 @@ def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
 
 
 def test_the_next_message_waits_for_the_answer_and_outlives_a_reload(page: Any) -> None:
-    page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=100))
+    page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=200))
     say(page, "Tell me about rivers.")
     page.wait_for_function(
         "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
     )
     say(page, "And then?")  # Enter does not stop what is being read
     assert "still coming" in page.locator("#draft-note").inner_text()
-    assert "100 tokens" in wait_answer(page).locator("footer small").inner_text()
-    page.reload()
+    assert "200 tokens" in wait_answer(page).locator("footer small").inner_text()
+    reload(page)
     assert page.locator("#draft").input_value() == "And then?"
     page.keyboard.press("Enter")
     wait_answer(page, 2)
-    page.reload()
+    reload(page)
     assert page.locator("#draft").input_value() == ""
 
 
@@ -135,11 +146,12 @@ def test_a_conversation_that_is_deleted_amid_an_answer_is_gone(page: Any) -> Non
     page.wait_for_function("() => document.querySelectorAll('.message').length === 0")
     page.wait_for_timeout(1200)
     assert page.locator("#talks .open").count() == 0
-    page.reload()
+    reload(page)
     page.wait_for_selector("#talks .hint")
     assert page.locator("#talks .open").count() == 0
 
 
+@pytest.mark.everyday
 def test_an_edited_question_is_a_branch_and_the_first_one_stays(page: Any) -> None:
     say(page, QUESTION)
     wait_answer(page)
@@ -159,6 +171,7 @@ def test_an_edited_question_is_a_branch_and_the_first_one_stays(page: Any) -> No
     assert "2 of 2" in page.locator(".message.assistant .branches").inner_text()
 
 
+@pytest.mark.everyday
 def test_an_answer_is_held_to_the_schema_of_the_conversation(page: Any) -> None:
     open_settings(page, "Form of the answer")
     schema = {
@@ -174,7 +187,7 @@ def test_an_answer_is_held_to_the_schema_of_the_conversation(page: Any) -> None:
     script_replies(page, [*(chunk(content=letter) for letter in written), USAGE])
     say(page, "Again")
     assert wait_answer(page, 2).locator(".prose pre").inner_text() == written
-    page.reload()
+    reload(page)
     assert wait_answer(page, 2).locator(".prose pre").inner_text() == written
 
 
@@ -190,6 +203,7 @@ def test_a_schema_that_is_no_json_is_said_before_anything_is_asked(page: Any) ->
     assert asked == []
 
 
+@pytest.mark.everyday
 def test_a_tool_that_must_be_called_is_called_and_answered_by_hand(page: Any) -> None:
     open_settings(page, "Tools")
     page.get_by_role("button", name="Add a tool").click()
@@ -240,24 +254,26 @@ $$\\int_0^1 x\\,dx$$
 """
 
 
+@pytest.mark.everyday
 def test_markdown_becomes_code_with_colours_tables_lists_and_maths(page: Any) -> None:
     pieces = [chunk(content=MARKDOWN[at : at + 3]) for at in range(0, len(MARKDOWN), 3)]
     script_replies(page, [*pieces, USAGE])
     say(page, "Write.")
     prose = wait_answer(page).locator(".prose")
     page.wait_for_selector(".prose figure.code .hl-kwd")
-    page.wait_for_selector(".math-block math")
+    page.wait_for_function("() => document.querySelectorAll('.prose math').length === 2")
+    assert page.locator(".math-block math").count() == 1
     assert prose.locator("h3").inner_text() == "Title"
     assert prose.locator("p").first.inner_text().startswith("Some bold and code & <tags>,")
     assert prose.locator("td.to-right").inner_text() == "2"
     assert prose.locator("ol li").all_inner_texts() == ["one", "two"]
-    assert prose.locator("math").count() == 2
     assert "$5 or $6" in prose.inner_text()
     assert prose.locator("pre").inner_text() == 'def f(x): return "<b>"'
     prose.get_by_role("button", name="Copy").click()
     page.wait_for_function("() => document.querySelector('#announcer').textContent === 'Copied.'")
 
 
+@pytest.mark.everyday
 def test_a_function_in_the_sandbox_answers_a_call_and_the_model_goes_on(page: Any) -> None:
     asked = script_replies(page, [CALL, USAGE], [chunk(content="It is 5."), USAGE])
     open_settings(page, "Tools")
@@ -310,12 +326,14 @@ def test_a_function_that_ends_late_answers_in_no_other_conversation(page: Any) -
     ],
 )
 def test_a_function_of_a_tool_reaches_nothing_and_ends(page: Any, code: str, result: str) -> None:
+    serve_sources(page)
     answered = page.evaluate(
         "async (code) => (await import('/page/tools.js')).runTool(code, '{}')", code
     )
     assert result in answered
 
 
+@pytest.mark.everyday
 def test_conversations_are_found_exported_and_imported(page: Any, tmp_path: Path) -> None:
     script_replies(page, [chunk(content="The answer has a needle in it."), USAGE])
     say(page, "First question")
@@ -332,11 +350,12 @@ def test_conversations_are_found_exported_and_imported(page: Any, tmp_path: Path
         page.click("#export")
     waiting.value.save_as(tmp_path / "talks.json")
     page.on("dialog", lambda dialog: dialog.accept())
-    for _ in range(2):
+    for left in (1, 0):
         page.locator("#talks li").first.hover()
         page.locator("#talks").get_by_label("Delete").first.click()
-        page.wait_for_timeout(100)
-    assert page.locator("#talks .open").count() == 0
+        page.wait_for_function(
+            "(left) => document.querySelectorAll('#talks .open').length === left", arg=left
+        )
     page.set_input_files("#import-input", tmp_path / "talks.json")
     page.wait_for_function("() => document.querySelectorAll('#talks .open').length === 2")
     page.locator("#talks .open", has_text="First question").click()
@@ -353,13 +372,14 @@ def test_an_exported_conversation_comes_back_with_tools_numbers_and_what_was_lef
     wait_answer(page, 2)
     say(page, "Again?")
     wait_answer(page, 3)
+    serve_sources(page)
     page.evaluate(
         "async () => { const store = await import('/page/store.js');"
         " const [talk] = await store.loadAll();"
         " talk.firstSent = Object.values(talk.messages).find((one) => one.content === 'Again?').id;"
         " await store.save(talk); }"
     )
-    page.reload()
+    reload(page)
     before = page.locator("#messages").inner_text()
     assert page.locator(".message.left-out").count() == 4
     with page.expect_download() as waiting:
@@ -386,7 +406,7 @@ def test_what_one_tab_keeps_another_shows_and_does_not_overwrite(page: Any, serv
     script_replies(other, [chunk(content="Third."), USAGE])
     say(other, "And now?")
     wait_answer(other, 3)
-    page.reload()
+    reload(page)
     assert wait_answer(page, 3).locator(".prose").text_content() == "Third."
 
 

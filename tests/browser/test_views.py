@@ -4,15 +4,16 @@ views.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from browser.conftest import USAGE, chunk, say, script_replies, wait_answer
-from serving import FREE, MESSAGES, Server
+from browser.conftest import USAGE, chunk, reload, say, script_replies, wait_answer
+from serving import Server, start_server
 
 pytestmark = pytest.mark.browser
 PHONE = {"viewport": {"width": 375, "height": 667}, "is_mobile": True, "has_touch": True}
@@ -22,9 +23,39 @@ LONG = (
     + "\n```\n\n| a | b | c | d |\n|---|---|---|---|\n| "
     + "w" * 200
 )
+# The drafting head knows well how such a sum is solved.
+SUM = "Tom has 12 marbles and buys 7 more. Then he gives away 5. How many marbles are left?"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
+def show(page: Any, view: str) -> None:
+    """Until all of it is there: the playground's form, two seconds' numbers of the live view."""
+    page.evaluate("(view) => { location.hash = view; }", view)
+    drawn = {"chat": "#composer", "playground": "#view-playground .columns", "live": ".tiles b"}
+    page.locator(drawn[view]).first.wait_for()
+
+
+@contextlib.contextmanager
+def asking(server: Server, num_threads: int = 1) -> Iterator[None]:
+    """The server always has something to say."""
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            server.post({"messages": [{"role": "user", "content": SUM}], "max_tokens": 80})
+
+    threads = [threading.Thread(target=ask) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.everyday
 def test_dark_follows_the_system_until_a_person_chooses(
     open_page: Callable[..., Any], server: Server
 ) -> None:
@@ -32,10 +63,11 @@ def test_dark_follows_the_system_until_a_person_chooses(
     assert page.evaluate(BACKGROUND) == "rgb(13, 17, 23)"
     page.click("#theme")
     assert page.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
-    page.reload()
+    reload(page)
     assert page.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
 
 
+@pytest.mark.everyday
 def test_a_phone_shows_everything_without_scrolling_sideways(
     open_page: Callable[..., Any], server: Server
 ) -> None:
@@ -49,8 +81,7 @@ def test_a_phone_shows_everything_without_scrolling_sideways(
     say(page, "w" * 200)
     wait_answer(page)
     for view in ("chat", "playground", "live"):
-        page.evaluate(f"location.hash = '{view}'")
-        page.wait_for_timeout(300)
+        show(page, view)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
     page.evaluate("location.hash = 'chat'")
     page.click("#toggle-list")
@@ -60,6 +91,7 @@ def test_a_phone_shows_everything_without_scrolling_sideways(
     assert page.get_by_label("System prompt").is_visible()
 
 
+@pytest.mark.everyday
 def test_the_whole_chat_works_by_keyboard(page: Any) -> None:
     script_replies(page, [chunk(content="Hi."), USAGE])
     assert page.evaluate("document.activeElement.id") == "draft"
@@ -107,11 +139,11 @@ def test_an_automated_check_finds_nothing_that_keeps_people_out(
     page.locator("#settings summary", has_text="Tools").click()
     page.get_by_role("button", name="Add a tool").click()
     for view in ("chat", "playground", "live"):
-        page.evaluate(f"location.hash = '{view}'")
-        page.wait_for_timeout(1500 if view == "live" else 300)
+        show(page, view)
         check(view)
 
 
+@pytest.mark.everyday
 def test_a_completion_shows_each_token_with_its_alternatives(page: Any) -> None:
     page.goto(page.url.split("#")[0] + "#playground")
     page.wait_for_selector("text=Compare with other settings")
@@ -161,25 +193,61 @@ def test_tokens_and_template_show_what_the_model_sees(page: Any) -> None:
     assert "<|im_start|>user" in page.locator("pre.output").inner_text()
 
 
+@pytest.mark.everyday
 def test_the_live_view_moves_under_load(page: Any, server: Server) -> None:
     page.goto(page.url.split("#")[0] + "#live")
-    body = {"messages": MESSAGES, "max_tokens": 200, **FREE}
-    loads = [threading.Thread(target=server.post, args=(body,)) for _ in range(4)]
-    for load in loads:
-        load.start()
-    page.wait_for_function(
-        "() => Number(document.querySelector('.tiles b')?.textContent.replace(',', '')) > 0"
-        " && Number(document.querySelectorAll('.tiles b')[2].textContent) > 0"
-    )
-    assert "penstock-tiny on cpu" in page.locator("#view-live").inner_text()
-    assert page.locator("#view-live td", has_text="ready").count() == 1
-    assert (
-        page.locator("#view-live td", has_text=re.compile(r"^[\d.]+ GB of [\d.]+ GB$")).count() == 1
-    )
-    assert page.locator("#view-live td", has_text="checkpoints of states").count() == 1
-    for load in loads:
-        load.join()
+    with asking(server, num_threads=2):
+        page.wait_for_function(
+            "() => Number(document.querySelector('.tiles b')?.textContent.replace(',', '')) > 0"
+            " && Number(document.querySelectorAll('.tiles b')[2].textContent) > 0"
+        )
+        assert "penstock-tiny on cpu" in page.locator("#view-live").inner_text()
+        cells = page.locator("#view-live td")
+        assert cells.filter(has_text="ready").count() == 1
+        assert cells.filter(has_text=re.compile(r"^[\d.]+ GB of [\d.]+ GB$")).count() == 1
+        assert cells.filter(has_text="checkpoints of states").count() == 1
     page.wait_for_function("() => document.querySelectorAll('.tiles b')[2].textContent === '0'")
+
+
+@pytest.mark.everyday
+def test_the_live_view_shows_drafts_and_experts_of_a_server_that_has_them(
+    open_page: Callable[..., Any], page: Any, server: Server
+) -> None:
+    titles = (
+        "Tokens a step brings a request",
+        "Where a step's experts were",
+        "Experts of engine 0",
+    )
+    drafts = {"speculate": "mtp:1", "expert_cache": "12MB"}
+    # Asked once the page looks: an engine stops drafting for a while where that does not pay.
+    with start_server(drafts) as drafting, contextlib.ExitStack() as asked:
+        live = open_page(f"{drafting.url}/#live")
+        live.wait_for_selector(".tiles b")
+        asked.enter_context(asking(drafting))
+        for title in titles:
+            live.locator("figcaption", has_text=title).wait_for()
+        for said in (
+            r"^Tokens a step brings a request: tokens [12]\.\d",
+            r"^Drafts that were right, by drafter and place: mtp 1 [1-9]",
+            r"^Where a step's experts were: on the device [1-9]\d* %, in RAM [1-9]\d* %, in files 0 %",
+            r"^Experts of engine 0: 13 layers; \d+ of 208 experts are on the device",
+        ):
+            live.wait_for_function(
+                "(said) => [...document.querySelectorAll('canvas')]"
+                ".some((one) => one.ariaLabel.match(said))",
+                arg=said,
+            )
+        found = (
+            "() => [...document.querySelectorAll('th')].find((one) => one.textContent === 'tier')"
+            ".closest('table').querySelectorAll('td')[1].textContent"
+        )
+        live.wait_for_function(f"(first) => ({found})() !== first", arg=live.evaluate(found))
+        assert live.locator("td", has_text="on the device").count() == 1
+        live.goto("about:blank")  # before the server ends
+    page.goto(f"{server.url}/#live")  # which neither drafts nor offloads
+    page.wait_for_selector(".tiles b")
+    for title in titles:
+        assert page.locator("figcaption", has_text=title).filter(visible=True).count() == 0
 
 
 def test_the_template_of_a_conversation_has_its_tools_and_its_thinking(page: Any) -> None:

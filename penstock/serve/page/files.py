@@ -1,6 +1,6 @@
 """The files of the page: what each is called on the web, and how it is sent.
 
-All of them are in static/, as people edit them; nothing is built. They are the same for every user,
+All of them are in static/, built from web/source by `make page`. They are the same for every user,
 need no key, and load nothing from elsewhere: the policy that goes with each forbids it.
 """
 

@@ -101,10 +101,11 @@ class LiveRoute:
 
 def _told(one: ReplicaReport) -> dict[str, Any]:
     names = ("replica", "state", "restarts", "requests", "problem")
-    used, total = (0, 0) if one.stats is None else (one.stats.memory_used, one.stats.memory_total)
+    stats = one.stats
     return {name: getattr(one, name) for name in names} | {
-        "memory_used": used,
-        "memory_total": total,
+        "memory_used": 0 if stats is None else stats.memory_used,
+        "memory_total": 0 if stats is None else stats.memory_total,
+        "expert_heat": () if stats is None else stats.expert_heat,  # bytes as base64
     }
 
 

@@ -3,39 +3,38 @@
 
 import { copyText, button, make } from "./dom.js";
 import { highlight } from "./highlight.js";
-import { Marked } from "./vendor/marked.js";
+import { Lexer, getDefaults } from "marked";
 
-const maths = [
-  {
-    name: "blockMath",
-    level: "block",
-    start: (text) => text.match(/\$\$|\\\[/)?.index,
-    tokenizer(text) {
-      const found = /^(?:\$\$([^]+?)\$\$|\\\[([^]+?)\\\])(?:\n|$)/.exec(text);
-      return found ? { type: "blockMath", raw: found[0], text: found[1] ?? found[2] } : undefined;
-    },
+function blockMath(text) {
+  const found = /^(?:\$\$([^]+?)\$\$|\\\[([^]+?)\\\])(?:\n|$)/.exec(text);
+  return found ? { type: "blockMath", raw: found[0], text: found[1] ?? found[2] } : undefined;
+}
+
+function inlineMath(text) {
+  // A price such as $5 is none: no blank inside the dollars, no digit behind them.
+  const found =
+    /^(?:\$\$([^$]+?)\$\$|\$(?!\s)((?:\\.|[^$\\\n])+?)(?<!\s)\$(?!\d)|\\\(([^]+?)\\\)|\\\[([^]+?)\\\])/.exec(
+      text,
+    );
+  if (!found) return undefined;
+  const isBlock = found[1] !== undefined || found[4] !== undefined;
+  return {
+    type: isBlock ? "blockMath" : "inlineMath",
+    raw: found[0],
+    text: found.slice(1).find(Boolean),
+  };
+}
+
+// As marked keeps them: what reads a token, and where one may start.
+const options = {
+  ...getDefaults(),
+  extensions: {
+    block: [blockMath],
+    startBlock: [(text) => text.match(/\$\$|\\\[/)?.index],
+    inline: [inlineMath],
+    startInline: [(text) => text.match(/\$|\\\(|\\\[/)?.index],
   },
-  {
-    name: "inlineMath",
-    level: "inline",
-    start: (text) => text.match(/\$|\\\(|\\\[/)?.index,
-    tokenizer(text) {
-      // A price such as $5 is none: no blank inside the dollars, no digit behind them.
-      const found =
-        /^(?:\$\$([^$]+?)\$\$|\$(?!\s)((?:\\.|[^$\\\n])+?)(?<!\s)\$(?!\d)|\\\(([^]+?)\\\)|\\\[([^]+?)\\\])/.exec(
-          text,
-        );
-      if (!found) return undefined;
-      const isBlock = found[1] !== undefined || found[4] !== undefined;
-      return {
-        type: isBlock ? "blockMath" : "inlineMath",
-        raw: found[0],
-        text: found.slice(1).find(Boolean),
-      };
-    },
-  },
-];
-const marked = new Marked({ gfm: true, breaks: false, extensions: maths });
+};
 
 const ENTITIES = {
   amp: "&",
@@ -78,24 +77,18 @@ export function safeAddress(href) {
   }
 }
 
-let temml = null;
+let maths = null;
 async function drawMath(element, source, isBlock) {
-  temml ??= import("./vendor/temml.js").then((module) => module.default);
+  maths ??= import("./maths.js");
   try {
-    const drawn = make("span");
-    (await temml).render(source, drawn, {
-      displayMode: isBlock,
-      throwOnError: true,
-      maxExpand: 200,
-      maxSize: [20, 100],
-    });
-    element.replaceChildren(...drawn.childNodes);
+    const { treeOf } = await maths;
+    element.replaceChildren(treeOf(source, isBlock).toNode());
   } catch {
     element.classList.add("math-source"); // which it shows already
   }
 }
 
-function mathOf(token) {
+function mathElement(token) {
   const isBlock = token.type === "blockMath";
   const element = make(
     isBlock ? "div" : "span",
@@ -188,7 +181,7 @@ function inline(tokens = []) {
         return [linkOf(token)];
       case "inlineMath":
       case "blockMath":
-        return [mathOf(token)];
+        return [mathElement(token)];
       case "html":
         return [/^<br\s*\/?>$/i.test(token.raw) ? make("br") : token.raw];
       default:
@@ -222,7 +215,7 @@ function blocks(tokens, isComplete = true, isLoose = true) {
       case "html":
         return [make("p", { class: "as-written" }, token.raw.trimEnd())];
       case "blockMath":
-        return [mathOf(token)];
+        return [mathElement(token)];
       default:
         return [make("p", {}, ...inline([token]))];
     }
@@ -244,7 +237,7 @@ export class MarkdownView {
 
   show(written, isComplete = true) {
     const text = written.replace(/\r\n?/g, "\n"); // as marked counts characters
-    const tokens = marked.lexer(text.slice(this.settled));
+    const tokens = new Lexer(options).lex(text.slice(this.settled));
     const numSettled = isComplete ? tokens.length : Math.max(0, tokens.length - 2);
     while (this.element.childNodes.length > this.numElements) this.element.lastChild.remove();
     const stay = blocks(tokens.slice(0, numSettled));

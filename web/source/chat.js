@@ -6,6 +6,7 @@ import {
   newConversation,
   noteBrokenOff,
   pathTo,
+  placeOfFirstSent,
   removeMessage,
   shorten,
   showBranch,
@@ -112,7 +113,7 @@ export class Chat {
 
   draw() {
     const path = pathTo(this.talk);
-    const left = path.findIndex((message) => message.id === this.talk.firstSent);
+    const left = placeOfFirstSent(this.talk, path);
     const elements = path.map((message, place) => {
       if (this.running?.message === message) this.views.set(message.id, this.running.view);
       if (!this.views.has(message.id))

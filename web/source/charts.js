@@ -127,6 +127,74 @@ export class HistogramChart extends Chart {
   }
 }
 
+/** Each column is a second, each row a name, each shade a share of 1. */
+export class ShareChart extends Chart {
+  draw() {
+    const area = this.begin();
+    if (!area) return;
+    const { pen, width, x, bottom } = area;
+    const names = [...new Set(this.points.flatMap(([, shares]) => Object.keys(shares)))];
+    names.sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+    const height = (bottom - TOP) / Math.max(4, names.length);
+    const column = Math.max(2, (width - LEFT - RIGHT) / SPAN_S);
+    const said = names.map((name, row) => {
+      const top = TOP + row * height;
+      pen.fillStyle = colour("quiet");
+      pen.fillText(name, LEFT - 6, top + height / 2 + 4);
+      pen.fillStyle = colour("ours");
+      let last = 0;
+      for (const [time, shares] of this.points) {
+        if (shares[name] === undefined) continue;
+        last = shares[name];
+        pen.globalAlpha = 0.08 + 0.92 * last;
+        pen.fillRect(x(time) - column, top, column + 0.5, height - 1);
+      }
+      pen.globalAlpha = 1;
+      return `${name} ${Math.round(100 * last)} %`;
+    });
+    this.canvas.setAttribute("aria-label", `${this.title}: ${said.join(", ")}`);
+  }
+}
+
+/** Now: rows are layers, columns experts; the deeper, the more of its layer's turns need one. */
+export class HeatMap extends Chart {
+  constructor(title, key) {
+    super(title, key);
+    this.rows = []; // of {heat, role}
+    this.element.classList.add("wide");
+    this.element.append(
+      make("p", { class: "hint" }, "Rows are layers, columns experts; deeper: needed more now."),
+    );
+  }
+
+  draw() {
+    const { canvas, rows } = this;
+    const width = canvas.clientWidth;
+    if (!width || !rows.length) return;
+    const height = Math.max(4, Math.min(14, Math.floor(420 / rows.length)));
+    canvas.style.height = `${rows.length * height}px`;
+    canvas.width = width * devicePixelRatio;
+    canvas.height = rows.length * height * devicePixelRatio;
+    const pen = canvas.getContext("2d");
+    pen.scale(devicePixelRatio, devicePixelRatio);
+    const most = rows.flat().reduce((found, { heat }) => Math.max(found, heat), 0) || 1;
+    const roles = { ours: colour("ours"), rival: colour("rival") };
+    let held = 0;
+    rows.forEach((row, layer) => {
+      const column = width / row.length;
+      row.forEach(({ heat, role }, expert) => {
+        held += role === "ours";
+        pen.fillStyle = roles[role];
+        pen.globalAlpha = (role === "ours" ? 0.12 : 0) + 0.88 * (heat / most);
+        pen.fillRect(expert * column, layer * height, Math.max(1, column - 0.5), height - 1);
+      });
+    });
+    const all = rows.reduce((sum, row) => sum + row.length, 0);
+    const said = `${rows.length} layers; ${held} of ${all} experts are on the device`;
+    canvas.setAttribute("aria-label", `${this.title}: ${said}`);
+  }
+}
+
 export function niceCeiling(value) {
   const scale = 10 ** Math.floor(Math.log10(value));
   return (

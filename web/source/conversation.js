@@ -70,13 +70,16 @@ export function removeMessage(talk, message) {
   else talk.leaf = message.parent;
 }
 
+/** Behind the messages that were left out, on every branch that begins where they end. */
+export function placeOfFirstSent(talk, path) {
+  const first = talk.messages[talk.firstSent];
+  return first ? Math.max(0, path.findIndex(({ parent }) => parent === first.parent)) : 0;
+}
+
 /** What the model is sent: OpenAI's messages, without those that were left out to make room. */
 export function requestMessages(talk, leaf = talk.leaf) {
   const path = pathTo(talk, leaf);
-  const first = Math.max(
-    0,
-    path.findIndex((message) => message.id === talk.firstSent),
-  );
+  const first = placeOfFirstSent(talk, path);
   const system = talk.settings.system ? [{ role: "system", content: talk.settings.system }] : [];
   return [...system, ...path.slice(first).map(asSent)];
 }
@@ -103,10 +106,7 @@ function asSent(message) {
 /** Leaves the older half of what is sent out; false: there is nothing left to leave out. */
 export function shorten(talk) {
   const path = pathTo(talk);
-  const first = Math.max(
-    0,
-    path.findIndex((message) => message.id === talk.firstSent),
-  );
+  const first = placeOfFirstSent(talk, path);
   const users = path.slice(first + 1).filter((message) => message.role === "user");
   if (!users.length) return false;
   talk.firstSent = users[Math.floor((users.length - 1) / 2)].id;

@@ -2,6 +2,8 @@
 
 import { HistogramChart, LineChart } from "./charts.js";
 import { count, make, seconds } from "./dom.js";
+import { DRAFT_HEAD, DraftCharts, draftRows, draftTiles } from "./live_drafts.js";
+import { EXPERT_HEAD, ExpertCharts, expertRows, expertTiles } from "./live_experts.js";
 import { events } from "./server.js";
 
 const RETRY_MS = 2000;
@@ -53,8 +55,10 @@ export class LiveView {
         format: (value) => `${Math.round(value)} %`,
       }),
     };
+    this.drafts = new DraftCharts();
+    this.experts = new ExpertCharts();
     this.tables = make("div", { class: "charts" });
-    const charts = Object.values(this.charts).map((chart) => chart.element);
+    const charts = [...Object.values(this.charts), ...this.drafts.all, ...this.experts.all];
     element.replaceChildren(
       make(
         "div",
@@ -62,7 +66,8 @@ export class LiveView {
         make("h2", {}, "Live"),
         this.note,
         this.tiles,
-        make("div", { class: "charts" }, ...charts),
+        make("div", { class: "charts" }, ...charts.map((chart) => chart.element)),
+        this.experts.maps,
         this.tables,
       ),
     );
@@ -101,6 +106,7 @@ export class LiveView {
     // A server that was started again counts from zero.
     if (before && now.generated_tokens >= before.generated_tokens && now.time > before.time)
       this.compare(before, now);
+    this.experts.takeHeat(now.replicas);
     this.drawTables(now);
     this.draw();
   }
@@ -124,17 +130,22 @@ export class LiveView {
     this.charts.cache.push(time, [100 * used.pages, 100 * used.slots]);
     const full = now.replicas.map((one) => one.memory_used / (one.memory_total || 1));
     this.charts.memory.push(time, [100 * Math.max(...full)]);
-    const tile = (value, about) => make("li", {}, make("b", {}, value), make("span", {}, about));
-    this.tiles.replaceChildren(
-      tile(count(generated), "tokens generated a second"),
-      tile(count(prompts), "prompt tokens a second"),
-      tile(String(stats.num_running), "requests running"),
-      tile(String(stats.num_waiting), "requests waiting"),
-      tile(share(used.pages, 1), "of the cache's pages in use"),
-      tile(share(used.slots, 1), "of the state slots in use"),
-      tile(share(...hitRate(stats.prefix)), "of prompt tokens came from the cache"),
-      tile(count(stats.num_preemptions), "requests had to make room"),
-    );
+    this.drafts.compare(time, before.stats?.drafts, stats.drafts);
+    this.experts.compare(time, before.stats, stats);
+    const tile = ([value, about]) => make("li", {}, make("b", {}, value), make("span", {}, about));
+    const tiles = [
+      [count(generated), "tokens generated a second"],
+      [count(prompts), "prompt tokens a second"],
+      [String(stats.num_running), "requests running"],
+      [String(stats.num_waiting), "requests waiting"],
+      [share(used.pages, 1), "of the cache's pages in use"],
+      [share(used.slots, 1), "of the state slots in use"],
+      [share(...hitRate(stats.prefix)), "of prompt tokens came from the cache"],
+      [count(stats.num_preemptions), "requests had to make room"],
+      ...draftTiles(stats.drafts),
+      ...expertTiles(before.stats, stats, elapsed),
+    ];
+    this.tiles.replaceChildren(...tiles.map(tile));
   }
 
   drawTables(now) {
@@ -212,13 +223,17 @@ export class LiveView {
           ],
         ),
       );
+      if (stats.drafts) parts.push(table("Drafts", DRAFT_HEAD, draftRows(stats.drafts)));
+      const tiers = expertRows(stats);
+      if (tiers.length) parts.push(table("Experts that steps needed", EXPERT_HEAD, tiers));
     }
     parts[0].classList.add("wide");
     this.tables.replaceChildren(...parts);
   }
 
   draw() {
-    for (const chart of Object.values(this.charts)) chart.draw();
+    for (const charts of [Object.values(this.charts), this.drafts.all, this.experts.all])
+      for (const chart of charts) chart.draw();
   }
 }
 

@@ -2,34 +2,6 @@
 
 import { make } from "./dom.js";
 
-const NAMES = [
-  "bash",
-  "c",
-  "css",
-  "diff",
-  "docker",
-  "go",
-  "html",
-  "ini",
-  "java",
-  "js",
-  "jsdoc",
-  "json",
-  "lua",
-  "make",
-  "md",
-  "plain",
-  "py",
-  "regex",
-  "rs",
-  "sql",
-  "todo",
-  "toml",
-  "ts",
-  "uri",
-  "xml",
-  "yaml",
-];
 const ALIASES = {
   sh: "bash",
   shell: "bash",
@@ -64,21 +36,19 @@ const MAX_CHARS = 60_000; // longer code is shown plain rather than late
 let loading = null;
 
 async function load() {
-  const [{ tokenizeWith }, ...found] = await Promise.all([
-    import("./vendor/highlight/tokenize.js"),
-    ...NAMES.map((name) => import(`./vendor/highlight/${name}.js`)),
-  ]);
-  const languages = Object.fromEntries(NAMES.map((name, place) => [name, found[place].default]));
-  return (code, name, take) => tokenizeWith(code, languages[name], take, { languages });
+  const { languages, tokenizeWith } = await import("./languages.js");
+  const tokenize = (code, name, take) => tokenizeWith(code, languages[name], take, { languages });
+  return { languages, tokenize };
 }
 
 /** Replaces the text of `element`, soon. */
 export async function highlight(element, code, language) {
   const word = language.toLowerCase();
   const name = ALIASES[word] ?? word;
-  if (!NAMES.includes(name) || name === "plain" || code.length > MAX_CHARS) return;
+  if (!name || name === "plain" || code.length > MAX_CHARS) return;
   loading ??= load();
-  const tokenize = await loading;
+  const { languages, tokenize } = await loading;
+  if (!Object.hasOwn(languages, name)) return;
   const spans = [];
   tokenize(
     code,

@@ -1,0 +1,78 @@
+"""How long captured decode steps take, by rows and tokens a row: measured once, at start.
+
+Rows get different tokens, so that they choose different experts; contexts are short. A running
+engine measures its own steps and corrects these (`draft_pace.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.engine.step_inputs import PADDING_LEN
+from penstock.types import RowPlan
+
+if TYPE_CHECKING:
+    from penstock.engine.graphs import Launch
+    from penstock.engine.runner import Runner
+
+StepSeconds = dict[tuple[int, int], float]  # rows, tokens a row
+UNTIMED, TIMED = 2, 5  # steps of a shape
+
+
+def measure_steps(runner: Runner) -> StepSeconds:
+    """Of every shape that drafts, and of plain steps of as many rows."""
+    graphs, drafts = runner.graphs, runner.draft_graphs
+    if graphs is None or drafts is None:
+        return {}
+    seconds: StepSeconds = {}
+    for num_rows in sorted({size.num_rows for size in drafts.sizes}):
+        plans = tuple(RowPlan.decode(row) for row in range(num_rows))
+        plain = graphs.size_for(plans)
+        assert plain is not None
+        seconds[num_rows, 1] = _time(runner, partial(graphs.replay, plans, plain, "greedy"))
+        for size in drafts.sizes:
+            if size.num_rows == num_rows:
+                plans = tuple(RowPlan.decode(r, max_tokens=size.width) for r in range(num_rows))
+                launch = partial(drafts.replay, plans, size, "greedy")
+                seconds[num_rows, size.width] = _time(runner, launch)
+    _forget(runner)
+    return seconds
+
+
+def _time(runner: Runner, launch: Launch) -> float:
+    _start_anywhere(runner)
+    for _ in range(UNTIMED):
+        launch()
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]
+    ends[0].record()
+    for end in ends[1:]:
+        launch()
+        end.record()
+    ends[-1].synchronize()
+    times = [first.elapsed_time(end) / 1e3 for first, end in itertools.pairwise(ends)]
+    return statistics.median(times)
+
+
+def _start_anywhere(runner: Runner) -> None:
+    """Gives every row a token and, for the drafting head, a state of its own."""
+    table = runner.rows
+    _forget(runner)
+    table.last_token[:-1].random_(0, table.vocab_size)
+    if runner.drafter is not None:
+        runner.drafter.hidden[:-1].normal_()
+
+
+def _forget(runner: Runner) -> None:
+    """No row has begun; what the steps have written is page 0 and slot 0, which nobody owns."""
+    table = runner.rows
+    table.context_len.fill_(PADDING_LEN)
+    for numbers in (table.last_token, table.num_accepted, table.drafts):
+        numbers.zero_()
+    runner.zero_padding()
+    if runner.drafter is not None:
+        runner.drafter.hidden.zero_()

@@ -1,0 +1,63 @@
+"""A replica on Ray: one `penstock serve`, started, asked, and ended by the actor around it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+from penstock.commands.started_server import started_server
+from penstock.ray.local_http import Headers, LocalAnswer
+from penstock.ray.settings import RaySettings
+
+CHARS_PER_TOKEN = 4  # of a prompt that waits: Ray's numbers are about how much, not how many
+HEALTH_TIMEOUT_S = 20.0
+
+
+class Engine:
+    def __init__(self, settings: RaySettings) -> None:
+        """Returns when the model is loaded: until then, Ray sends no requests."""
+        self._batch_s = settings.batch_ms / 1e3
+        self._queued_tokens = 0
+        self._life = contextlib.ExitStack()
+        # Where Ray kills an actor, or a node with all of its actors, nothing is left behind.
+        server = self._life.enter_context(
+            started_server(settings.words, lambda _: None, dies_with_us=True)
+        )
+        address = urlsplit(server.url)
+        assert address.hostname is not None
+        assert address.port is not None
+        self._host, self._port = address.hostname, address.port
+
+    async def answer(
+        self, method: str, target: str, headers: Headers, body: bytes, text: str
+    ) -> AsyncIterator[tuple[int, Headers] | bytes]:
+        """The head, then the body in pieces. `text` is what the prompt says, for the router."""
+        num_tokens = len(text) // CHARS_PER_TOKEN
+        self._queued_tokens += num_tokens
+        answer = LocalAnswer(self._host, self._port, self._batch_s)
+        try:
+            yield await answer.open(method, target, headers, body)
+            async for piece in answer.pieces():
+                self._queued_tokens -= num_tokens
+                num_tokens = 0
+                yield piece
+        finally:
+            self._queued_tokens -= num_tokens
+            answer.close()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {"queued_tokens": float(self._queued_tokens)}
+
+    async def check_health(self) -> None:
+        """The server replaces its own engine; a server that does not answer is replaced by Ray."""
+        answer = LocalAnswer(self._host, self._port, 0.0)
+        try:
+            await asyncio.wait_for(answer.open("GET", "/health", [], b""), HEALTH_TIMEOUT_S)
+        finally:
+            answer.close()
+
+    def __del__(self) -> None:
+        """Ray has waited for the running requests."""
+        self._life.close()

@@ -1,0 +1,26 @@
+"""How many engines: as many as the prompts that wait need, each its share of their tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ray.serve.config import AutoscalingContext
+
+
+class QueuedTokens:
+    """A policy of Ray: called every few seconds with what the engines last reported."""
+
+    def __init__(self, queued_tokens: int = 8192) -> None:
+        self._queued_tokens = queued_tokens
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        reported = (context.aggregated_metrics or {}).get("queued_tokens", {})
+        return self.wanted(sum(reported.values()), context.current_num_replicas), {}
+
+    def wanted(self, num_tokens: float, num_engines: int) -> int:
+        """More than their share: so many that each has its share. Less than half: one fewer."""
+        share = num_tokens / (self._queued_tokens * max(1, num_engines))
+        if share > 1:
+            return math.ceil(share * num_engines)
+        return max(1, num_engines - 1) if share < 0.5 else num_engines

@@ -1,0 +1,1 @@
+"""These tests start a Ray cluster; others need none."""
