@@ -178,6 +178,7 @@ def _rows(table: dict[str, Any]) -> list[Measured]:
             row.get("own_ms", row.get("ms")) / 1e3,
         )
         for row in table["rows"]
+        if not row.get("ep")  # ranks with whole experts are not planned with
     ]
 
 
