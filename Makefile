@@ -66,7 +66,7 @@ test-ray: .venv-ray/installed
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
 	  > $$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/penstock.pth
 	pwd >> $$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/penstock.pth
-	.venv-ray/bin/python -m pip install -q 'ray[serve]>=2.50'
+	.venv-ray/bin/python -m pip install -q 'ray[serve]>=2.60'
 	@touch $@
 
 $(BIN)/python:
