@@ -1,4 +1,4 @@
-"""Attention of one token in C++ against the ops' own references."""
+"""Attention of one token and its drafts in C++ against the ops' own references."""
 
 from __future__ import annotations
 
@@ -33,39 +33,71 @@ def randn(*shape: int, seed: int) -> Tensor:
         (3, 3, 48, 20, False),
     ],
 )
-def test_a_token_is_turned_stored_and_attends_as_the_references_say(
+@pytest.mark.parametrize("T", [1, 4])
+def test_tokens_are_turned_stored_and_attend_as_the_references_say(
     Hq: int,
     Hkv: int,
     D: int,
     half: int,
     is_interleaved: bool,
+    T: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    row = randn(1, (Hq + 2 * Hkv) * D, seed=0)
-    q, k, v = row.split_with_sizes((Hq * D, Hkv * D, Hkv * D), dim=-1)
+    sizes = (Hq * D, Hq * D, Hkv * D, Hkv * D)
+    q, gate, k, v = randn(T, sum(sizes), seed=0).split_with_sizes(sizes, dim=-1)
     heads = q.unflatten(-1, (Hq, D)), k.unflatten(-1, (Hkv, D)), v.unflatten(-1, (Hkv, D))
     rope = rope_table(torch.rand(half, generator=torch.Generator().manual_seed(3)), 400)
-    place = torch.tensor([5 * PAGE + 3])
-    pages = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(6)).int()[None]
+    places = 5 * PAGE + 3 + torch.arange(T)
+    pages = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(6)).int()
 
-    def run(length: int, window: int) -> tuple[Tensor, ...]:
+    def run(length: int, window: int, is_gated: bool) -> tuple[Tensor, ...]:
         keys, values = (randn(NUM_PAGES, PAGE, Hkv, D, seed=seed) for seed in (4, 5))
-        given = (rope, torch.tensor([length - 1]), place, keys, values, is_interleaved)
-        turned = rope_and_store(*heads, None, None, 1e-6, *given)
-        spans: list[Any] = [SimpleNamespace(num_tokens=1, context_len=length)]
-        rows = (pages, torch.tensor([0, 1]), torch.tensor([length]), spans, NO_BLOCKS)
-        attended = paged_attention(turned, keys, values, *rows, D**-0.5, window)
+        lengths = length - T + 1 + torch.arange(T)
+        given = (rope, lengths - 1, places, keys, values)
+        turned = rope_and_store(*heads, None, None, 1e-6, *given, is_interleaved)
+        spans: list[Any] = [
+            SimpleNamespace(num_tokens=1, context_len=int(own), is_decode=True) for own in lengths
+        ]
+        rows = (pages.expand(T, -1), torch.arange(T + 1), lengths, spans, NO_BLOCKS)
+        gates = (gate,) if is_gated else ()
+        attended = paged_attention(turned, keys, values, *rows, D**-0.5, window, *gates)
         return turned, keys, values, attended
 
-    cases = ((1, 0), (77, 0), (384, 0), (384, 50))
+    cases = ((T, 0, False), (77, 0, True), (384, 0, False), (384, 50, True))
     seen = [run(*case) for case in cases]
-    monkeypatch.setattr(attention, "is_better", lambda *_: False)
+    monkeypatch.setattr(attention, "can_rotate", lambda *_: False)
+    monkeypatch.setattr(attention, "can_attend", lambda *_: False)
     for case, found in zip(cases, seen, strict=True):
         *stored, attended = run(*case)
         assert all(torch.equal(one, other) for one, other in zip(found, stored, strict=False))
         torch.testing.assert_close(found[-1], attended, rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.bitwise
+def test_heads_are_normed_before_they_are_turned_and_alone_as_among_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k, v = randn(5, 6, 64, seed=0), randn(5, 2, 64, seed=1), randn(5, 2, 64, seed=2)
+    norms = randn(64, seed=3) + 1, randn(64, seed=4) + 1
+    rope = rope_table(torch.rand(16, generator=torch.Generator().manual_seed(3)), 400)
+    where = torch.arange(5)
+
+    def run(some: slice) -> tuple[Tensor, Tensor]:
+        keys, values = torch.zeros(1, PAGE, 2, 64), torch.zeros(1, PAGE, 2, 64)
+        given = (rope, where[some], where[some], keys, values)
+        return rope_and_store(q[some], k[some], v[some], *norms, 1e-6, *given), keys[0, some]
+
+    turned, keys = run(slice(5))
+    for place in range(5):
+        alone, key = run(slice(place, place + 1))
+        assert torch.equal(alone[0], turned[place])
+        assert torch.equal(key[0], keys[place])
+    monkeypatch.setattr(attention, "can_rotate", lambda *_: False)
+    torch.testing.assert_close((turned, keys), run(slice(5)), rtol=1e-5, atol=2e-6)
+
+
 def test_tensors_on_another_device_are_not_read_as_if_they_lay_in_memory() -> None:
     q, k = torch.empty(1, 2, 32, device="meta"), torch.empty(1, 1, 32, device="meta")
-    assert not attention.is_better(q, k, torch.empty(1, 64, 1, 32, device="meta"))
+    cache = torch.empty(1, 64, 1, 32, device="meta")
+    assert not attention.can_rotate(q, k, k, cache)
+    assert not attention.can_attend(q, cache, torch.empty(1, dtype=torch.int32, device="meta"))

@@ -44,7 +44,9 @@ def test_a_nested_target_is_found() -> None:
     assert nested_targets(kernel) == ["kernel: (a, b), c = (x, y)"]
 
 
-@pytest.mark.parametrize("path", [*ROOT.rglob("*.cu"), *ROOT.rglob("*.cpp")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [one for kind in ("cu", "cpp", "hpp") for one in ROOT.rglob(f"*.{kind}")], ids=str
+)
 def test_c_sources_have_at_most_100_columns(path: Path) -> None:
     """`clang-format` with the file of the repository's root makes it so."""
     assert [line for line in path.read_text().splitlines() if len(line) > 100] == []

@@ -1,62 +1,18 @@
-// Attention of one token over its pages, and what comes before it: the rotation, and its key and
-// value into their place. All in float32, and heads are whole vectors. A step of one token is a few
-// microseconds of arithmetic, and as calls of torch ten times that: caches are cold, since a
-// layer's weights have passed through them.
+// Attention of a token, and of drafts behind it, over its pages; and of any tokens what comes
+// before it: norms of heads, the rotation, and keys and values into their places. All in float32,
+// and heads are whole vectors. A step of one token is a few microseconds of arithmetic, and as
+// calls of torch ten times that: caches are cold, since a layer's weights have passed through them.
 //
 // The query heads that share a key head are computed together, so a key is read once. Long contexts
 // take a thread for each key head.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "lanes.hpp"
 #include <vector>
 
 namespace {
 
 constexpr long ALONE = 1 << 17; // numbers of keys that one thread reads as quickly as several
-
-constexpr int LANES = 16, MOST_QUERIES = 8;
-typedef float Lanes __attribute__((vector_size(64)));
-
-inline Lanes load(const float* p) {
-    Lanes own;
-    std::memcpy(&own, p, sizeof own);
-    return own;
-}
-inline void store(float* p, Lanes own) { std::memcpy(p, &own, sizeof own); }
-inline float total(Lanes own) {
-    typedef float Half __attribute__((vector_size(32)));
-    typedef float Quarter __attribute__((vector_size(16)));
-    Half halves[2];
-    std::memcpy(halves, &own, sizeof halves);
-    Half half = halves[0] + halves[1];
-    Quarter quarters[2];
-    std::memcpy(quarters, &half, sizeof quarters);
-    Quarter quarter = quarters[0] + quarters[1];
-    return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
-}
-
-inline float bits_as_float(int32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-// e^x for x <= 0, to 2 units in the last place; below 2^-126 it is zero. A loop of it is vectors.
-inline float exponential(float x) {
-    float y = x * 1.44269504f, whole = (y + 12582912.0f) - 12582912.0f; // the nearest integer
-    float r = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;      // ln 2 in two parts
-    float p = 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    float power = bits_as_float((int32_t(std::max(whole, -126.0f)) + 127) << 23);
-    return whole < -126.0f ? 0.0f : p * power;
-}
+constexpr int MOST_QUERIES = 8;
 
 // Rotates one head in place by [2, half] cosines and sines, and rounds as torch does: a prompt's
 // last token may come alone, and must have the bits that it has among others.
@@ -68,6 +24,11 @@ void turn(float* head, const float* angles, long half, bool interleaved) {
         a = std::fma(-b, sine, first * cosine);
         b = std::fma(first, sine, b * cosine);
     }
+}
+
+void scale_head(float* head, const float* norm, float eps, long D) {
+    float scale = inverse_rms(head, D, eps);
+    for (long d = 0; d < D; d++) head[d] = head[d] * scale * norm[d];
 }
 
 struct Pages {
@@ -121,8 +82,7 @@ template <int G>
 void attend_some(const Pages& pages, const float* q, long head, long queries, long first, long end,
                  float scale, float* out) {
     if (queries < G) {
-        if constexpr (G > 1)
-            attend_some<G - 1>(pages, q, head, queries, first, end, scale, out);
+        if constexpr (G > 1) attend_some<G - 1>(pages, q, head, queries, first, end, scale, out);
         return;
     }
     thread_local std::vector<float> scores;
@@ -138,29 +98,46 @@ void attend_some(const Pages& pages, const float* q, long head, long queries, lo
 
 } // namespace
 
-// q [Hq, D], k and v [Hkv, D] -> turned [Hq, D]; the key and the value into their place in the
-// cache.
-extern "C" void rope_and_store(const float* q, const float* k, const float* v, const float* table,
-                               long half, int interleaved, const int64_t* position,
-                               const int64_t* place, long q_heads, long kv_heads, long D,
-                               float* turned, float* keys, float* values) {
-    const float* angles = table + *position * 2 * half;
-    float* key = keys + *place * kv_heads * D;
-    std::copy(q, q + q_heads * D, turned);
-    std::copy(k, k + kv_heads * D, key);
-    std::copy(v, v + kv_heads * D, values + *place * kv_heads * D);
-    for (long h = 0; h < q_heads; h++) turn(turned + h * D, angles, half, interleaved);
-    for (long h = 0; h < kv_heads; h++) turn(key + h * D, angles, half, interleaved);
+// q [T, Hq, D], k and v [T, Hkv, D] -> turned [T, Hq, D]; keys and values into their places in the
+// cache. `strides` are numbers between tokens of q, k and v; norms [D] are null, or both there.
+extern "C" void rope_and_store(const float* q, const float* k, const float* v, const long* strides,
+                               const float* q_norm, const float* k_norm, float eps,
+                               const float* table, long half, int interleaved,
+                               const int64_t* positions, const int64_t* places, long T,
+                               long q_heads, long kv_heads, long D, float* turned, float* keys,
+                               float* values) {
+#pragma omp parallel for if (T * (q_heads + kv_heads) * D > ALONE)
+    for (long t = 0; t < T; t++) {
+        const float* angles = table + positions[t] * 2 * half;
+        float *query = turned + t * q_heads * D, *key = keys + places[t] * kv_heads * D;
+        std::copy_n(q + t * strides[0], q_heads * D, query);
+        std::copy_n(k + t * strides[1], kv_heads * D, key);
+        std::copy_n(v + t * strides[2], kv_heads * D, values + places[t] * kv_heads * D);
+        for (long h = 0; h < q_heads; h++) {
+            if (q_norm) scale_head(query + h * D, q_norm, eps, D);
+            turn(query + h * D, angles, half, interleaved);
+        }
+        for (long h = 0; h < kv_heads; h++) {
+            if (k_norm) scale_head(key + h * D, k_norm, eps, D);
+            turn(key + h * D, angles, half, interleaved);
+        }
+    }
 }
 
-// q [Hq, D] -> out [Hq, D] over positions `first` to `end` of the pages.
+// q [T, Hq, D] -> out [T, Hq, D], each token over the positions up to its own, and of these, with a
+// window, the last; `end` is behind the last token. With `gate` [T, Hq * D] times its sigmoid.
 extern "C" void attend(const float* q, const float* keys, const float* values, const int32_t* table,
-                       long page_size, long q_heads, long kv_heads, long D, long first, long end,
-                       float scale, float* out) {
+                       long page_size, long T, long q_heads, long kv_heads, long D, long end,
+                       long window, float scale, const float* gate, long gate_stride, float* out) {
     Pages pages = {keys, values, table, page_size, kv_heads, D};
-    long G = q_heads / kv_heads;
-#pragma omp parallel for if ((end - first) * kv_heads * D > ALONE)
-    for (long head = 0; head < kv_heads; head++)
-        attend_some<MOST_QUERIES>(pages, q + head * G * D, head, G, first, end, scale,
-                                  out + head * G * D);
+    long G = q_heads / kv_heads, width = q_heads * D;
+#pragma omp parallel for if (T * end * kv_heads * D > ALONE)
+    for (long item = 0; item < T * kv_heads; item++) {
+        long head = item / T, t = item % T, stop = end - T + 1 + t;
+        long first = window ? std::max(0l, stop - window) : 0, at = t * width + head * G * D;
+        attend_some<MOST_QUERIES>(pages, q + at, head, G, first, stop, scale, out + at);
+        if (gate)
+            for (long i = 0; i < G * D; i++)
+                out[at + i] *= sigmoid(gate[t * gate_stride + head * G * D + i]);
+    }
 }

@@ -1,4 +1,6 @@
-"""Attention of one token on a CPU in float32 (`attention.cpp`)."""
+"""Attention of a token and its drafts on a CPU in float32, and the rotation of any tokens before it
+(`attention.cpp`).
+"""
 
 from __future__ import annotations
 
@@ -15,63 +17,86 @@ from penstock.ops.cpu import library
 LANES = 16
 
 
-def is_better(q: Tensor, k: Tensor, cache: Tensor, *places: Tensor) -> bool:
-    """Whether these functions can take a step of one token: q [1, Hq, D], k [.., Hkv, D]."""
+def can_rotate(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *places: Tensor) -> bool:
+    """Whether `rope_and_store` can take q [T, Hq, D], k and v [T, Hkv, D]. The number of tokens
+    does not matter, so that a token has the same bits alone and among others."""
+    head_dim = q.shape[2]
     return (
         q.is_cpu
         and cache.dtype == q.dtype == torch.float32
-        and q.shape[0] == 1
-        and q.shape[2] % LANES == 0
-        and q.stride(-1) == k.stride(-1) == 1
-        and q.stride(1) == k.stride(-2) == q.shape[2]
+        and head_dim % LANES == 0
+        and all(one.stride(-1) == 1 and one.stride(-2) == head_dim for one in (q, k, v))
         and cache.is_contiguous()
         and all(one.dtype == torch.int64 for one in places)
         and _library() is not None
     )
 
 
+def can_attend(q: Tensor, cache: Tensor, pages: Tensor) -> bool:
+    """Whether `attend` can take a token and its drafts, q [T, Hq, D]."""
+    return (
+        q.is_cpu
+        and cache.dtype == q.dtype == torch.float32
+        and q.shape[2] % LANES == 0
+        and pages.dtype == torch.int32
+        and cache.is_contiguous()
+        and _library() is not None
+    )
+
+
 def rope_and_store(
-    q: Tensor,  # [1, Hq, D]
-    k: Tensor,  # [1, Hkv, D]
-    v: Tensor,  # [1, Hkv, D]
+    q: Tensor,  # [T, Hq, D]
+    k: Tensor,  # [T, Hkv, D]
+    v: Tensor,  # [T, Hkv, D]
+    q_norm: Tensor | None,  # [D]
+    k_norm: Tensor | None,  # [D]
+    eps: float,
     rope: Tensor,  # [max_len, 2, rot/2]
-    positions: Tensor,  # [1]
-    kv_index: Tensor,  # [1]
+    positions: Tensor,  # [T]
+    kv_index: Tensor,  # [T]
     keys: Tensor,  # [pages, page_size, Hkv, D]  written
     values: Tensor,  # [pages, page_size, Hkv, D]  written
     interleaved: bool,
-) -> Tensor:  # [1, Hq, D]
+) -> Tensor:  # [T, Hq, D]
     loaded = _library()
     assert loaded is not None, "asked only where it is available"
-    (_, q_heads, head_dim), kv_heads = q.shape, k.shape[1]
-    turned = torch.empty(1, q_heads, head_dim)
+    (num_tokens, q_heads, head_dim), kv_heads = q.shape, k.shape[1]
+    turned = torch.empty(num_tokens, q_heads, head_dim)
+    norms = (None if one is None else one.data_ptr() for one in (q_norm, k_norm))
     loaded.rope_and_store(
         *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
-        *(rope.data_ptr(), rope.shape[2], interleaved),
-        *(positions.data_ptr(), kv_index.data_ptr(), q_heads, kv_heads, head_dim),
+        (c_long * 3)(q.stride(0), k.stride(0), v.stride(0)),
+        *(*norms, eps, rope.data_ptr(), rope.shape[2], interleaved),
+        *(positions.data_ptr(), kv_index.data_ptr(), num_tokens, q_heads, kv_heads, head_dim),
         *(turned.data_ptr(), keys.data_ptr(), values.data_ptr()),
     )
     return turned
 
 
 def attend(
-    q: Tensor,  # [1, Hq, D]
+    q: Tensor,  # [T, Hq, D]
     keys: Tensor,  # [pages, page_size, Hkv, D]
     values: Tensor,  # [pages, page_size, Hkv, D]
     pages: Tensor,  # [P] int32
-    first: int,
-    end: int,
+    end: int,  # position behind the last token
+    window: int,
     scale: float,
-) -> Tensor:  # [1, Hq * D]
-    """Over positions `first` to `end`."""
+    gate: Tensor | None,  # [T, Hq * D]
+) -> Tensor:  # [T, Hq * D]
+    """Consecutive tokens of one sequence, each over what it sees, times sigmoid(gate)."""
     loaded = _library()
     assert loaded is not None, "asked only where it is available"
-    _, q_heads, head_dim = q.shape
+    q = q.contiguous()
+    num_tokens, q_heads, head_dim = q.shape
     _, page_size, kv_heads, _ = keys.shape
-    out = torch.empty(1, q_heads * head_dim)
+    out = torch.empty(num_tokens, q_heads * head_dim)
+    if gate is not None and gate.stride(-1) != 1:
+        gate = gate.contiguous()
     loaded.attend(
         *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), pages.data_ptr()),
-        *(page_size, q_heads, kv_heads, head_dim, first, end, scale, out.data_ptr()),
+        *(page_size, num_tokens, q_heads, kv_heads, head_dim, end, window, scale),
+        None if gate is None else gate.data_ptr(),
+        *(0 if gate is None else gate.stride(0), out.data_ptr()),
     )
     return out
 
@@ -82,12 +107,14 @@ def _library() -> ctypes.CDLL | None:
     if loaded is None:
         return None
     loaded.rope_and_store.argtypes = [
-        *(c_void_p, c_void_p, c_void_p, c_void_p, c_long, c_int, c_void_p, c_void_p),
-        *(c_long, c_long, c_long, c_void_p, c_void_p, c_void_p),
+        *[c_void_p] * 6,
+        *(c_float, c_void_p, c_long, c_int, c_void_p, c_void_p),
+        *(c_long, c_long, c_long, c_long, c_void_p, c_void_p, c_void_p),
     ]
     loaded.attend.argtypes = [
         *(c_void_p, c_void_p, c_void_p, c_void_p),
-        *(c_long, c_long, c_long, c_long, c_long, c_long, c_float, c_void_p),
+        *(c_long, c_long, c_long, c_long, c_long, c_long, c_long, c_float),
+        *(c_void_p, c_long, c_void_p),
     ]
     for function in (loaded.rope_and_store, loaded.attend):
         function.restype = None

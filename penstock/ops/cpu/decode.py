@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.ops.cpu import attention
 from penstock.ops.reference import kv_codes
 
 FEW = 8  # tokens that hardly share experts
@@ -126,8 +125,6 @@ def attend(
     """The length is known here, so only keys that are seen are read, and nothing is masked."""
     page_size, num_kv_heads, head_dim = keys.shape[1:]
     first = max(0, context_len - window) if window else 0
-    if key_scales is None and pages.dtype == torch.int32 and attention.is_better(q, keys[0], keys):
-        return attention.attend(q, keys, values, pages, first, context_len, scale)
     first_page = first // page_size
     used = pages[first_page : -(-context_len // page_size)].tolist()
     seen = slice(first - first_page * page_size, context_len - first_page * page_size)

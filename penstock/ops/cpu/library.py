@@ -11,6 +11,7 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -49,7 +50,7 @@ def _compiler() -> str | None:
 def _compiled(source: Path, compiler: str, target: tuple[str, ...]) -> Path:
     # OpenMP's threads are torch's own: the loader finds its library loaded already.
     command = [compiler, "-O3", *target, "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w"]
-    text = source.read_bytes()
+    text = _with_headers(source)
     told = "\n".join([*command, _version(compiler), _cpu()]).encode() + text
     path = cache_folder("kernels") / f"{hashlib.blake2b(told, digest_size=16).hexdigest()}.so"
     if path.exists():
@@ -62,6 +63,13 @@ def _compiled(source: Path, compiler: str, target: tuple[str, ...]) -> Path:
             return path
         ctypes.CDLL(str(made))  # stays loaded after its file is removed
         return made
+
+
+def _with_headers(source: Path) -> bytes:
+    """Its text, behind those of the headers beside it that it includes."""
+    text = source.read_bytes()
+    names = re.findall(rb'^#include "([^"]+)"', text, re.MULTILINE)
+    return b"".join((source.parent / name.decode()).read_bytes() for name in names) + text
 
 
 def _version(compiler: str) -> str:

@@ -44,10 +44,9 @@ def rope_and_store(
     With scales, keys and values are stored as 8-bit codes (`kv_codes`).
     """
     assert (q_norm is None) == (k_norm is None)
-    is_plain = q_norm is None and kv_scales is None
-    if is_plain and cpu_attention.is_better(q, k, keys, positions, kv_index):
-        given = (q, k, v, rope, positions, kv_index, keys, values, interleaved)
-        return cpu_attention.rope_and_store(*given)
+    if kv_scales is None and cpu_attention.can_rotate(q, k, v, keys, positions, kv_index):
+        given = (q, k, v, q_norm, k_norm, eps, rope, positions, kv_index, keys, values)
+        return cpu_attention.rope_and_store(*given, interleaved)
     num_heads = (q.shape[1], k.shape[1])
     heads = torch.cat((q, k), dim=1).float()  # [T, Hq + Hkv, D]
     if q_norm is not None and k_norm is not None:
@@ -81,10 +80,18 @@ def paged_attention(
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
     # query_start and blocks serve kernels; here the spans say the same on the host.
     caches = _Caches(keys, values, *((None, None) if kv_scales is None else kv_scales))
-    if decode.is_alone(q, deterministic) and len(spans) == 1:
+    is_alone = decode.is_alone(q, deterministic) and len(spans) == 1
+    are_drafts = not is_alone and decode.may_be_drafts(q, deterministic)
+    are_drafts = are_drafts and _are_one_sequence(spans, page_table)
+    if (is_alone or are_drafts) and kv_scales is None:
+        pages = page_table[0]
+        if cpu_attention.can_attend(q, keys, pages):
+            end = spans[-1].context_len
+            return cpu_attention.attend(q, keys, values, pages, end, window, scale, gate)
+    if is_alone:
         alone = decode.attend(q, *caches, page_table[0], spans[0].context_len, scale, window)
         return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))
-    if decode.may_be_drafts(q, deterministic) and _are_one_sequence(spans, page_table):
+    if are_drafts:
         context_len = spans[-1].context_len
         drafts = decode.attend_drafts(q, *caches, page_table[0], context_len, scale, window)
         return drafts if gate is None else drafts.mul_(sigmoid(gate, deterministic))

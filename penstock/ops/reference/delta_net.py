@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.ops.cpu import decode
+from penstock.ops.cpu import decode, few_tokens
 from penstock.ops.reference.activation import sigmoid, silu, softplus
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.norm import gated_rms_norm
@@ -60,6 +60,17 @@ def gated_delta_net(
         given = (mixed, conv_weight, a_log, dt_bias, norm_weight, eps, conv, recurrent)
         numbers = (0, 0, 0, 0) if replay is None else tuple(int(number) for number in replay)
         row, num_accepted, keep_at, keep_slot = numbers
+        own = () if journal is None else (part[row] for part in journal)
+        if few_tokens.are_few(mixed, deterministic) and few_tokens.can_mix(
+            conv_weight, conv, recurrent
+        ):
+            where = (int(state_slots), int(initial_slots), position)
+            return few_tokens.gated_delta_net(
+                *(mixed, conv_weight, a_log, dt_bias, norm_weight, eps, L2_EPS),
+                *(conv, recurrent, num_key_heads),
+                (*where, num_accepted, keep_at, keep_slot),
+                tuple(own),
+            )
         if len(mixed) == 1 and not (num_accepted or keep_slot):
             slots = (state_slots, initial_slots)
             return decode.gated_delta_net(*given, *slots, position, num_key_heads, L2_EPS)

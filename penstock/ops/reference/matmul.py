@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.ops.cpu import decode, skinny_gemm
+from penstock.ops.cpu import decode, few_tokens, skinny_gemm
 from penstock.ops.cpu import quantized as cpu_quantized
 from penstock.ops.float8 import round_tokens, rounds_tokens
 from penstock.ops.quantized import QuantizedRows
@@ -98,6 +98,8 @@ def multiply(
     """`linear` with a plain matrix."""
     if deterministic:
         out = _tiled_linear(x, weight, bias)
+    elif few_tokens.are_few(x, deterministic) and few_tokens.can_multiply(weight):
+        return few_tokens.linear(x, weight, bias, residual)
     elif skinny_gemm.is_better(x, weight):
         return skinny_gemm.multiply(x, weight, bias, residual)
     elif packed.is_better(x, weight):
@@ -121,6 +123,9 @@ def norm_linear(
 ) -> Tensor:  # [T, N]
     if out_dtype in (None, torch.float32) and _can_fuse(x, weight, deterministic):
         return cpu_quantized.multiply_fused(x, weight.parts, norm=norm_weight, eps=eps, bias=bias)
+    is_fused = not weight.parts and few_tokens.are_few(x, deterministic)
+    if is_fused and out_dtype in (None, torch.float32) and few_tokens.can_multiply(weight.values):
+        return few_tokens.linear(x, weight.values, bias, norm=norm_weight, eps=eps)
     normed = norm_tokens(x, norm_weight, eps, deterministic)
     if out_dtype is None or out_dtype == x.dtype:
         return linear(normed, weight, bias, deterministic=deterministic)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.ops.cpu import decode
+from penstock.ops.cpu import decode, few_tokens
 from penstock.ops.float8 import round_tokens, rounded_experts
 from penstock.ops.reference.activation import sigmoid, silu
 from penstock.ops.reference.matmul import linear, multiply, multiply_parts, swiglu, swiglu_linear
@@ -51,6 +51,11 @@ def norm_route(
     `normalize` makes the k weights sum to one. The router reads the normed tokens as they were
     rounded.
     """
+    if few_tokens.are_few(hidden, deterministic) and few_tokens.can_multiply(router.values):
+        gate = None if shared_gate is None else shared_gate.values
+        given = (hidden, norm_weight, eps, router.values, k, normalize, gate)
+        x, weights, ids, shared_weight = few_tokens.norm_route(*given)
+        return x, weights, ids if slots is None else slots[ids].long(), shared_weight
     x = norm_tokens(hidden, norm_weight, eps, deterministic)
     wide = x.float()
     logits = multiply(wide, router.values.float(), deterministic=deterministic)
@@ -110,9 +115,16 @@ def sparse_mlp(
     """residual + the weighted sum of the chosen experts (+ the shared one), summed in float32."""
     stored = (gate_up, down, shared_gate_up, shared_down)
     is_plain = not any(weight is not None and weight.parts for weight in stored)
-    is_alone, are_few = decode.is_alone(x, deterministic), decode.are_few(x, deterministic)
-    if is_plain and (is_alone or are_few):
-        run = decode.sparse_mlp if is_alone else decode.sparse_mlp_of_few
+    run = None
+    if is_plain and few_tokens.are_few(x, deterministic):
+        values = [weight.values for weight in stored if weight is not None]
+        run = few_tokens.sparse_mlp if all(map(few_tokens.can_multiply, values)) else None
+    if is_plain and run is None:
+        if decode.is_alone(x, deterministic):
+            run = decode.sparse_mlp
+        elif decode.are_few(x, deterministic):
+            run = decode.sparse_mlp_of_few
+    if run is not None:
         return run(
             x,
             weights,

@@ -1,0 +1,148 @@
+"""The layers of a few tokens in C++ against the ops' own references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock import ops
+from penstock.layers.inputs import RowSpan
+from penstock.ops import Journal, Replay, Weight
+from penstock.ops.cpu import decode, few_tokens, library
+
+pytestmark = pytest.mark.skipif(library._compiler() is None, reason="no C++ compiler here")
+EPS = 1e-6
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def without_kernels(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(few_tokens, "are_few", lambda x, deterministic: False)
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 16])
+@pytest.mark.parametrize("N", [1, 7, 64])
+def test_products_with_all_that_belongs_to_them(T: int, N: int) -> None:
+    x, weight, bias, residual = randn(T, 48) * 3, randn(N, 48), randn(N), randn(T, N, seed=1)
+    norm = randn(48, seed=2) + 1
+    assert few_tokens.are_few(x, deterministic=False)
+    assert not few_tokens.are_few(x, deterministic=True)
+    plain = few_tokens.linear(x, weight, residual=residual)
+    torch.testing.assert_close(plain, F.linear(x, weight) + residual, rtol=1e-5, atol=2e-5)
+    normed = F.rms_norm(x, (48,), norm, EPS)
+    fused = few_tokens.linear(x, weight, bias, norm=norm, eps=EPS)
+    torch.testing.assert_close(fused, F.linear(normed, weight, bias), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.bitwise
+def test_a_token_has_the_same_bits_among_any_others() -> None:
+    x, weight, norm = randn(16, 64), randn(33, 64), randn(64) + 1
+    whole = few_tokens.linear(x, weight, norm=norm, eps=EPS)
+    for begin, end in ((0, 1), (3, 8), (15, 16)):
+        some = few_tokens.linear(x[begin:end], weight, norm=norm, eps=EPS)
+        assert torch.equal(some, whole[begin:end])
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("T", [1, 3, 16])
+def test_experts(
+    T: int, has_shared: bool, normalize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, norm, router = randn(T, 48) * 2, randn(48) + 1, Weight(randn(10, 48))
+    gate_up, down = Weight(randn(10, 64, 48) / 5), Weight(randn(10, 48, 32) / 5)
+    shared = tuple(map(Weight, (randn(1, 48), randn(32, 48) / 5, randn(48, 16) / 4)))
+    given = shared if has_shared else (None, None, None)
+
+    def run() -> list[Tensor]:
+        normed, weights, ids, weight = ops.norm_route(
+            hidden, norm, EPS, router, 3, normalize, given[0]
+        )
+        out = ops.sparse_mlp(normed, weights, ids, gate_up, down, hidden, weight, *given[1:])
+        return [normed, weights, ids.float(), out]
+
+    found = run()
+    without_kernels(monkeypatch)
+    torch.testing.assert_close(found, run(), rtol=1e-5, atol=5e-6)
+
+
+class Row:
+    """One sequence in a mixer: steps of a token and drafts."""
+
+    heads = (2, 6, 16, 32)  # key heads, value heads, their dimensions
+
+    def __init__(self, num_drafts: int) -> None:
+        key_heads, value_heads, key_dim, value_dim = self.heads
+        self.channels = 2 * key_heads * key_dim + value_heads * value_dim
+        self.weights = (
+            randn(4, self.channels) / 2,
+            randn(value_heads),
+            randn(value_heads, seed=1),
+            randn(value_dim) + 1,
+        )
+        self.width = self.channels + value_heads * value_dim + 2 * value_heads
+        self.conv = randn(5, 4 + num_drafts, self.channels, seed=3)
+        self.recurrent = randn(5, value_heads, key_dim, value_dim, seed=4)
+        shape = (2, num_drafts, value_heads)
+        self.journal = Journal(
+            torch.zeros(*shape, key_dim),
+            torch.zeros(*shape, value_dim),
+            torch.zeros(2, num_drafts, 2, value_heads),
+        )
+
+    def step(self, mixed: Tensor, start: int, initial: int, replayed: tuple[int, ...]) -> Tensor:
+        spans = [RowSpan(len(mixed), start + len(mixed), num_drafts=len(mixed) - 1)]
+        return ops.gated_delta_net(
+            mixed,
+            *self.weights,
+            EPS,
+            self.conv,
+            self.recurrent,
+            torch.tensor([0, len(mixed)]),
+            torch.tensor([start + len(mixed)]),
+            torch.tensor([1]),
+            torch.tensor([initial]),
+            spans,
+            ops.TokenBlocks.of(spans, "cpu"),
+            self.heads[0],
+            self.journal,
+            Replay(*(torch.tensor([number]) for number in replayed)),
+        )
+
+
+@pytest.mark.parametrize("first", [0, 2, 70])
+@pytest.mark.parametrize("form", ["torch", "reference"])
+def test_a_mixer_replays_drafts_and_keeps_states(
+    first: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with and without drafts, of which none, some or all were right; a state is kept where
+    a replay passes a place."""
+
+    def run() -> list[Any]:
+        row = Row(num_drafts=3)
+        seen: list[Any] = []
+        start, accepted = first, 0
+        # Tokens, and drafts that are right.
+        steps = ((4, 2), (3, 0), (1, 0), (4, 3), (2, 1), (1, 0))
+        for number, (num_tokens, num_right) in enumerate(steps):
+            mixed = randn(num_tokens, row.width, seed=number)
+            keep = (start - 1, 3) if accepted else (0, 0)
+            initial = 1 if number or not first else 2  # it starts from nothing, or from another's
+            seen.append(row.step(mixed, start, initial, (1, accepted, *keep)))
+            seen += [row.recurrent[1].clone(), row.conv[1].clone(), row.recurrent[3].clone()]
+            start, accepted = start + 1 + num_right, num_right
+        seen.append([part[1] for part in row.journal])
+        return seen
+
+    found = run()
+    without_kernels(monkeypatch)
+    if form == "reference":
+        monkeypatch.setattr(decode, "is_alone", lambda x, deterministic: False)
+        monkeypatch.setattr(decode, "may_be_drafts", lambda x, deterministic: False)
+    torch.testing.assert_close(found, run(), rtol=1e-4, atol=2e-5)
