@@ -5,13 +5,15 @@
 Two tasks, one request at a time. Word problems are held out from training, and answered freely. For
 copy editing the reply is a text of the prompt with one in thirty words replaced; the model is too
 small to do that, so a grammar holds it to the reply, with drafts and without, and what the grammar
-forces is drafted only where a row says so. Engines take turns, round by round; times are CPU time
-of the process, since wall time depends on what else runs. Prints one JSON object.
+forces is drafted only where a row says so. Engines take turns, request by request; a request's time
+is the median of its rounds. Gains are of the process's CPU time, since wall time, which stands
+beside, depends on what else runs. Prints one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import re
@@ -32,6 +34,7 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import Request, SamplingParams
 
 WORDS_AN_EDIT = 30  # one of them is replaced
+NUM_PARTS = 40  # of the time that a plot shows
 
 
 @dataclass(frozen=True)
@@ -87,54 +90,85 @@ def copy_editing(num_texts: int, tokenizer: Tokenizer, ends: tuple[int, ...]) ->
     return requests
 
 
-def replies(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], float, int]:
-    """Tokens, seconds from each reply's first token to its last, and the steps of that time."""
-    said, seconds, num_steps = [], 0.0, 0
-    for request in requests:
-        engine.submit(request)
-        tokens: list[int] = []
-        while not tokens:
-            tokens += [token for delta in engine.step() for token in delta.token_ids]
-        started = time.process_time()
-        while engine.has_work:
-            tokens += [token for delta in engine.step() for token in delta.token_ids]
-            num_steps += 1
-        seconds += time.process_time() - started
-        said.append(tokens)
-    return said, seconds, num_steps
+@dataclass(frozen=True)
+class Reply:
+    """Times from its first token to its last."""
+
+    token_ids: list[int]
+    cpu_s: float
+    wall_s: float
+    tokens_of_steps: list[int]
+
+
+def reply(engine: Engine, request: Request) -> Reply:
+    engine.submit(request)
+    tokens: list[int] = []
+    while not tokens:
+        tokens += [token for delta in engine.step() for token in delta.token_ids]
+    steps = []
+    cpu, wall = time.process_time(), time.perf_counter()
+    while engine.has_work:
+        new = [token for delta in engine.step() for token in delta.token_ids]
+        steps.append(len(new))
+        tokens += new
+    return Reply(tokens, time.process_time() - cpu, time.perf_counter() - wall, steps)
 
 
 def measure(name: str, requests: list[Request], setups: list[Setup], rounds: int) -> list[Any]:
+    """Engines take turns request by request, so that all see the same disturbances."""
     engines = [setup.engine() for setup in setups]
-    times: list[list[float]] = [[] for _ in setups]
-    steps = [0] * len(setups)
-    plain: list[list[int]] = []
-    for _ in range(rounds):
-        for place, engine in enumerate(engines):
-            said, seconds, steps[place] = replies(engine, requests)
-            plain = plain or said
-            assert said == plain, f"{setups[place]} says something else"
-            times[place].append(seconds)
-    num_tokens = sum(len(tokens) - 1 for tokens in plain)
+    # By setup, request and round.
+    said: list[list[list[Reply]]] = [[[] for _ in requests] for _ in setups]
+    for turn in range(rounds):
+        for number, request in enumerate(requests):
+            for place, engine in enumerate(engines):
+                one = reply(engine, dataclasses.replace(request, id=f"{request.id}.{turn}"))
+                said[place][number].append(one)
+                plain = said[0][number][0].token_ids
+                assert one.token_ids == plain, f"{setups[place]} says something else"
+    num_tokens = sum(len(rounds_of[0].token_ids) - 1 for rounds_of in said[0])
     rows = []
-    for setup, engine, seconds_of, num_steps in zip(setups, engines, times, steps):
+    plain_times = _times(said[0])
+    for setup, engine, replies in zip(setups, engines, said):
         drafts = engine.stats().drafts
+        cpu_s, wall_s = _times(replies)
+        steps = [one.tokens_of_steps for rounds_of in replies for one in rounds_of]
         rows.append(
             {
                 "task": name,
                 "speculate": setup.name,
-                "tokens_per_second": round(num_tokens / statistics.median(seconds_of), 1),
-                "gain": round(statistics.median(times[0]) / statistics.median(seconds_of), 2),
-                "tokens_a_step": round(num_tokens / num_steps, 2),
+                "tokens_per_second": round(num_tokens / cpu_s, 1),
+                "gain": round(plain_times[0] / cpu_s, 2),
+                "gain_in_wall_time": round(plain_times[1] / wall_s, 2),
+                "tokens_a_step": round(sum(map(sum, steps)) / sum(map(len, steps)), 2),
                 "acceptance": {
                     f"{count.drafter} {count.place}": round(
                         count.num_accepted / count.num_drafted, 2
                     )
                     for count in (drafts.counts if drafts else ())
                 },
+                "tokens_over_time": _over_time(steps),
             }
         )
     return rows
+
+
+def _times(replies: list[list[Reply]]) -> tuple[float, float]:
+    """CPU and wall seconds of all requests, each by the median of its rounds."""
+    cpu = sum(statistics.median(one.cpu_s for one in rounds_of) for rounds_of in replies)
+    wall = sum(statistics.median(one.wall_s for one in rounds_of) for rounds_of in replies)
+    return cpu, wall
+
+
+def _over_time(steps: list[list[int]]) -> list[float]:
+    """Tokens a step from the first step to the last, over all requests, in NUM_PARTS parts."""
+    every = [tokens for one in steps for tokens in one]
+    edges = [len(every) * part // NUM_PARTS for part in range(NUM_PARTS + 1)]
+    return [
+        round(statistics.fmean(every[begin:end]), 2)
+        for begin, end in zip(edges, edges[1:])
+        if end > begin
+    ]
 
 
 def main() -> None:

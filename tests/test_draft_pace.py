@@ -126,7 +126,7 @@ def draft_in(world: World, num_steps: int, seed: int = 0) -> tuple[float, float]
             right = 0
             while right < num_drafts and generator.random() < world.chance(step):
                 right += 1
-            speculator.note_tokens(sequence, num_drafts, 1 + right)
+            speculator.note_tokens(sequence, num_drafts, (0,) * (1 + right))
             num_tokens += 1 + right
         plans = [RowPlan.decode(row, max_tokens=1 + n) for row, n in enumerate(drafted)]
         speculator.note_step(StepPlan(step, tuple(plans)), seconds)
@@ -200,7 +200,7 @@ def test_losses_have_a_limit_whatever_is_believed() -> None:
         num_drafted += drafts > 0
         pace.note_step(1, 1 if not drafts else 99, seconds)
         if drafts:
-            pace.note_gain(1, 1, seconds)
+            pace.note_gain(1, 99, 1, seconds)
         spent += seconds
     assert spent <= 1.02 * num_steps * cheap(1, 1)
     assert num_drafted > 20
@@ -213,6 +213,41 @@ def test_a_better_time_is_found_again() -> None:
     before, all_of_it = draft_in(late, turn), draft_in(late, 2 * turn)
     spent, plain = (after - first for after, first in zip(all_of_it, before))
     assert plain >= 1.15 * spent
+
+
+def test_a_disturbed_step_does_not_end_drafts() -> None:
+    """The first step is slow, as those of a process that has just started are, and so is one in
+    eight later."""
+    steps = iter(range(10_000))
+
+    def disturbed(rows: int, tokens: int) -> float:
+        step = next(steps)
+        return cheap(rows, tokens) * (20.0 if step % 8 == 0 else 1.0)
+
+    chosen = settle(DraftPace(), disturbed, 0.9, 1, steps=200)
+    assert chosen[10:].count(MOST) > 0.95 * len(chosen[10:])
+
+
+def test_what_was_never_measured_is_tried() -> None:
+    """A drafter of the host may have nothing to say in the first steps."""
+    pace = DraftPace()
+    for _ in range(10):
+        pace.start_step(1)
+        pace.note_step(1, 1, 1.0)
+    assert pace.num_drafts(1, [0.9] * MOST, MOST, pace.start_step(1)) == MOST
+
+
+def test_acceptance_of_a_host_s_drafts_is_known_while_none_are_made() -> None:
+    """Its guesses are compared with what is said: drafts start as soon as they would be right."""
+    one = request("x", prompt(20), max_tokens=200)
+    plain = run(make_engine(LLAMA), one)
+    engine = drafting_engine(LLAMA, plain, [ALWAYS_RIGHT])
+    speculator = engine.policy.speculator
+    speculator.pace = DraftPace()
+    speculator._acceptance.rates[:] = [0.0] * NUM_DRAFTS  # of earlier requests
+    deltas = run(engine, one)["x"]
+    assert speculator._acceptance.rates[0] > 0.9
+    assert len(deltas) < 0.7 * 200
 
 
 def test_acceptance_is_of_a_place_whose_drafts_before_were_right() -> None:

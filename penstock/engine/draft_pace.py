@@ -4,6 +4,8 @@ A draft costs the time by which it makes a step longer, and is worth the tokens 
 measured by the number of rows and of tokens a row: at the start of an engine that has graphs
 (`prime`), and of every step while it runs; acceptance by request and place. Plain steps are
 measured too, now and then, and drafts that do not pay are tried again after a while: work changes.
+A time is the median of the latest, since other programs disturb some; one that was hardly measured
+counts as the shortest that it can be, so that it is tried.
 
 What drafts have lost so far has a limit, a share of the time since the start: whatever acceptance
 turns out to be, an engine that drafts is not slower than a plain one by more than that.
@@ -11,7 +13,8 @@ turns out to be, an engine that drafts is not slower than a plain one by more th
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import statistics
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 FIRST_STEPS = 4  # of a number of rows without times: two with all drafts, two without
@@ -19,9 +22,12 @@ PLAIN_EVERY = 256  # steps, of which the first are plain
 PLAIN_STEPS = 2  # the first of them still replays drafts, and is not measured
 PROBE_EVERY = 512  # steps, after which drafts that did not pay are tried again
 PROBE_ENDS = PLAIN_STEPS + 4  # so many steps after that
-NEWEST = 0.1  # weight of the newest measurement
-MOST_NEWEST = 0.5  # of one after a long time
+NUM_TIMES = 9  # that are kept of a number of rows and tokens
+FEW_TIMES = 3  # below, the shortest of them counts
+OLD = 128  # steps, after which only the newest times still count: plain steps are rare
+NEWEST = 0.1  # weight of the newest draft in acceptance
 FIRST_GUESS = 0.8  # acceptance before there is any
+DISTURBED = 1.5  # times the typical time: what a step takes longer counts no more
 LOSS_SHARE = 0.01  # of the time of all decodes, that drafts may lose
 FIRST_LOSS = 8  # plain steps, that they may lose before there is any
 
@@ -29,7 +35,8 @@ FIRST_LOSS = 8  # plain steps, that they may lose before there is any
 class DraftPace:
     def __init__(self) -> None:
         # By rows (a power of two) and tokens a row.
-        self._seconds: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        self._times: defaultdict[int, dict[int, deque[float]]] = defaultdict(dict)
+        self._seconds: defaultdict[int, dict[int, float]] = defaultdict(dict)  # of these
         self._primed: set[int] = set()
         self._num_steps: Counter[int] = Counter()  # by rows
         self._noted_at: dict[tuple[int, int], int] = {}  # rows, tokens a row: steps before
@@ -38,26 +45,33 @@ class DraftPace:
     def prime(self, seconds: Mapping[tuple[int, int], float]) -> None:
         """Step times by rows and tokens a row, from before the first step."""
         for (num_rows, tokens_a_row), one in seconds.items():
-            self._seconds[_bucket(num_rows)][tokens_a_row] = one
+            self._add_time(num_rows, tokens_a_row, one)
             self._primed.add(_bucket(num_rows))
 
     def note_step(self, num_rows: int, tokens_a_row: int, seconds: float) -> None:
         bucket = _bucket(num_rows)
-        known, age = self._seconds[bucket], self._num_steps[bucket]
-        age -= self._noted_at.get((bucket, tokens_a_row), 0)
+        times = self._times[bucket].get(tokens_a_row)
+        age = self._num_steps[bucket] - self._noted_at.get((bucket, tokens_a_row), 0)
         self._noted_at[bucket, tokens_a_row] = self._num_steps[bucket]
-        # What was measured long ago counts less: plain steps are rare while drafts pay.
-        newest = min(1 - (1 - NEWEST) ** age, MOST_NEWEST)
-        before = known.get(tokens_a_row, seconds)
-        known[tokens_a_row] = before + max(newest, NEWEST) * (seconds - before)
+        while times is not None and age > OLD and len(times) >= FEW_TIMES:
+            times.popleft()
+        self._add_time(num_rows, tokens_a_row, seconds)
         self._decoded_s += seconds
 
-    def note_gain(self, num_rows: int, num_new: int, seconds: float) -> float:
-        """What a step with drafts saved: its new tokens as plain steps, less its own time."""
-        plain = self.seconds(num_rows, 1)
-        if plain is None:
+    def _add_time(self, num_rows: int, tokens_a_row: int, seconds: float) -> None:
+        bucket = _bucket(num_rows)
+        times = self._times[bucket].setdefault(tokens_a_row, deque(maxlen=NUM_TIMES))
+        times.append(seconds)
+        typical = min(times) if len(times) < FEW_TIMES else statistics.median(times)
+        self._seconds[bucket][tokens_a_row] = typical
+
+    def note_gain(self, num_rows: int, tokens_a_row: int, num_new: int, seconds: float) -> float:
+        """What a step with drafts saved: its new tokens as plain steps, less its own time. What
+        disturbed it was no fault of its drafts."""
+        plain, typical = (self.seconds(num_rows, number) for number in (1, tokens_a_row))
+        if plain is None or typical is None:
             return 0.0
-        saved = plain * num_new / num_rows - seconds
+        saved = plain * num_new / num_rows - min(seconds, DISTURBED * typical)
         self._lost_s = max(self._lost_s - saved, 0.0)
         return saved
 
@@ -68,14 +82,15 @@ class DraftPace:
         return self._num_steps[bucket] - 1
 
     def seconds(self, num_rows: int, tokens_a_row: int) -> float | None:
-        """Measured, or between what was measured: the time of a step grows with its tokens."""
+        """Measured, or between what was measured: the time of a step grows with its tokens. Beyond,
+        as long as the longest."""
         known = self._seconds[_bucket(num_rows)]
-        if tokens_a_row in known or not known:
-            return known.get(tokens_a_row)
+        if tokens_a_row in known:
+            return known[tokens_a_row]
         below = max((n for n in known if n < tokens_a_row), default=None)
         above = min((n for n in known if n > tokens_a_row), default=None)
         if below is None or above is None:
-            return None
+            return None if below is None else known[below]
         share = (tokens_a_row - below) / (above - below)
         return known[below] + share * (known[above] - known[below])
 

@@ -583,7 +583,7 @@ class Scheduler:
         sequence = chunk.sequence
         assert 1 <= len(token_ids) <= chunk.max_new_tokens
         if self._speculator is not None and chunk.is_decode:
-            self._speculator.note_tokens(sequence, chunk.num_drafts, len(token_ids))
+            self._speculator.note_tokens(sequence, chunk.num_drafts, token_ids)
         sequence.steps_in_flight -= 1
         sequence.max_in_flight -= chunk.max_new_tokens
         if sequence.row is not None:  # else it was preempted, and nothing of it is computed

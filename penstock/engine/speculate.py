@@ -36,6 +36,25 @@ HOST_DRAFTERS: dict[str, Callable[[], HostDrafter]] = {
 }
 
 
+class Guess:
+    """What the host would draft, compared with the tokens that come, in one step or in several: so
+    acceptance is known while nothing is drafted."""
+
+    def __init__(self, token_ids: tuple[int, ...]) -> None:
+        self.token_ids = token_ids
+        self.num_right = 0
+
+    def settles(self, new_ids: tuple[int, ...]) -> bool:
+        """Whether these tokens show how many of the guess are right."""
+        for token_id in new_ids:
+            if self.token_ids[self.num_right] != token_id:
+                return True
+            self.num_right += 1
+            if self.num_right == len(self.token_ids):
+                return True
+        return False
+
+
 class Speculator:
     def __init__(
         self,
@@ -54,6 +73,7 @@ class Speculator:
         self._acceptance = Acceptance(guesses)  # of all requests
         self._of_request: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._drafted_by: WeakKeyDictionary[Sequence, str] = WeakKeyDictionary()
+        self._guesses: WeakKeyDictionary[Sequence, Guess] = WeakKeyDictionary()
         self._num_rows = self._step = 0  # of the plan that is being made
         self._common = 0  # drafts of every row of it
         self._beside_prompts = False  # whether prompts are computed in the same step
@@ -101,30 +121,45 @@ class Speculator:
         self._drafted_by[sequence] = GRAMMAR if draft_ids else self.speculation.kind
         if draft_ids:
             return len(draft_ids), draft_ids
-        if self.pace is not None and self.most_drafts is not None:
-            most = min(most, self._common)
-        elif self.pace is not None:
-            rates = self._acceptance_of(sequence).rates
-            most = self.pace.num_drafts(self._num_rows, rates, most, self._step)
         if self.drafter is not None:
-            draft_ids = self.drafter.propose(sequence, most) if knows_all and most else ()
+            draft_ids = self.drafter.propose(sequence, most) if knows_all else ()
+            if draft_ids and sequence not in self._guesses:
+                self._guesses[sequence] = Guess(draft_ids)
+            draft_ids = draft_ids[: self._paying(sequence, len(draft_ids))]
             return len(draft_ids), draft_ids
         # The mask of a place depends on the draft before it, which only the device has.
-        return (0 if is_constrained or sequence.request.banned else most), ()
+        is_masked = is_constrained or bool(sequence.request.banned)
+        return (0 if is_masked else self._paying(sequence, most)), ()
 
-    def note_tokens(self, sequence: Sequence, num_drafts: int, num_new: int) -> None:
-        """A decode has brought so many tokens."""
+    def _paying(self, sequence: Sequence, most: int) -> int:
+        """How many of so many drafts are worth their time."""
+        if self.pace is None or not most:
+            return most
+        if self.most_drafts is not None:
+            return min(most, self._common)
+        rates = self._acceptance_of(sequence).rates
+        return self.pace.num_drafts(self._num_rows, rates, most, self._step)
+
+    def note_tokens(self, sequence: Sequence, num_drafts: int, token_ids: tuple[int, ...]) -> None:
+        """A decode has brought these tokens, which are not in the sequence yet."""
         self._num_decodes += 1
-        self._num_tokens += num_new
+        self._num_tokens += len(token_ids)
+        guess = self._guesses.get(sequence)
+        if guess is not None and guess.settles(token_ids):
+            self._note_acceptance(sequence, len(guess.token_ids), guess.num_right)
+            del self._guesses[sequence]
         if not num_drafts:
             return
-        name, num_right = self._drafted_by.get(sequence, self.speculation.kind), num_new - 1
+        name, num_right = self._drafted_by.get(sequence, self.speculation.kind), len(token_ids) - 1
         for place in range(num_drafts):
             self._num_drafted[name, place] += 1
             self._num_accepted[name, place] += place < num_right
-        if name != GRAMMAR:
-            for acceptance in (self._acceptance, self._acceptance_of(sequence)):
-                acceptance.note(num_drafts, num_right)
+        if name != GRAMMAR and self.drafter is None:
+            self._note_acceptance(sequence, num_drafts, num_right)
+
+    def _note_acceptance(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
+        for acceptance in (self._acceptance, self._acceptance_of(sequence)):
+            acceptance.note(num_drafts, num_right)
 
     def note_end(self, sequence: Sequence) -> None:
         if self.drafter is not None:
@@ -138,11 +173,11 @@ class Speculator:
         if self.pace is None or not plan.is_decode:
             return
         num_rows = len(plan.rows)
+        width = 1 + max(row.num_drafts for row in plan.rows)
         if plan.has_drafts or was_settled:  # else it is no plain step: it has replayed drafts
-            width = 1 + max(row.num_drafts for row in plan.rows)
             self.pace.note_step(num_rows, width, seconds)
         if plan.has_drafts:
-            self._saved_s += self.pace.note_gain(num_rows, num_new, seconds)
+            self._saved_s += self.pace.note_gain(num_rows, width, num_new, seconds)
 
     def stats(self) -> DraftStats:
         return DraftStats(

@@ -119,7 +119,7 @@ def _are_one_sequence(spans: Sequence[Span], page_table: Tensor) -> bool:
         span.is_decode and span.num_tokens == 1 and span.context_len == first + place
         for place, span in enumerate(spans)
     )
-    return are_in_turn and bool((page_table == page_table[:1]).all())
+    return are_in_turn and torch.equal(page_table[1:], page_table[:-1])
 
 
 class _Caches(NamedTuple):
