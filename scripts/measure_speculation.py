@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import platform
 import re
@@ -166,7 +167,7 @@ def _over_time(steps: list[list[int]]) -> list[float]:
     edges = [len(every) * part // NUM_PARTS for part in range(NUM_PARTS + 1)]
     return [
         round(statistics.fmean(every[begin:end]), 2)
-        for begin, end in zip(edges, edges[1:])
+        for begin, end in itertools.pairwise(edges)
         if end > begin
     ]
 

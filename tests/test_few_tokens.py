@@ -96,8 +96,19 @@ class Row:
             torch.zeros(2, num_drafts, 2, value_heads),
         )
 
-    def step(self, mixed: Tensor, start: int, initial: int, replayed: tuple[int, ...]) -> Tensor:
-        spans = [RowSpan(len(mixed), start + len(mixed), num_drafts=len(mixed) - 1)]
+    def step(
+        self,
+        mixed: Tensor,
+        start: int,
+        initial: int,
+        replayed: tuple[int, ...] = (1, 0, 0, 0),
+        *,
+        is_prompt: bool = False,
+    ) -> Tensor:
+        num_drafts = 0 if is_prompt else len(mixed) - 1
+        spans = [
+            RowSpan(len(mixed), start + len(mixed), is_prompt=is_prompt, num_drafts=num_drafts)
+        ]
         return ops.gated_delta_net(
             mixed,
             *self.weights,
@@ -145,4 +156,23 @@ def test_a_mixer_replays_drafts_and_keeps_states(
     if form == "reference":
         monkeypatch.setattr(decode, "is_alone", lambda x, deterministic: False)
         monkeypatch.setattr(decode, "may_be_drafts", lambda x, deterministic: False)
+    torch.testing.assert_close(found, run(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("first", [0, 2, 70])
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 16])
+def test_a_short_prompt_is_certain(
+    num_tokens: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is that of its last token, and its inputs fill more than the ring."""
+
+    def run() -> list[Tensor]:
+        row = Row(num_drafts=0)
+        mixed = randn(num_tokens, row.width)
+        out = row.step(mixed, first, 1, is_prompt=True)
+        decoded = row.step(randn(1, row.width, seed=5), first + num_tokens, 1)
+        return [out, decoded, row.recurrent[1], row.conv[1]]
+
+    found = run()
+    without_kernels(monkeypatch)
     torch.testing.assert_close(found, run(), rtol=1e-4, atol=2e-5)

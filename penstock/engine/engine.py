@@ -160,7 +160,7 @@ class Engine:
         if self._pending is not None and policy.scheduler.holds_planning:
             self._commit_pending()
             return policy.take_deltas()
-        if policy.speculator.needs_all_tokens:
+        if policy.needs_all_tokens:
             self._commit_pending()
         plan = policy.plan()
         if policy.scheduler.admitted_ids:

@@ -8,7 +8,8 @@ device computes the logits. The cost of a grammar is limited; one that exceeds t
 its own request. The engine decides when masks are due and what happens to a failed request.
 
 A row with drafts needs a mask for each of its places: a matcher walks over the drafts and back.
-Tokens that a grammar forces are drafts themselves.
+Tokens that a grammar forces are drafts themselves or, where nothing drafts, the reply goes on at
+once behind them.
 
 llguidance is imported when the first constrained request comes.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import concurrent.futures
 import importlib.util
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,12 @@ class Constraint:
             else:
                 self.has_started = token_id in self._starts_after
         self._num_followed = len(tokens)
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        self.follow()
+        if self.matcher is None or not self.has_started or self.matcher.is_error():
+            return ()
+        return tuple(self.matcher.compute_ff_tokens()[:most])
 
     def starts_with(self, token_id: int) -> bool:
         return token_id in self._starts_after
@@ -241,14 +248,20 @@ class Constraints:
 
     def forced(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """The next tokens of a sequence whose tokens the host knows, as far as its grammar leaves
-        no choice of text. Drafts only: the same text may have other tokens."""
+        no choice. Each is the only one that its mask allows: llguidance chooses the tokens of a
+        text that is forced."""
         constraint = next((one for one in self._live if one.sequence is sequence), None)
-        if constraint is None or constraint.matcher is None:
-            return ()
-        constraint.follow()
-        if not constraint.has_started or constraint.matcher.is_error():
-            return ()
-        return tuple(constraint.matcher.compute_ff_tokens()[:most])
+        return () if constraint is None else constraint.forced(most)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Those with a grammar and no banned words, which might leave no token at all."""
+        for constraint in self._live:
+            if constraint.matcher is not None and not constraint.banned:
+                yield constraint.sequence
+
+    def may_force(self, rows: list[ConstrainedRow], least: int) -> bool:
+        """Whether so many tokens are certain behind one that is about to be sampled."""
+        return any(len(row.constraint.forced(1 + least)) > least for row in rows)
 
     def fill(self, rows: list[ConstrainedRow]) -> StepMasks:
         """The masks of rows whose latest tokens the host knows. Rows that have ended get none."""

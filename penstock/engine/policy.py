@@ -8,6 +8,7 @@ are committed. What clients should know collects in deltas until `take_deltas`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from penstock.engine.memory import MemoryPlan
 
 MIXED_GPU_TOKENS = 1024  # prompt tokens of a GPU's step while others decode
+# Tokens that a grammar forces, if a step of its own for all of them is to pay.
+LEAST_FORCED = 2
 GRAMMAR_WAIT_S = 0.01  # to wait for a grammar when nothing else runs: the longest delay of an abort
 
 
@@ -78,6 +81,15 @@ class Policy:
             new_buffer=new_buffer,
         )
         self._deltas: list[TokenDelta] = []
+        # A prompt's bits are not those of decodes. With drafts, what is forced is drafted: the
+        # states of tokens that were right may still be in a journal.
+        self.appends_forced = not config.deterministic and self.speculator.decode_tokens == 1
+        self._expects_forced = False
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether the next step should be planned when the tokens of the last one are known."""
+        return self.speculator.needs_all_tokens or self._expects_forced
 
     @property
     def has_work(self) -> bool:
@@ -138,12 +150,28 @@ class Policy:
         return self.constraints.forced(sequence, most)
 
     def commit(self, output: StepOutput) -> None:
+        self._expects_forced = False
         self._deltas += self.scheduler.commit(output)
+        if self.appends_forced:
+            self._append_forced()
+
+    def _append_forced(self) -> None:
+        """Replies go on behind what their grammars force; nobody samples what is certain. Log-
+        probabilities and counts for penalties are made where tokens are sampled."""
+        for sequence in self.constraints.sequences():
+            sampling, most = sequence.request.sampling, self.scheduler.num_certain(sequence)
+            if most < LEAST_FORCED or sampling.logprobs is not None or sampling.has_penalties:
+                continue
+            forced = _before_end(self.constraints.forced(sequence, most), sequence.request)
+            if len(forced) >= LEAST_FORCED:
+                self._deltas.append(self.scheduler.append_certain(sequence, forced))
 
     def fill_masks(self, rows: list[ConstrainedRow]) -> StepMasks:
         """Of `constraints.rows_of` a plan; everything before that plan is committed. Ends requests
         whose grammar failed; a step in flight that still has their rows is not affected."""
         masks = self.constraints.fill(rows)
+        if self.appends_forced or self.speculator.decode_tokens > 1:
+            self._expects_forced = self.constraints.may_force(rows, LEAST_FORCED)
         for request_id, problem in masks.failures:
             aborted = self.scheduler.abort(request_id)
             if aborted is not None:
@@ -182,6 +210,10 @@ class Policy:
             num_checkpoints=self.cache.num_checkpoints,
             drafts=self.speculator.stats() if self.speculator.decode_tokens > 1 else None,
         )
+
+
+def _before_end(token_ids: tuple[int, ...], request: Request) -> tuple[int, ...]:
+    return tuple(itertools.takewhile(lambda one: one not in request.end_token_ids, token_ids))
 
 
 def new_cache(config: EngineConfig, pools: PoolSizes) -> Cache:

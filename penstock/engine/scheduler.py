@@ -609,6 +609,21 @@ class Scheduler:
             num_cached_tokens=sequence.num_cached_tokens,
         )
 
+    def num_certain(self, sequence: Sequence) -> int:
+        """How many tokens that are certain `append_certain` may take: none while others of the
+        sequence are in flight. One at least is left to sample."""
+        if sequence not in self._decoding or sequence.steps_in_flight or sequence.finish:
+            return 0
+        return max(self._limits[sequence].max_num_tokens - len(sequence.tokens) - 1, 0)
+
+    def append_certain(self, sequence: Sequence, token_ids: tuple[int, ...]) -> TokenDelta:
+        """Tokens that need not be sampled: the next step computes them like those of a prompt."""
+        assert len(token_ids) <= self.num_certain(sequence)
+        sequence.tokens += token_ids
+        self._decoding.discard(sequence)
+        num_cached = sequence.num_cached_tokens
+        return TokenDelta(sequence.id, token_ids=token_ids, num_cached_tokens=num_cached)
+
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         if sequence.tokens[-1] in sequence.request.end_token_ids:
             return "stop"

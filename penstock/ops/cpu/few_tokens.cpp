@@ -261,7 +261,8 @@ extern "C" void few_experts(const float* x, const float* weights, const int64_t*
 }
 
 // One sequence: the journal's first `num_accepted` entries are replayed, then come T tokens, of
-// which the first is certain. The others leave the state as it is, and go into the journal.
+// which the first `num_certain` are certain. The others leave the state as it is, and go into the
+// journal.
 extern "C" void few_delta_net(const float* mixed, const float* taps, const float* a_log,
                               const float* dt_bias, const float* norm, float eps, float l2_eps,
                               float* conv, float* recurrent, float* journal_keys,
@@ -270,7 +271,7 @@ extern "C" void few_delta_net(const float* mixed, const float* taps, const float
     Heads heads = {sizes[0], sizes[1], sizes[2], sizes[3]};
     long T = sizes[4], Kc = sizes[5], W = sizes[6];
     long slot = places[0], initial = places[1], position = places[2], num_accepted = places[3];
-    long keep_at = places[4], keep_slot = places[5];
+    long keep_at = places[4], keep_slot = places[5], num_certain = places[6];
     auto [Hk, Hv, K, V] = heads;
     long C = heads.channels(), width = heads.width(), state_size = Hv * K * V;
     float *ring = conv + slot * W * C, *states = recurrent + slot * state_size;
@@ -319,7 +320,7 @@ extern "C" void few_delta_net(const float* mixed, const float* taps, const float
         for (long t = 0; t < T; t++) {
             const float *q = convolved.data() + t * C + key_head * K, *k = q + Hk * K;
             const float* v = convolved.data() + t * C + 2 * Hk * K + h * V;
-            if (t == 1) { // from here on nothing is certain
+            if (t == num_certain) { // from here on nothing is
                 guessed.assign(state, state + K * V);
                 state = guessed.data();
             }
@@ -332,12 +333,12 @@ extern "C" void few_delta_net(const float* mixed, const float* taps, const float
             for (long i = 0; i < V; i++) read[i] *= scale * norm[i] * silu(z[i]);
         }
     }
-    for (long t = 1; t < T; t++)
+    for (long t = num_certain; t < T; t++)
         for (long h = 0; h < Hv; h++) {
-            long at = (t - 1) * Hv + h;
+            long entry = t - num_certain, at = entry * Hv + h;
             const float* token = convolved.data() + t * C;
-            journal_gates[(t - 1) * 2 * Hv + h] = log_decays[t * Hv + h];
-            journal_gates[(t - 1) * 2 * Hv + Hv + h] = betas[t * Hv + h];
+            journal_gates[entry * 2 * Hv + h] = log_decays[t * Hv + h];
+            journal_gates[entry * 2 * Hv + Hv + h] = betas[t * Hv + h];
             std::copy_n(token + (Hk + h / (Hv / Hk)) * K, K, journal_keys + at * K);
             std::copy_n(token + 2 * Hk * K + h * V, V, journal_values + at * V);
         }

@@ -142,11 +142,11 @@ def gated_delta_net(
     recurrent: Tensor,  # [slots, Hv, K, V]  written
     num_key_heads: int,
     # The state's slot and the initial one; the first token's position; accepted journal entries;
-    # tokens and slot of a state to keep.
+    # tokens and slot of a state to keep; tokens that are no drafts.
     places: Sequence[int],
     journal: Sequence[Tensor],  # keys, values and gates of the row, written; or nothing
 ) -> Tensor:  # [T, Hv * V]
-    """A token and its drafts: `num_accepted` entries of the journal are replayed first."""
+    """Some tokens and their drafts: `num_accepted` entries of the journal are replayed first."""
     mixed = mixed.contiguous()
     _, num_value_heads, key_dim, value_dim = recurrent.shape
     T, Kc, W = len(mixed), len(conv_weight), conv.shape[1]
@@ -158,7 +158,7 @@ def gated_delta_net(
         *(one.data_ptr() for one in given),
         *(eps, l2_eps, conv.data_ptr(), recurrent.data_ptr()),
         *(entries or (None, None, None)),
-        *(sizes, (c_long * 6)(*places), out.data_ptr()),
+        *(sizes, (c_long * 7)(*places), out.data_ptr()),
     )
     return out
 

@@ -81,13 +81,12 @@ def paged_attention(
     # query_start and blocks serve kernels; here the spans say the same on the host.
     caches = _Caches(keys, values, *((None, None) if kv_scales is None else kv_scales))
     is_alone = decode.is_alone(q, deterministic) and len(spans) == 1
-    are_drafts = not is_alone and decode.may_be_drafts(q, deterministic)
-    are_drafts = are_drafts and _are_one_sequence(spans, page_table)
-    if (is_alone or are_drafts) and kv_scales is None:
-        pages = page_table[0]
-        if cpu_attention.can_attend(q, keys, pages):
-            end = spans[-1].context_len
-            return cpu_attention.attend(q, keys, values, pages, end, window, scale, gate)
+    are_few = not is_alone and decode.may_be_drafts(q, deterministic)
+    are_drafts = are_few and _are_one_sequence(spans, page_table)
+    is_one_row = is_alone or are_drafts or (are_few and len(spans) == 1)
+    if is_one_row and kv_scales is None and cpu_attention.can_attend(q, keys, page_table):
+        end = spans[-1].context_len
+        return cpu_attention.attend(q, keys, values, page_table[0], end, window, scale, gate)
     if is_alone:
         alone = decode.attend(q, *caches, page_table[0], spans[0].context_len, scale, window)
         return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))

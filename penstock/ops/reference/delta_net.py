@@ -55,22 +55,21 @@ def gated_delta_net(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
+    position = spans[0].context_len - spans[0].num_tokens if len(spans) == 1 else 0
+    is_one_row = len(spans) == 1 and not spans[0].checkpoints  # a decode, or a short prompt
+    are_few = is_one_row and few_tokens.are_few(mixed, deterministic)
+    if are_few and few_tokens.can_mix(conv_weight, conv, recurrent):
+        row, *replayed = _numbers_of(replay)
+        where = (int(state_slots), int(initial_slots), position)
+        return few_tokens.gated_delta_net(
+            *(mixed, conv_weight, a_log, dt_bias, norm_weight, eps, L2_EPS),
+            *(conv, recurrent, num_key_heads),
+            (*where, *replayed, 1 if spans[0].is_decode else len(mixed)),
+            () if journal is None else tuple([part[row] for part in journal]),
+        )
     if _is_one_decode(mixed, recurrent, spans, deterministic):
-        position = spans[0].context_len - spans[0].num_tokens
         given = (mixed, conv_weight, a_log, dt_bias, norm_weight, eps, conv, recurrent)
-        numbers = (0, 0, 0, 0) if replay is None else tuple(int(number) for number in replay)
-        row, num_accepted, keep_at, keep_slot = numbers
-        own = () if journal is None else (part[row] for part in journal)
-        if few_tokens.are_few(mixed, deterministic) and few_tokens.can_mix(
-            conv_weight, conv, recurrent
-        ):
-            where = (int(state_slots), int(initial_slots), position)
-            return few_tokens.gated_delta_net(
-                *(mixed, conv_weight, a_log, dt_bias, norm_weight, eps, L2_EPS),
-                *(conv, recurrent, num_key_heads),
-                (*where, num_accepted, keep_at, keep_slot),
-                tuple(own),
-            )
+        row, num_accepted, keep_at, keep_slot = _numbers_of(replay)
         if len(mixed) == 1 and not (num_accepted or keep_slot):
             slots = (state_slots, initial_slots)
             return decode.gated_delta_net(*given, *slots, position, num_key_heads, L2_EPS)
@@ -145,6 +144,11 @@ def gated_delta_net(
             conv[slot] = _add_to_rings(rings, inputs[:, :num_tokens], starts[rows])[0]
     z = z.unflatten(-1, (-1, value_dim))
     return gated_rms_norm(out, z, norm_weight, eps, deterministic=deterministic).flatten(1)
+
+
+def _numbers_of(replay: Replay | None) -> tuple[int, ...]:
+    """Of a step with one row."""
+    return (0, 0, 0, 0) if replay is None else tuple([int(number) for number in replay])
 
 
 def _is_one_decode(
