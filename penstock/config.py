@@ -24,11 +24,12 @@ REASONING_PLACES = ("separate", "content")
 ROUTING_POLICIES = ("prefix", "least-pending", "round-robin")
 # Sampling parameters that an operator may set.
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-SPECULATORS = ("auto", "off", "mtp", "ngram", "suffix")
+SPECULATORS = ("auto", "off", "mtp", "ngram", "suffix", "model")
 USUAL_DRAFTS = {
     "mtp": 3,
     "ngram": 7,
     "suffix": 7,
+    "model": 4,
 }  # of a step, if --speculate does not say how many
 MOST_DRAFTS = 15
 POOLINGS = ("auto", "last", "mean")
@@ -42,11 +43,26 @@ class Speculation:
 
     kind: str = "off"
     num_drafts: int = 0
+    path: str = ""  # of a draft model
 
     @classmethod
     def parse(cls, text: str) -> Speculation:
         kind, _, number = text.partition(":")
         _require_choice("speculate", kind, SPECULATORS)
+        if kind == "model":
+            path, _, last = number.rpartition(":")
+            path, number = (path, last) if path and last.isdecimal() else (number, "")
+            if not path:
+                raise ConfigError(
+                    f"speculate is {text!r}",
+                    "It does not say which model drafts.",
+                    "Use model:FOLDER, or model:FOLDER:4 for at most 4 drafts a step.",
+                )
+            return dataclasses.replace(cls._counted(text, kind, number), path=path)
+        return cls._counted(text, kind, number)
+
+    @classmethod
+    def _counted(cls, text: str, kind: str, number: str) -> Speculation:
         if kind in ("auto", "off"):
             if number:
                 raise ConfigError(
@@ -214,8 +230,9 @@ class EngineConfig:
         "off",
         "draft tokens and verify several in one step, with the same results: mtp (the checkpoint's "
         "drafting head), ngram (what followed the same tokens before), suffix (the same, also in "
-        "the tenant's earlier replies), off, or auto (mtp on a CPU if the checkpoint has a head, "
-        "else off); mtp:3 drafts at most 3 a step",
+        "the tenant's earlier replies), model:FOLDER (a small model of the same tokenizer), off, "
+        "or auto (mtp on a CPU if the checkpoint has a head, else off); mtp:3 drafts at most 3 a "
+        "step",
     )
     draft_vocabulary: int = setting(
         65536,

@@ -17,6 +17,8 @@ EVERY_PLACE = (0, 1, 2, ALWAYS_RIGHT, NO_DRAFT, ALWAYS_RIGHT, NO_DRAFT, NO_DRAFT
 
 
 class ScriptedDrafter:
+    is_costly = False
+
     def __init__(self, replies: dict[str, list[int]], script: Script[int]) -> None:
         self.replies, self.script = replies, script
         self.num_steps: dict[str, int] = {}

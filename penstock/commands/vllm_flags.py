@@ -80,7 +80,7 @@ VLLM_FLAGS = (
     VllmFlag(("--cpu-offload-gb",), "Weights must fit into the GPU.", ("0",)),
     _refused("--trust-remote-code", why="Code of a checkpoint is never run.", is_switch=True),
     _refused("--no-enable-chunked-prefill", why="Prefills are always in chunks.", is_switch=True),
-    _refused("--speculative-config", why="Use --speculate mtp, ngram or suffix."),
+    _refused("--speculative-config", why="Use --speculate mtp, ngram, suffix or model:FOLDER."),
     _refused("--enable-lora", why=_NO_LORA, is_switch=True),
     _refused("--lora-modules", why=_NO_LORA),
     _refused("--revision", why=_NO_DOWNLOAD),

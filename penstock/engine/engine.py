@@ -26,6 +26,7 @@ from penstock.engine.device import on_device, used_and_total_bytes
 from penstock.engine.device_part import DevicePart, load_part, load_share, rank_device
 from penstock.engine.grammar_masks import ConstrainedRow, StepMasks
 from penstock.engine.memory import MemoryPlan
+from penstock.engine.model_drafter import ModelDrafter, load_model_drafter
 from penstock.engine.policy import Policy
 from penstock.engine.rank_group import RankGroup
 from penstock.engine.runner import PendingStep
@@ -52,9 +53,17 @@ class Engine:
         tokenizer_file: Path | None = None,  # the tokenizer that grammars are compiled for
     ) -> None:
         """Takes a model whose weights are loaded, and plans the memory for its cache."""
-        self._begin(DevicePart.of(model, config, name, on_phase), name, tokenizer_file)
+        drafter = _load_drafter(config, tokenizer_file, on_phase)
+        part = DevicePart.of(model, config, name, on_phase)
+        self._begin(part, name, tokenizer_file, drafter)
 
-    def _begin(self, part: DevicePart, name: str, tokenizer_file: Path | None) -> None:
+    def _begin(
+        self,
+        part: DevicePart,
+        name: str,
+        tokenizer_file: Path | None,
+        drafter: ModelDrafter | None = None,
+    ) -> None:
         config, self.runner = part.config, part.runner
         is_gpu = part.model.device.type == "cuda"
         self.expert_store: ExpertStore | DeviceSlots | None = getattr(
@@ -67,6 +76,9 @@ class Engine:
         self.policy = Policy(config, part.memory, self.info, tokenizer_file, new_buffer, sizes)
         if self.policy.speculator.pace is not None:
             self.policy.speculator.pace.prime(self.runner.step_seconds)
+        if drafter is not None:
+            drafter.vocab_size = min(drafter.vocab_size, self.info.vocab_size)
+            self.policy.speculator.drafter = drafter
         self.other_ranks: RankGroup | None = None
         self._overlap = is_gpu if config.overlap is None else config.overlap
         self._pending: PendingStep | None = None
@@ -89,9 +101,10 @@ class Engine:
     ) -> Engine:
         engine = cls.__new__(cls)
         tokenizer_file = _tokenizer_file(tokenizer, source)
+        drafter = _load_drafter(config, tokenizer_file, on_phase)
         if config.tp == 1:
             part = load_part(source, config, 0, None, on_phase)
-            engine._begin(part, source.name, tokenizer_file)
+            engine._begin(part, source.name, tokenizer_file, drafter)
             return engine
         rank_device(config, 0)  # refuses what it can before processes start
         with timed("ranks", on_phase):
@@ -226,6 +239,15 @@ class Engine:
         """A running request of the session continues, and stores its work for the session again
         when it ends."""
         return self.policy.cache.sessions.drop(session_id)
+
+
+def _load_drafter(
+    config: EngineConfig, tokenizer_file: Path | None, on_phase: OnPhase
+) -> ModelDrafter | None:
+    """Before the model itself, whose cache takes the memory that is left."""
+    if config.speculation.kind != "model":
+        return None
+    return load_model_drafter(config, tokenizer_file, on_phase)
 
 
 def _describe(model: Any, name: str, memory: MemoryPlan, config: EngineConfig) -> EngineInfo:

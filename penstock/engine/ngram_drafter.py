@@ -14,6 +14,8 @@ LENGTHS = (4, 3, 2)  # of the n-grams, in the order in which they are asked
 
 
 class NgramDrafter:
+    is_costly = False
+
     def __init__(self) -> None:
         self._seen: WeakKeyDictionary[Sequence, _Places] = WeakKeyDictionary()
 

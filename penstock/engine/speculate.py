@@ -23,6 +23,8 @@ GRAMMAR = "grammar"  # drafts of what it forces
 
 
 class HostDrafter(Protocol):
+    is_costly: bool  # a proposal takes time like a step: it is made only where drafts pay
+
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """Tokens that may follow those of the sequence, at most so many."""
 
@@ -122,6 +124,10 @@ class Speculator:
         if draft_ids:
             return len(draft_ids), draft_ids
         if self.drafter is not None:
+            if self.drafter.is_costly:
+                most = self._paying(sequence, most)
+                draft_ids = self.drafter.propose(sequence, most) if knows_all and most else ()
+                return len(draft_ids), draft_ids
             draft_ids = self.drafter.propose(sequence, most) if knows_all else ()
             if draft_ids and sequence not in self._guesses:
                 self._guesses[sequence] = Guess(draft_ids)
@@ -154,7 +160,7 @@ class Speculator:
         for place in range(num_drafts):
             self._num_drafted[name, place] += 1
             self._num_accepted[name, place] += place < num_right
-        if name != GRAMMAR and self.drafter is None:
+        if name != GRAMMAR and (self.drafter is None or self.drafter.is_costly):
             self._note_acceptance(sequence, num_drafts, num_right)
 
     def _note_acceptance(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:

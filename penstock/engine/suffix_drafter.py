@@ -21,6 +21,8 @@ NUM_SCOPES = 256
 
 
 class SuffixDrafter:
+    is_costly = False
+
     def __init__(self) -> None:
         self._texts: WeakKeyDictionary[Sequence, _Text] = WeakKeyDictionary()
         self._replies: OrderedDict[str, deque[_Text]] = OrderedDict()
