@@ -515,9 +515,8 @@ def test_latency_asks_chats_when_told_and_raw_prompts_otherwise(
 def test_latency_of_the_published_sizes_is_ranked_by_the_mean_speed_up() -> None:
     def speed_up(size: tuple[int, int], *times_ms: float) -> float | None:
         replies = [StreamedReply(0.0, time_ms / 1e3) for time_ms in times_ms]
-        return judge_size(
-            *size, LoadResult([Request("", size[1])] * len(replies), replies)
-        ).speed_up
+        load = LoadResult([Request("", size[1])] * len(replies), replies)
+        return judge_size(*size, load, PUBLISHED_MS.get(size)).speed_up
 
     halves = [
         speed_up(size, published, published / 2, 1.0) for size, published in PUBLISHED_MS.items()
@@ -525,6 +524,45 @@ def test_latency_of_the_published_sizes_is_ranked_by_the_mean_speed_up() -> None
     assert halves == pytest.approx([2.0, 2.0, 2.0])
     assert speed_up((1, 2), 5.0) is None
     assert speed_up((64, 128)) is None
+
+
+def test_latency_is_compared_with_a_file_or_with_another_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--sizes", "40+8,64+16", "--warmup", "1", "--runs", "3", *WITH_TOKENIZER]
+    written = tmp_path / "slow.json"
+    with judged_server(seconds_a_token=0.02) as slow, judged_server(seconds_a_token=0.004) as fast:
+        asked = ["latency", "--base-url", fast.url, *words]
+        slow_words = ["latency", "--base-url", slow.url, "--output", str(written), *words]
+        exit_code, _, said = measure(capsys, *slow_words)
+        assert exit_code == 0, said
+        by_file = measure(capsys, *asked, "--baseline", str(written))
+        by_url = measure(capsys, *asked, "--baseline", slow.url)
+        assert len(slow.bodies) == 2 * 2 * 4
+    for exit_code, report, said in (by_file, by_url):
+        assert exit_code == 0, said
+        ratios = [size["baseline_ms"] / size["median_ms"] for size in report["sizes"]]
+        assert [size["speed_up"] for size in report["sizes"]] == pytest.approx(ratios, rel=0.01)
+        assert report["mean_speed_up"] == pytest.approx(sum(ratios) / 2, rel=0.01)
+        assert report["mean_speed_up"] > 1.5
+
+
+def test_a_baseline_that_cannot_be_compared_with_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--sizes", "40+8", "--warmup", "0", "--runs", "2", *WITH_TOKENIZER]
+    other = tmp_path / "other.json"
+    other.write_text('{"benchmark": "score"}')
+    with judged_server() as server, judged_server("ignores limits") as wrong:
+        for baseline, expected in (
+            (str(other), "has no latencies"),
+            (str(tmp_path / "none.json"), "none.json"),
+            (wrong.url, "cannot be measured"),
+        ):
+            given = ["latency", "--base-url", server.url, "--baseline", baseline, *words]
+            exit_code, said = fails(capsys, "eval", *given)
+            assert exit_code == 1
+            assert expected in said
 
 
 def test_latency_flags_replies_of_another_length(capsys: pytest.CaptureFixture[str]) -> None:

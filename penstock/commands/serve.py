@@ -9,6 +9,7 @@ from dataclasses import replace
 from penstock.commands.browser import open_page, page_address
 from penstock.commands.console import paint, print_note
 from penstock.commands.flags import UsageError, add_flags, add_model_argument, read_settings
+from penstock.commands.profiles import PROFILES, describe, purposes, with_profile
 from penstock.config import EngineConfig, ServeConfig, from_mapping
 from penstock.models.source import find_model
 from penstock.progress import Phase, PhaseList
@@ -23,6 +24,7 @@ EXAMPLES = [
     "penstock serve ~/models/Qwen3.5-4B --port 9000",
     "penstock serve --open                        the same, and its page in your browser",
     "penstock serve ~/models/Qwen3.5-35B-A3B --gpus 0,1,2,3   an engine on each GPU, one address",
+    "penstock serve ~/models/Qwen3.5-4B --profile latency     one person, and the answer now",
     "penstock serve Qwen3.5-4B --random-weights   a preset without weights, to try its speed",
 ]
 
@@ -30,17 +32,23 @@ EXAMPLES = [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument("--open", action="store_true", help="open the server's page in a browser")
+    parser.add_argument(
+        "--profile",
+        choices=PROFILES,
+        metavar="NAME",
+        help=f"settings for one purpose, under those you give: {purposes()}",
+    )
     add_flags(parser, ServeConfig, title="the server")
     add_flags(parser, EngineConfig, title="the engine")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    given = read_settings(EngineConfig, arguments)
+    given = with_profile(arguments.profile, read_settings(EngineConfig, arguments))
     engine_config: EngineConfig = from_mapping(EngineConfig, given)
     serve_config: ServeConfig = from_mapping(ServeConfig, read_settings(ServeConfig, arguments))
     if "tp" not in given:
         engine_config = spread(engine_config, serve_config)
-    serve(engine_config, serve_config, is_opened=arguments.open)
+    serve(engine_config, serve_config, is_opened=arguments.open, profile=arguments.profile)
     return 0
 
 
@@ -56,7 +64,12 @@ def spread(engine: EngineConfig, config: ServeConfig) -> EngineConfig:
     return replace(engine, tp=tp)
 
 
-def serve(engine_config: EngineConfig, serve_config: ServeConfig, is_opened: bool = False) -> None:
+def serve(
+    engine_config: EngineConfig,
+    serve_config: ServeConfig,
+    is_opened: bool = False,
+    profile: str | None = None,
+) -> None:
     """Until a signal; `is_opened`: the page opens once there is a port, and shows the start."""
     if is_opened and not serve_config.page:
         raise UsageError(
@@ -69,6 +82,9 @@ def serve(engine_config: EngineConfig, serve_config: ServeConfig, is_opened: boo
 
     request_log.configure_log(serve_config.log_format)
     with PhaseList() as phases:
+        if profile is not None:
+            detail = f"{profile}, {describe(profile, engine_config)}"
+            phases(Phase("profile", detail, seconds=0.0))
 
         def on_phase(phase: Phase) -> None:
             phases(phase)

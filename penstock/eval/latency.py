@@ -1,11 +1,12 @@
-"""The time of one whole reply to one client, at three lengths, beside a published baseline.
+"""The time of one whole reply to one client, at three lengths, beside a baseline.
 
-    penstock eval latency --base-url URL [--warmup 5 --runs 50 --api chat --output F]
+    penstock eval latency --base-url URL [--baseline F|URL --warmup 5 --runs 50 --output F]
 
 Raw prompts go to /v1/completions, as in the contest; `--api chat` wraps them in a chat template.
 One request at a time, no prompt twice; the median of the timed runs counts, and the mean of the
-three speed-ups is the rank. Exits with 1 if a request failed or a reply had another length than
-requested.
+speed-ups is the rank. The baseline is the published one, an earlier result, or another server,
+which is then measured in the same way, size by size. Exits with 1 if a request failed or a reply
+had another length than requested.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import setting
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.eval.chat_requests import NO_THINKING, ChatRequests, RawRequests
 from penstock.eval.load import LoadClients, LoadResult
 from penstock.eval.load_summary import LoadSummary, summarise
@@ -29,6 +30,7 @@ from penstock.eval.results import (
     format_table,
     prepare_output,
     read_fields,
+    read_results,
     require_above_zero,
     require_at_least,
 )
@@ -54,6 +56,9 @@ class LatencySettings(ServerSettings):
     runs: int = setting(50, "timed requests of each size")
     tokenizer: str | None = setting(None, "the model's folder, to generate prompts")
     seed: int | None = setting(None, "seed of the prompts (default: random)")
+    baseline: str | None = setting(
+        None, "results of another server, or for latency its URL (default: the published times)"
+    )
     timeout: float = setting(300.0, "seconds after which a request fails")
     body: str | None = setting(
         None, "fields for every request, as JSON (default: chats without thinking)"
@@ -75,18 +80,23 @@ class SizeResult:
     num_reply_tokens: int
     summary: LoadSummary
     num_off: int = 0  # runs whose prompt or reply had another length
+    baseline_ms: float | None = None  # of the same size
 
     @property
     def median_ms(self) -> float | None:
         return self.summary.e2e.p50 if self.summary.e2e else None
 
     @property
+    def size(self) -> tuple[int, int]:
+        return self.num_prompt_tokens, self.num_reply_tokens
+
+    @property
     def published_ms(self) -> float | None:
-        return PUBLISHED_MS.get((self.num_prompt_tokens, self.num_reply_tokens))
+        return PUBLISHED_MS.get(self.size)
 
     @property
     def speed_up(self) -> float | None:
-        return self.published_ms / self.median_ms if self.published_ms and self.median_ms else None
+        return self.baseline_ms / self.median_ms if self.baseline_ms and self.median_ms else None
 
     def as_json(self) -> dict[str, Any]:
         e2e = self.summary.e2e
@@ -101,6 +111,7 @@ class SizeResult:
             "min_ms": _rounded(e2e.min) if e2e else None,
             "p90_ms": _rounded(e2e.p90) if e2e else None,
             "published_ms": self.published_ms,
+            "baseline_ms": _rounded(self.baseline_ms),
             "speed_up": _rounded(self.speed_up),
         }
 
@@ -128,6 +139,9 @@ def run(settings: LatencySettings, reporter: Reporter) -> int:
     api = APIS[settings.api](
         settings.base_url, settings.model, extra=body, timeout_s=settings.timeout
     )
+    known, other = read_baseline(settings.baseline), None
+    if settings.baseline is not None and is_url(settings.baseline):
+        other = APIS[settings.api](settings.baseline, extra=body, timeout_s=settings.timeout)
     counter = TokenCounter.load(settings.tokenizer) if settings.tokenizer else None
     with reporter.bars() as phases, timed("prompts", phases):
         prompts = make_prompts(api, counter, seed)
@@ -141,19 +155,27 @@ def run(settings: LatencySettings, reporter: Reporter) -> int:
                 for count in (settings.warmup, settings.runs)
             )
             name, bars = "{}+{}".format(*size), reporter.bars
-            load = clients.measure(name, api, requests, concurrency=1, bars=bars, warmups=warmups)
-            results.append(judge_size(*size, load))
+            given: dict[str, Any] = {"concurrency": 1, "bars": bars, "warmups": warmups}
+            if other is not None:
+                load = clients.measure(f"{name} of the baseline", other, requests, **given)
+                theirs = judge_size(*size, load)
+                _require_baseline(theirs, settings)
+                known[size] = theirs.median_ms or 0.0
+            load = clients.measure(name, api, requests, **given)
+            results.append(judge_size(*size, load, known.get(size)))
     print(format_results(results))
     speed_ups = [result.speed_up for result in results if result.speed_up is not None]
-    mean = statistics.fmean(speed_ups) if len(speed_ups) == len(PUBLISHED_MS) else None
+    num_ranked = len(results) if settings.baseline else len(PUBLISHED_MS)
+    mean = statistics.fmean(speed_ups) if len(speed_ups) == num_ranked else None
     if mean is not None:
-        print(f"\nmean speed-up {mean:.2f}x over the published baseline")
+        print(f"\nmean speed-up {mean:.2f}x over {settings.baseline or 'the published baseline'}")
     fields = {
         "benchmark": "latency",
         "sizes": [result.as_json() for result in results],
         "mean_speed_up": _rounded(mean),
         "model": api.model,
         "base_url": settings.base_url,
+        "baseline": settings.baseline or "published",
         "warmup": settings.warmup,
         "endpoint": api.path,
         "seed": seed,
@@ -163,13 +185,51 @@ def run(settings: LatencySettings, reporter: Reporter) -> int:
     return int(any(result.summary.num_errors or result.num_off for result in results))
 
 
-def judge_size(num_prompt: int, num_reply: int, load: LoadResult) -> SizeResult:
+def read_baseline(baseline: str | None) -> dict[tuple[int, int], float]:
+    """Milliseconds by size: the published ones, those of a file, or none of a server yet."""
+    if baseline is None:
+        return dict(PUBLISHED_MS)
+    if is_url(baseline):
+        return {}
+    fields = read_results("--baseline", baseline)
+    try:
+        return {
+            (int(size["prompt_tokens"]), int(size["reply_tokens"])): float(size["median_ms"])
+            for size in fields["sizes"]
+            if size["median_ms"] is not None
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--baseline {baseline} has no latencies",
+            f"`sizes` with prompt_tokens, reply_tokens and median_ms are expected ({error!r}).",
+            "Give what `penstock eval latency --output FILE` wrote, or the URL of a server.",
+        ) from None
+
+
+def is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
+
+
+def _require_baseline(theirs: SizeResult, settings: LatencySettings) -> None:
+    if theirs.summary.num_errors or theirs.num_off or theirs.median_ms is None:
+        errors = [message for message, _ in theirs.summary.errors.most_common(1)]
+        raise PenstockError(
+            f"The baseline {settings.baseline} cannot be measured",
+            f"{theirs.summary.num_errors} requests failed, and {theirs.num_off} replies had "
+            f"another length{': ' + errors[0] if errors else ''}.",
+            "It must honour ignore_eos and max_tokens.",
+        )
+
+
+def judge_size(
+    num_prompt: int, num_reply: int, load: LoadResult, baseline_ms: float | None = None
+) -> SizeResult:
     wanted = (num_prompt, num_reply)
     num_off = sum(
         not reply.error and (reply.num_prompt_tokens, reply.num_completion_tokens) != wanted
         for reply in load.replies
     )
-    return SizeResult(num_prompt, num_reply, summarise(load), num_off)
+    return SizeResult(num_prompt, num_reply, summarise(load), num_off, baseline_ms)
 
 
 def format_results(results: Sequence[SizeResult]) -> str:
@@ -181,14 +241,14 @@ def format_results(results: Sequence[SizeResult]) -> str:
             f"{result.num_prompt_tokens}+{result.num_reply_tokens}",
             str(result.summary.num_ok),
             cell(result.median_ms),
-            cell(result.published_ms),
+            cell(result.baseline_ms),
             cell(result.speed_up, ".2f"),
             str(result.summary.num_errors),
             str(result.num_off),
         ]
         for result in results
     ]
-    columns = ["tokens", "runs", "median ms", "published ms", "speed-up", "failed", "other length"]
+    columns = ["tokens", "runs", "median ms", "baseline ms", "speed-up", "failed", "other length"]
     lines = [format_table(columns, rows)]
     for result in results:
         lines += [
