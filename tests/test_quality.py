@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from command_line import fails
+from command_line import fails, penstock
 from judged_server import judged_server, prompt_of
 from penstock.cli import main
 from penstock.eval import gpqa
@@ -21,6 +21,7 @@ from penstock.eval.harness_tasks import (
     mmlu_by_subject,
     mmlu_without_examples,
 )
+from penstock.eval.quality import _splits_sentences
 from penstock.eval.stream_client import StreamedReply
 
 TOM = "What does Tom have when Tom has 3 apples and gets 4?"
@@ -261,3 +262,31 @@ def test_mmlu_pro_through_lm_eval_has_five_examples_and_512_tokens(
         roles = [message["role"] for message in body["messages"]]
         assert roles.count("assistant") == 5
         assert roles[-1] == "user"
+
+
+@pytest.mark.parametrize("task", ["mmlu_pro", "ifeval", "gpqa_diamond"])
+def test_the_example_s_questions_are_asked_to_the_end(task: str) -> None:
+    """`examples/quality` has a few of our own in the format of each set."""
+    if task != "gpqa_diamond":
+        pytest.importorskip("lm_eval")
+        pytest.importorskip("nltk")
+    with judged_server() as server:
+        words = ["--data", "examples/quality", "--tasks", task, "--seed", "1"]
+        done = penstock("eval", "quality", "--base-url", server.url, *words, HF_HUB_OFFLINE="1")
+        num_asked = len(server.bodies)
+    (mark,) = json.loads(done.stdout.splitlines()[-1])["tasks"]
+    expected = {"mmlu_pro": 14, "ifeval": 4, "gpqa_diamond": 2}[task]
+    assert (mark["asked"], mark["without_reply"], num_asked) == (expected, 0, expected)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "is_needed"),
+    [("length_constraints:number_sentences", True), ("punctuation:no_comma", False)],
+)
+def test_nltk_s_sentences_are_needed_only_where_a_question_counts_them(
+    instruction: str, is_needed: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "input_data.jsonl"
+    file.write_text(json.dumps({"key": 1, "prompt": "x", "instruction_id_list": [instruction]}))
+    assert _splits_sentences(file) == is_needed
+    assert _splits_sentences(None)

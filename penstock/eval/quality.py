@@ -36,6 +36,8 @@ from penstock.eval.results import (
 from penstock.http_client import HttpClient
 
 TASKS = (*KINDS, gpqa.NAME)
+# IFEval's instructions that nltk's sentences and words are needed for.
+SPLITTING = ("length_constraints:number_sentences", "change_case:capital_word_frequency")
 LIMIT, LIMIT_VARIABLE = 100.0, "QUALITY_LIMIT"
 
 
@@ -82,7 +84,7 @@ def run(settings: QualitySettings, reporter: Reporter) -> int:
         require_lm_eval(
             [package for name in files if name in KINDS for package in KINDS[name].packages]
         )
-    if "ifeval" in files:
+    if "ifeval" in files and _splits_sentences(files["ifeval"]):
         _require_sentence_splitter()
     model = settings.model or listed_model(
         HttpClient(settings.base_url, timeout_s=settings.timeout)
@@ -216,6 +218,14 @@ def format_marks(marks: Sequence[Mark]) -> str:
     columns = ["task", "shots", "tokens", "asked", "without reply", "right", "gate", ""]
     notes = [f"{mark.name}: {mark.note}" for mark in marks if mark.note]
     return "\n".join([format_table(columns, rows), *notes])
+
+
+def _splits_sentences(file: Path | None) -> bool:
+    """Whether a question of the set, or of lm-eval's own, is graded by its sentences or words."""
+    if file is None:
+        return True
+    text = file.read_text(encoding="utf-8")
+    return any(f'"{instruction}"' in text for instruction in SPLITTING)
 
 
 def _require_sentence_splitter() -> None:
