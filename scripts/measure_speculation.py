@@ -1,13 +1,16 @@
-"""What drafts bring on a CPU: tokens a second of the embedded model, with drafts and without.
+"""What drafts bring: tokens a second of the embedded model, with drafts and without.
 
     OMP_NUM_THREADS=1 python scripts/measure_speculation.py [--rounds 3] [--problems 24]
+    python scripts/measure_speculation.py --device cuda --tasks "word problems"
 
 Two tasks, one request at a time. Word problems are held out from training, and answered freely. For
 copy editing the reply is a text of the prompt with one in thirty words replaced; the model is too
 small to do that, so a grammar holds it to the reply, with drafts and without, and what the grammar
 forces is drafted only where a row says so. Engines take turns, request by request; a request's time
-is the median of its rounds. Gains are of the process's CPU time, since wall time, which stands
-beside, depends on what else runs. Prints one JSON object.
+is the median of its rounds. On a CPU, gains are of the process's CPU time, since wall time, which
+stands beside, depends on what else runs, and replies must be equal. On a GPU they are of wall time,
+and the share of equal replies is reported: steps of several tokens round differently in bf16.
+Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any
 import torch
 
 from penstock import LLM
+from penstock.commands.provenance import gpu_name
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.eval import held_out
@@ -47,8 +51,8 @@ class Setup:
     def name(self) -> str:
         return f"{self.speculate} and what the grammar forces" if self.forces else self.speculate
 
-    def engine(self) -> Engine:
-        config = EngineConfig(device="cpu", memory_gb=0.3, speculate=self.speculate)
+    def engine(self, device: str = "cpu") -> Engine:
+        config = EngineConfig(device=device, memory_gb=0.3, speculate=self.speculate)
         engine = Engine.from_config(config)
         if not self.forces:
             engine.policy.speculator._forced_ids = lambda *_: ()
@@ -115,9 +119,11 @@ def reply(engine: Engine, request: Request) -> Reply:
     return Reply(tokens, time.process_time() - cpu, time.perf_counter() - wall, steps)
 
 
-def measure(name: str, requests: list[Request], setups: list[Setup], rounds: int) -> list[Any]:
+def measure(
+    name: str, requests: list[Request], setups: list[Setup], rounds: int, device: str
+) -> list[Any]:
     """Engines take turns request by request, so that all see the same disturbances."""
-    engines = [setup.engine() for setup in setups]
+    engines = [setup.engine(device) for setup in setups]
     # By setup, request and round.
     said: list[list[list[Reply]]] = [[[] for _ in requests] for _ in setups]
     for turn in range(rounds):
@@ -126,21 +132,28 @@ def measure(name: str, requests: list[Request], setups: list[Setup], rounds: int
                 one = reply(engine, dataclasses.replace(request, id=f"{request.id}.{turn}"))
                 said[place][number].append(one)
                 plain = said[0][number][0].token_ids
-                assert one.token_ids == plain, f"{setups[place]} says something else"
-    num_tokens = sum(len(rounds_of[0].token_ids) - 1 for rounds_of in said[0])
+                is_same = one.token_ids == plain
+                assert is_same or device != "cpu", f"{setups[place]} says something else"
     rows = []
     plain_times = _times(said[0])
+    measured = 0 if device == "cpu" else 1  # CPU time, or wall time
     for setup, engine, replies in zip(setups, engines, said):
         drafts = engine.stats().drafts
-        cpu_s, wall_s = _times(replies)
+        times = _times(replies)
+        same = [
+            one.token_ids == plain[0].token_ids
+            for rounds_of, plain in zip(replies, said[0])
+            for one in rounds_of
+        ]
         steps = [one.tokens_of_steps for rounds_of in replies for one in rounds_of]
         rows.append(
             {
                 "task": name,
                 "speculate": setup.name,
-                "tokens_per_second": round(num_tokens / cpu_s, 1),
-                "gain": round(plain_times[0] / cpu_s, 2),
-                "gain_in_wall_time": round(plain_times[1] / wall_s, 2),
+                "tokens_per_second": round(1 / times[measured], 1),
+                "gain": round(plain_times[measured] / times[measured], 2),
+                "gain_in_wall_time": round(plain_times[1] / times[1], 2),
+                "same_replies": round(statistics.fmean(same), 2),
                 "tokens_a_step": round(sum(map(sum, steps)) / sum(map(len, steps)), 2),
                 "acceptance": {
                     f"{count.drafter} {count.place}": round(
@@ -155,10 +168,13 @@ def measure(name: str, requests: list[Request], setups: list[Setup], rounds: int
 
 
 def _times(replies: list[list[Reply]]) -> tuple[float, float]:
-    """CPU and wall seconds of all requests, each by the median of its rounds."""
+    """CPU and wall seconds a token over all requests, each by the median of its rounds."""
     cpu = sum(statistics.median(one.cpu_s for one in rounds_of) for rounds_of in replies)
     wall = sum(statistics.median(one.wall_s for one in rounds_of) for rounds_of in replies)
-    return cpu, wall
+    num_tokens = sum(
+        statistics.median(len(one.token_ids) - 1 for one in rounds_of) for rounds_of in replies
+    )
+    return cpu / num_tokens, wall / num_tokens
 
 
 def _over_time(steps: list[list[int]]) -> list[float]:
@@ -176,23 +192,30 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--problems", type=int, default=24)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tasks", default="word problems,copy editing")
     given = parser.parse_args()
     tokenizer = Tokenizer.load(None)
     ends = tokenizer.eos_token_ids
     heads = [Setup(f"mtp:{number}") for number in (1, 2, 3)]
-    rows = measure(
-        "word problems",
-        word_problems(given.problems, ends),
-        [Setup("off"), *heads, Setup("ngram:7")],
-        given.rounds,
-    )
-    lookups = [Setup("off"), *(Setup(f"ngram:{n}") for n in (3, 7, 15))]
-    rows += measure(
-        "copy editing",
-        copy_editing(given.problems // 6, tokenizer, ends),
-        [*lookups, Setup("ngram:7", forces=True)],
-        given.rounds,
-    )
+    rows: list[Any] = []
+    if "word problems" in given.tasks:
+        rows += measure(
+            "word problems",
+            word_problems(given.problems, ends),
+            [Setup("off"), *heads, Setup("ngram:7"), Setup("suffix:7")],
+            given.rounds,
+            given.device,
+        )
+    if "copy editing" in given.tasks:
+        lookups = [Setup("off"), *(Setup(f"ngram:{n}") for n in (3, 7, 15))]
+        rows += measure(
+            "copy editing",
+            copy_editing(given.problems // 6, tokenizer, ends),
+            [*lookups, Setup("suffix:7"), Setup("ngram:7", forces=True)],
+            given.rounds,
+            given.device,
+        )
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     )
@@ -200,7 +223,9 @@ def main() -> None:
         "what": "tokens a second of the embedded model with drafts, one request at a time",
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit.stdout.strip(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} thread",
+        "machine": gpu_name()
+        if given.device != "cpu"
+        else f"{platform.machine()}, {torch.get_num_threads()} thread",
         "torch": torch.__version__,
         "rounds": given.rounds,
         "rows": rows,
