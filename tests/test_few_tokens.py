@@ -72,6 +72,38 @@ def test_experts(
     torch.testing.assert_close(found, run(), rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.bitwise
+@pytest.mark.parametrize("T", [1, 5])
+def test_weights_in_bf16_give_the_same_bits(T: int) -> None:
+    """They are the same numbers in half the bytes; a weight with others has no such copy."""
+    hidden, norm = randn(T, 48), randn(48) + 1
+    router = Weight(randn(10, 48).bfloat16().float())
+    stacks = (randn(10, 64, 48), randn(10, 48, 32), randn(32, 48), randn(48, 16))
+    stored = [Weight((one / 5).bfloat16().float()) for one in stacks]
+    gate_up, down, shared_gate_up, shared_down = stored
+
+    def run() -> list[Tensor]:
+        normed, weights, ids, shared = ops.norm_route(
+            hidden, norm, EPS, router, 3, True, Weight(norm[None])
+        )
+        given = (normed, weights, ids, gate_up, down, hidden, shared)
+        return [
+            ops.sparse_mlp(*given, shared_gate_up, shared_down),
+            ops.norm_linear(hidden, norm, EPS, shared_gate_up, out_dtype=torch.float32),
+            ops.linear(hidden, shared_gate_up, residual=randn(T, 32)),
+        ]
+
+    plain = run()
+    for weight in stored:
+        weight.shorten()
+        assert weight.short is not None
+    for found, expected in zip(run(), plain, strict=True):
+        assert torch.equal(found, expected)
+    inexact = Weight(randn(8, 48))
+    inexact.shorten()
+    assert inexact.short is None
+
+
 class Row:
     """One sequence in a mixer: steps of a token and drafts."""
 

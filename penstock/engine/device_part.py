@@ -20,7 +20,7 @@ from penstock.engine.memory import MemoryPlan, build_runner
 from penstock.engine.runner import Runner
 from penstock.engine.timing import StepTimer
 from penstock.errors import ConfigError
-from penstock.layers.packing import pack_weights
+from penstock.layers.packing import pack_weights, shorten_weights
 from penstock.models.source import ModelSource
 from penstock.offload.load import load_with_experts, without_graphs
 from penstock.offload.store import ExpertStore
@@ -50,6 +50,7 @@ class DevicePart:
         check_page_size(config, model.device)
         if model.device.type == "cpu" and not config.deterministic:
             pack_weights(model, keep=model.head.weight)
+            shorten_weights(model)
         with on_device(model.device):
             memory, runner = build_runner(model, config, name, on_phase)
         if config.timing:

@@ -8,6 +8,18 @@ from penstock.layers.linear import Linear
 from penstock.layers.mlp import SparseMLP
 from penstock.ops import Weight
 
+# Of a model's weights in float32: copies of them in bf16 take half as much again.
+MOST_SHORTENED_BYTES = 1 << 30
+
+
+def shorten_weights(model: nn.Module) -> None:
+    """Keeps a small model's weights in bf16 too, where a checkpoint's values are such, and a step
+    of a few tokens reads half as much."""
+    weights = {module for module in model.modules() if isinstance(module, Weight)}
+    if sum(weight.num_bytes for weight in weights) <= MOST_SHORTENED_BYTES:
+        for weight in weights:
+            weight.shorten()
+
 
 def pack_weights(model: nn.Module, keep: Weight) -> None:
     """Packs the weights that every token is multiplied with: not experts, most of which a token

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.ops.cpu.few_tokens import shortened
 from penstock.ops.cpu.memory import new_tensor
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.reference.packed import pack
@@ -55,6 +56,7 @@ class Weight(nn.Module):
     share: Any = None  # which part of a whole it is (`parallel/share.py`); None: the whole
     num_plain_rows = 0  # at its end, that are not quantised when others are: few, and sensitive
     is_with_experts = False  # a shared expert's: it is stored as they are, for the same kernels
+    short: Tensor | None = None  # the same values in bf16, for a CPU's products of a few tokens
 
     def __init__(self, values: Tensor, *, can_quantize: bool = True) -> None:
         super().__init__()
@@ -167,6 +169,11 @@ class Weight(nn.Module):
         """Rearranges the matrix for the products of this CPU, if that is faster."""
         if not self.parts:
             self.values = nn.Parameter(pack(self.values), requires_grad=False)
+
+    def shorten(self) -> None:
+        """Keeps its values in bf16 too, if none of them changes: half the bytes to read."""
+        if not self.parts:
+            self.short = shortened(self.values)
 
 
 @contextmanager

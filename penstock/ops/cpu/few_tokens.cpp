@@ -17,8 +17,8 @@ constexpr long AHEAD = 4096;        // numbers of a weight on their way meanwhil
 constexpr long ALONE = 1 << 18;     // numbers of a weight that one thread reads as fast as several
 constexpr long MOST_TOKENS = 16;
 
-template <int rows, int tokens>
-inline void multiply_tile(const float* const* x, const float* weight, long K, float* sums) {
+template <int rows, int tokens, class Stored>
+inline void multiply_tile(const float* const* x, const Stored* weight, long K, float* sums) {
     Lanes lanes[rows][tokens] = {};
     for (long k = 0; k < K; k += LANES) {
         Lanes own[rows];
@@ -35,15 +35,16 @@ inline void multiply_tile(const float* const* x, const float* weight, long K, fl
         for (int n = 0; n < rows; n++) sums[t * ROWS + n] = total(lanes[n][t]);
 }
 
-template <int rows, int tokens = TOKENS>
-inline void multiply_some(long num, const float* const* x, const float* weight, long K,
+template <int rows, int tokens = TOKENS, class Stored>
+inline void multiply_some(long num, const float* const* x, const Stored* weight, long K,
                           float* sums) {
     if (num == tokens) return multiply_tile<rows, tokens>(x, weight, K, sums);
     if constexpr (tokens > 1) multiply_some<rows, tokens - 1>(num, x, weight, K, sums);
 }
 
 // `num_rows` rows of a weight times tokens x: sums [T, ROWS].
-inline void multiply(long T, const float* const* x, const float* weight, long num_rows, long K,
+template <class Stored>
+inline void multiply(long T, const float* const* x, const Stored* weight, long num_rows, long K,
                      float* sums) {
     for (long first = 0; first < T; first += TOKENS) {
         long num = std::min<long>(TOKENS, T - first);
@@ -77,8 +78,8 @@ struct Rows { // tokens as pointers, normed or as they are
 };
 
 // An expert, and the tokens that it is for.
-struct Expert {
-    const float *gate_up, *down; // [2I, H], [H, I]
+template <class Stored> struct Expert {
+    const Stored *gate_up, *down; // [2I, H], [H, I]
     long I, T = 0;
     const float* x[MOST_TOKENS];
     const float* inner_at[MOST_TOKENS];
@@ -107,6 +108,80 @@ struct Expert {
             for (long n = 0; n < num; n++) outs[t][first + n] += sums[t * ROWS + n];
     }
 };
+
+template <class Stored>
+void multiply_all(const Stored* weight, const Rows& rows, const float* bias, const float* residual,
+                  float* out, long T, long N, long K) {
+    long num_blocks = (N + ROWS - 1) / ROWS;
+#pragma omp parallel for if (N * K > ALONE)
+    for (long block = 0; block < num_blocks; block++) {
+        long first = block * ROWS, num = std::min<long>(ROWS, N - first);
+        float sums[MOST_TOKENS * ROWS];
+        multiply(T, rows.at, weight + first * K, num, K, sums);
+        for (long t = 0; t < T; t++)
+            for (long n = 0; n < num; n++) {
+                float sum = sums[t * ROWS + n];
+                if (bias) sum += bias[first + n];
+                if (residual) sum += residual[t * N + first + n];
+                out[t * N + first + n] = sum;
+            }
+    }
+}
+
+// Tokens, the experts of each, and what is added up.
+struct Routed {
+    const float *x, *weights, *residual, *shared_weight;
+    const int64_t* ids;
+    float* out;
+    long T, k, H, I, J;
+};
+
+template <class Stored>
+void run_experts(const Routed& given, const Stored* gate_up, const Stored* down,
+                 const Stored* shared_gate_up, const Stored* shared_down) {
+    const float *x = given.x, *weights = given.weights;
+    const int64_t* ids = given.ids;
+    float* out = given.out;
+    long T = given.T, k = given.k, H = given.H, I = given.I, J = given.J;
+    std::vector<Expert<Stored>> experts;
+    experts.reserve(T * k + 1);
+    std::vector<int64_t> numbers;
+    for (long pair = 0; pair < T * k; pair++) {
+        long place = std::find(numbers.begin(), numbers.end(), ids[pair]) - numbers.begin();
+        if (place == long(numbers.size())) {
+            numbers.push_back(ids[pair]);
+            experts.push_back({gate_up + ids[pair] * 2 * I * H, down + ids[pair] * H * I, I});
+        }
+        experts[place].add(x + pair / k * H, weights[pair], out + pair / k * H);
+    }
+    if (J) {
+        experts.push_back({shared_gate_up, shared_down, J});
+        for (long t = 0; t < T; t++)
+            experts.back().add(x + t * H, given.shared_weight[t], out + t * H);
+    }
+    std::vector<float> inner(T * (k * I + J));
+    std::vector<std::pair<Expert<Stored>*, long>> blocks; // and the first of its inner rows
+    float* end = inner.data();
+    for (Expert<Stored>& expert : experts) {
+        expert.inner = end;
+        for (long t = 0; t < expert.T; t++) expert.inner_at[t] = end + t * expert.I;
+        end += expert.T * expert.I;
+        for (long first = 0; first < expert.I; first += ROWS) blocks.push_back({&expert, first});
+    }
+    std::copy_n(given.residual, T * H, out);
+    long num_rows = experts.size() * I * H, num_blocks = blocks.size();
+#pragma omp parallel if (num_rows > ALONE)
+    {
+#pragma omp for
+        for (long b = 0; b < num_blocks; b++) blocks[b].first->open(blocks[b].second, H);
+        // Every thread has some outputs, of all experts: nobody else adds to them.
+        long threads = omp_get_num_threads(), share = (H / threads + ROWS) / ROWS * ROWS;
+        long begin = std::min(H, omp_get_thread_num() * share), stop = std::min(H, begin + share);
+        for (const Expert<Stored>& expert : experts)
+            for (long first = begin; first < stop; first += ROWS)
+                expert.close(first, std::min<long>(ROWS, stop - first));
+    }
+}
 
 struct Heads {
     long Hk, Hv, K, V;
@@ -161,25 +236,16 @@ void convolve(const float* mixed, long stride, const float* taps, long Kc, float
 
 } // namespace
 
-// out [T, N] = x [T, K], normed if `norm`, times weight [N, K] (+ bias [N]) (+ residual [T, N]).
-extern "C" void few_linear(const float* x, const float* norm, float eps, const float* weight,
-                           const float* bias, const float* residual, float* out, long T, long N,
-                           long K) {
+// out [T, N] = x [T, K], normed if `norm`, times weight [N, K] (+ bias [N]) (+ residual [T, N]). A
+// weight is float32 or, if `is_short`, bf16.
+extern "C" void few_linear(const float* x, const float* norm, float eps, const void* weight,
+                           int is_short, const float* bias, const float* residual, float* out,
+                           long T, long N, long K) {
     Rows rows(x, norm, eps, T, K);
-    long num_blocks = (N + ROWS - 1) / ROWS;
-#pragma omp parallel for if (N * K > ALONE)
-    for (long block = 0; block < num_blocks; block++) {
-        long first = block * ROWS, num = std::min<long>(ROWS, N - first);
-        float sums[MOST_TOKENS * ROWS];
-        multiply(T, rows.at, weight + first * K, num, K, sums);
-        for (long t = 0; t < T; t++)
-            for (long n = 0; n < num; n++) {
-                float sum = sums[t * ROWS + n];
-                if (bias) sum += bias[first + n];
-                if (residual) sum += residual[t * N + first + n];
-                out[t * N + first + n] = sum;
-            }
-    }
+    if (is_short)
+        multiply_all((const uint16_t*)weight, rows, bias, residual, out, T, N, K);
+    else
+        multiply_all((const float*)weight, rows, bias, residual, out, T, N, K);
 }
 
 // The k likeliest of E experts for each token: normed [T, H], weights and ids [T, k], and the
@@ -215,48 +281,22 @@ extern "C" void few_norm_route(const float* hidden, const float* norm, float eps
     }
 }
 
-// out [T, H] = residual + the weighted sum of each token's experts (+ the shared one, if J).
+// out [T, H] = residual + the weighted sum of each token's experts (+ the shared one, if J). All
+// weights are float32 or, if `is_short`, bf16.
 extern "C" void few_experts(const float* x, const float* weights, const int64_t* ids,
-                            const float* gate_up, const float* down, const float* residual,
-                            const float* shared_weight, const float* shared_gate_up,
-                            const float* shared_down, float* out, long T, long k, long H, long I,
-                            long J) {
-    std::vector<Expert> experts;
-    experts.reserve(T * k + 1);
-    std::vector<int64_t> numbers;
-    for (long pair = 0; pair < T * k; pair++) {
-        long place = std::find(numbers.begin(), numbers.end(), ids[pair]) - numbers.begin();
-        if (place == long(numbers.size())) {
-            numbers.push_back(ids[pair]);
-            experts.push_back({gate_up + ids[pair] * 2 * I * H, down + ids[pair] * H * I, I});
-        }
-        experts[place].add(x + pair / k * H, weights[pair], out + pair / k * H);
-    }
-    if (J) {
-        experts.push_back({shared_gate_up, shared_down, J});
-        for (long t = 0; t < T; t++) experts.back().add(x + t * H, shared_weight[t], out + t * H);
-    }
-    std::vector<float> inner(T * (k * I + J));
-    std::vector<std::pair<Expert*, long>> blocks; // and the first of its inner rows
-    float* end = inner.data();
-    for (Expert& expert : experts) {
-        expert.inner = end;
-        for (long t = 0; t < expert.T; t++) expert.inner_at[t] = end + t * expert.I;
-        end += expert.T * expert.I;
-        for (long first = 0; first < expert.I; first += ROWS) blocks.push_back({&expert, first});
-    }
-    std::copy_n(residual, T * H, out);
-    long num_rows = experts.size() * I * H, num_blocks = blocks.size();
-#pragma omp parallel if (num_rows > ALONE)
-    {
-#pragma omp for
-        for (long b = 0; b < num_blocks; b++) blocks[b].first->open(blocks[b].second, H);
-        // Every thread has some outputs, of all experts: nobody else adds to them.
-        long threads = omp_get_num_threads(), share = (H / threads + ROWS) / ROWS * ROWS;
-        long begin = std::min(H, omp_get_thread_num() * share), stop = std::min(H, begin + share);
-        for (const Expert& expert : experts)
-            for (long first = begin; first < stop; first += ROWS)
-                expert.close(first, std::min<long>(ROWS, stop - first));
+                            const void* gate_up, const void* down, const float* residual,
+                            const float* shared_weight, const void* shared_gate_up,
+                            const void* shared_down, float* out, int is_short, long T, long k,
+                            long H, long I, long J) {
+    Routed given = {x, weights, residual, shared_weight, ids, out, T, k, H, I, J};
+    if (is_short) {
+        using Stored = const uint16_t*;
+        run_experts(given, (Stored)gate_up, (Stored)down, (Stored)shared_gate_up,
+                    (Stored)shared_down);
+    } else {
+        using Stored = const float*;
+        run_experts(given, (Stored)gate_up, (Stored)down, (Stored)shared_gate_up,
+                    (Stored)shared_down);
     }
 }
 
@@ -272,7 +312,7 @@ extern "C" void few_delta_net(const float* mixed, const float* taps, const float
     long T = sizes[4], Kc = sizes[5], W = sizes[6];
     long slot = places[0], initial = places[1], position = places[2], num_accepted = places[3];
     long keep_at = places[4], keep_slot = places[5], num_certain = places[6];
-    auto [Hk, Hv, K, V] = heads;
+    long Hk = heads.Hk, Hv = heads.Hv, K = heads.K, V = heads.V;
     long C = heads.channels(), width = heads.width(), state_size = Hv * K * V;
     float *ring = conv + slot * W * C, *states = recurrent + slot * state_size;
     if (position == 0)

@@ -39,6 +39,14 @@ def can_multiply(weight: Tensor) -> bool:
     )
 
 
+def shortened(weight: Tensor) -> Tensor | None:
+    """The same values in bf16, for half the bytes to read, if none of them changes."""
+    if not (can_multiply(weight) and weight.is_cpu and is_available()):
+        return None
+    short = weight.detach().bfloat16()
+    return short if torch.equal(short.float(), weight) else None
+
+
 def can_mix(conv_weight: Tensor, conv: Tensor, recurrent: Tensor) -> bool:
     """`are_few` tokens of one sequence with states [slots, Hv, K, V]."""
     key_dim, value_dim = recurrent.shape[2:]
@@ -52,7 +60,7 @@ def can_mix(conv_weight: Tensor, conv: Tensor, recurrent: Tensor) -> bool:
 
 def linear(
     x: Tensor,  # [T, K]
-    weight: Tensor,  # [N, K]
+    weight: Tensor,  # [N, K] float32 or bf16
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N]
     norm: Tensor | None = None,  # [K]
@@ -67,6 +75,7 @@ def linear(
         None if norm is None else norm.data_ptr(),
         eps,
         weight.data_ptr(),
+        weight.dtype == torch.bfloat16,
         None if bias is None else bias.data_ptr(),
         None if residual is None else residual.data_ptr(),
         out.data_ptr(),
@@ -109,7 +118,7 @@ def sparse_mlp(
     x: Tensor,  # [T, H]  normed
     weights: Tensor,  # [T, k]
     ids: Tensor,  # [T, k] int64
-    gate_up: Tensor,  # [E, 2I, H]
+    gate_up: Tensor,  # [E, 2I, H]  weights are all float32 or all bf16
     down: Tensor,  # [E, H, I]
     residual: Tensor,  # [T, H]
     shared_weight: Tensor | None,  # [T, 1]
@@ -125,6 +134,7 @@ def sparse_mlp(
         *(gate_up.data_ptr(), down.data_ptr(), residual.data_ptr()),
         *(None if one is None else one.data_ptr() for one in shared),
         out.data_ptr(),
+        gate_up.dtype == torch.bfloat16,
         *(T, ids.shape[1], H, down.shape[2], 0 if shared_down is None else shared_down.shape[1]),
     )
     return out
@@ -179,14 +189,14 @@ def _load() -> ctypes.CDLL | None:
     if loaded is None:
         return None
     loaded.few_linear.argtypes = [
-        *(c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_void_p, c_void_p),
+        *(c_void_p, c_void_p, c_float, c_void_p, c_int, c_void_p, c_void_p, c_void_p),
         *(c_long, c_long, c_long),
     ]
     loaded.few_norm_route.argtypes = [
         *(c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int),
         *(c_void_p, c_void_p, c_void_p, c_void_p, c_long, c_long, c_long, c_long),
     ]
-    loaded.few_experts.argtypes = [c_void_p] * 10 + [c_long] * 5
+    loaded.few_experts.argtypes = [*[c_void_p] * 10, c_int, *[c_long] * 5]
     loaded.few_delta_net.argtypes = [
         *[c_void_p] * 5,
         *(c_float, c_float),

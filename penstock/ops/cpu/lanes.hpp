@@ -17,6 +17,14 @@ inline Lanes load(const float* p) {
     std::memcpy(&own, p, sizeof own);
     return own;
 }
+// Of bf16, whose bits are the upper half of a float's.
+inline Lanes load(const uint16_t* p) {
+    typedef uint16_t Halves __attribute__((vector_size(32)));
+    typedef uint32_t Bits __attribute__((vector_size(64)));
+    Halves own;
+    std::memcpy(&own, p, sizeof own);
+    return (Lanes)(__builtin_convertvector(own, Bits) << 16);
+}
 inline void store(float* p, Lanes own) { std::memcpy(p, &own, sizeof own); }
 inline float total(Lanes own) {
     typedef float Half __attribute__((vector_size(32)));

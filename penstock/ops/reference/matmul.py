@@ -41,6 +41,8 @@ def linear(
         rounds = not deterministic and rounds_tokens(weight.parts, x, len(x))
         out = multiply_parts(x, weight.parts, bias, deterministic=deterministic, rounds=rounds)
         return (out if residual is None else out.add_(residual)).to(x.dtype)
+    if weight.short is not None and few_tokens.are_few(x, deterministic):
+        return few_tokens.linear(x, weight.short, bias, residual)
     return multiply(x, weight.values, bias, residual, deterministic=deterministic)
 
 
@@ -125,7 +127,8 @@ def norm_linear(
         return cpu_quantized.multiply_fused(x, weight.parts, norm=norm_weight, eps=eps, bias=bias)
     is_fused = not weight.parts and few_tokens.are_few(x, deterministic)
     if is_fused and out_dtype in (None, torch.float32) and few_tokens.can_multiply(weight.values):
-        return few_tokens.linear(x, weight.values, bias, norm=norm_weight, eps=eps)
+        stored = weight.values if weight.short is None else weight.short
+        return few_tokens.linear(x, stored, bias, norm=norm_weight, eps=eps)
     normed = norm_tokens(x, norm_weight, eps, deterministic)
     if out_dtype is None or out_dtype == x.dtype:
         return linear(normed, weight, bias, deterministic=deterministic)

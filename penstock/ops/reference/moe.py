@@ -7,6 +7,8 @@ batch, which needs memory but no synchronisation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -115,11 +117,16 @@ def sparse_mlp(
     """residual + the weighted sum of the chosen experts (+ the shared one), summed in float32."""
     stored = (gate_up, down, shared_gate_up, shared_down)
     is_plain = not any(weight is not None and weight.parts for weight in stored)
-    run = None
     if is_plain and few_tokens.are_few(x, deterministic):
-        values = [weight.values for weight in stored if weight is not None]
-        run = few_tokens.sparse_mlp if all(map(few_tokens.can_multiply, values)) else None
-    if is_plain and run is None:
+        matrices = _as_stored(stored)
+        if all(few_tokens.can_multiply(one.values) for one in stored if one is not None):
+            gates_ups, downs, shared_gates_ups, shared_downs = matrices
+            assert gates_ups is not None
+            assert downs is not None
+            given = (x, weights, ids, gates_ups, downs, residual, shared_weight)
+            return few_tokens.sparse_mlp(*given, shared_gates_ups, shared_downs)
+    run = None
+    if is_plain:
         if decode.is_alone(x, deterministic):
             run = decode.sparse_mlp
         elif decode.are_few(x, deterministic):
@@ -166,6 +173,13 @@ def sparse_mlp(
         shared_down,
         deterministic=deterministic,
     )
+
+
+def _as_stored(weights: Sequence[Weight | None]) -> list[Tensor | None]:
+    """All in bf16 where all have that, otherwise all in float32."""
+    if all(weight is None or weight.short is not None for weight in weights):
+        return [None if weight is None else weight.short for weight in weights]
+    return [None if weight is None else weight.values for weight in weights]
 
 
 def add_experts(
