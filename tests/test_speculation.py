@@ -14,9 +14,11 @@ import pytest
 from penstock.config import EngineConfig, Speculation
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
+from penstock.eval import held_out
 from penstock.models.source import ModelSource
 from penstock.text.grammar import regex_grammar
-from penstock.types import Request, TokenDelta
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import Request, SamplingParams, TokenDelta
 from scripted_drafter import (
     ALWAYS_RIGHT,
     EVERY_PLACE,
@@ -342,3 +344,35 @@ def test_a_checkpoint_without_a_head_is_refused_by_name_and_auto_does_without() 
     given = EngineConfig(random_weights=True, device="cpu", speculate="auto")
     assert Engine.from_source(source, given).policy.speculator.decode_tokens == 1
     assert make_engine(WITH_HEAD, speculate="auto").policy.speculator.decode_tokens > 1
+
+
+def test_rows_come_and_go_and_leave_their_journals_as_others_read_them() -> None:
+    """A row alone takes other kernels than rows together, and each replays what the other wrote:
+    the embedded model, whose drafts are mostly right."""
+    tokenizer = Tokenizer.load(None)
+    settings: dict[str, Any] = {"device": "cpu", "memory_gb": 0.1}
+    questions = held_out.take("word_problems", 3, seed=0)
+    requests = [
+        Request(
+            id=str(number),
+            token_ids=tuple(tokenizer.encode(one.messages[-2]["content"] + "\n")),
+            sampling=SamplingParams(max_tokens=max_tokens),
+        )
+        for number, (one, max_tokens) in enumerate(zip(questions, (10, 25, 60), strict=True))
+    ]
+    plain = Engine.from_config(EngineConfig(**settings))
+    engine = Engine.from_config(EngineConfig(speculate="mtp:2", **settings))
+    engine.policy.speculator.pace = None
+    expected = {one.id: tokens_of(run(plain, one)[one.id]) for one in requests}
+    engine.submit(requests[2])
+    said: Replies = {}
+    for _ in range(3):  # it is alone at first
+        for delta in engine.step():
+            said.setdefault(delta.request_id, []).append(delta)
+    together = run(engine, *requests[:2])
+    for id, deltas in together.items():
+        said.setdefault(id, []).extend(deltas)
+    assert {id: tokens_of(deltas) for id, deltas in said.items()} == expected
+    drafts = engine.stats().drafts
+    assert drafts is not None
+    assert drafts.counts[0].num_accepted > 0.5 * drafts.counts[0].num_drafted
