@@ -348,31 +348,26 @@ def test_a_checkpoint_without_a_head_is_refused_by_name_and_auto_does_without() 
 
 def test_rows_come_and_go_and_leave_their_journals_as_others_read_them() -> None:
     """A row alone takes other kernels than rows together, and each replays what the other wrote:
-    the embedded model, whose drafts are mostly right."""
+    the embedded model, whose drafts are mostly right, with others beside it now and then."""
     tokenizer = Tokenizer.load(None)
     settings: dict[str, Any] = {"device": "cpu", "memory_gb": 0.1}
-    questions = held_out.take("word_problems", 3, seed=0)
-    requests = [
-        Request(
-            id=str(number),
-            token_ids=tuple(tokenizer.encode(one.messages[-2]["content"] + "\n")),
-            sampling=SamplingParams(max_tokens=max_tokens),
-        )
-        for number, (one, max_tokens) in enumerate(zip(questions, (10, 25, 60), strict=True))
-    ]
+    (question,) = held_out.take("word_problems", 1, seed=0)
+    token_ids = tuple(tokenizer.encode(question.messages[-2]["content"] + "\n"))
+    long, *short = (
+        Request(id=str(number), token_ids=token_ids, sampling=SamplingParams(max_tokens=length))
+        for number, length in enumerate([90] + [3] * 12)
+    )
     plain = Engine.from_config(EngineConfig(**settings))
     engine = Engine.from_config(EngineConfig(speculate="mtp:2", **settings))
     engine.policy.speculator.pace = None
-    expected = {one.id: tokens_of(run(plain, one)[one.id]) for one in requests}
-    engine.submit(requests[2])
-    said: Replies = {}
-    for _ in range(3):  # it is alone at first
-        for delta in engine.step():
-            said.setdefault(delta.request_id, []).append(delta)
-    together = run(engine, *requests[:2])
-    for id, deltas in together.items():
-        said.setdefault(id, []).extend(deltas)
-    assert {id: tokens_of(deltas) for id, deltas in said.items()} == expected
+    expected = tokens_of(run(plain, long)[long.id])
+    engine.submit(long)
+    said: list[int] = []
+    for number in range(200):
+        if number % 4 == 2 and short:
+            engine.submit(short.pop())
+        said += tokens_of([delta for delta in engine.step() if delta.request_id == long.id])
+    assert said == expected
     drafts = engine.stats().drafts
     assert drafts is not None
-    assert drafts.counts[0].num_accepted > 0.5 * drafts.counts[0].num_drafted
+    assert drafts.counts[1].num_accepted > 0.3 * drafts.counts[1].num_drafted
