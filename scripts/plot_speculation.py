@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from PIL import Image
 
 from penstock.eval.report.charts import THEMES
 
@@ -56,6 +57,8 @@ def draw(rows: list[dict[str, Any]], theme: Any, path: Path) -> None:
             bbox_to_anchor=(0.0, -0.2),
         )
     figure.savefig(path, dpi=110, facecolor=theme["paper"])
+    picture = Image.open(path).convert("RGB")
+    picture.quantize(32, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def main() -> None:
