@@ -56,6 +56,7 @@ class Setup:
         engine = Engine.from_config(config)
         if not self.forces:
             engine.policy.speculator._forced_ids = lambda *_: ()
+            engine.policy.appends_forced = False
         return engine
 
 
@@ -129,7 +130,9 @@ def measure(
     for turn in range(rounds):
         for number, request in enumerate(requests):
             for place, engine in enumerate(engines):
-                one = reply(engine, dataclasses.replace(request, id=f"{request.id}.{turn}"))
+                # A tenant of its own: nothing is drafted from the same reply of another round.
+                again = dataclasses.replace(request, id=f"{request.id}.{turn}", tenant=str(turn))
+                one = reply(engine, again)
                 said[place][number].append(one)
                 plain = said[0][number][0].token_ids
                 is_same = one.token_ids == plain
@@ -212,7 +215,7 @@ def main() -> None:
         rows += measure(
             "copy editing",
             copy_editing(given.problems // 6, tokenizer, ends),
-            [*lookups, Setup("suffix:7"), Setup("ngram:7", forces=True)],
+            [*lookups, Setup("suffix:7"), *(Setup(name, True) for name in ("off", "ngram:7"))],
             given.rounds,
             given.device,
         )

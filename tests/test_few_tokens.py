@@ -125,7 +125,7 @@ class Row:
         self.journal = Journal(
             torch.zeros(*shape, key_dim),
             torch.zeros(*shape, value_dim),
-            torch.zeros(2, num_drafts, 2, value_heads),
+            torch.zeros(2, num_drafts, 3, value_heads),
         )
 
     def step(

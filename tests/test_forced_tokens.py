@@ -62,6 +62,31 @@ def num_sampled(engine: Engine, one: Request) -> int:
     return num_steps
 
 
+WITH_HEAD = {**HYBRID_MOE, "mtp_num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("speculate", ["mtp:2", "ngram:3"])
+def test_drafts_and_what_is_forced_take_turns(speculate: str, overlap: bool) -> None:
+    """What was drafted and right is in a journal until the next decode: nothing is appended
+    before that."""
+    requests = [
+        form("greedy", temperature=0.0),
+        form("drawn", seed=3, token_ids=prompt(50, 2)),
+        constrained("sentence", SENTENCE, logprobs=None, token_ids=prompt(60, 3)),
+        request("free", prompt(9), max_tokens=60, temperature=0.7, seed=5),
+    ]
+    plain = engine_of(WITH_HEAD, deterministic=False)
+    plain.policy.appends_forced = False
+    engine = engine_of(WITH_HEAD, deterministic=False, speculate=speculate, overlap=overlap)
+    engine.policy.speculator.pace = None
+    said = run(plain, *requests)
+    assert_same(said, run(engine, *requests))
+    engine.policy.cache.check()
+    alone = [num_sampled(one, form("x", temperature=0.0)) for one in (plain, engine)]
+    assert alone[1] < 0.8 * alone[0]
+
+
 @pytest.mark.parametrize("config", [LLAMA, HYBRID_MOE], ids=["llama", "hybrid"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_is_said_in_fewer_steps(config: dict[str, Any], overlap: bool) -> None:
@@ -131,7 +156,6 @@ def test_what_only_sampling_gives_is_given(sampling: dict[str, Any]) -> None:
 
 def test_deterministic_engines_sample_every_token() -> None:
     assert not engine_of().policy.appends_forced
-    assert not engine_of(deterministic=False, speculate="ngram").policy.appends_forced
 
 
 def test_preempted_replies_and_aborted_ones_return_what_they_held() -> None:

@@ -14,9 +14,11 @@ import pytest
 from penstock.config import EngineConfig, Speculation
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
+from penstock.eval import held_out
 from penstock.models.source import ModelSource
 from penstock.text.grammar import regex_grammar
-from penstock.types import Request, TokenDelta
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import Request, SamplingParams, TokenDelta
 from scripted_drafter import (
     ALWAYS_RIGHT,
     EVERY_PLACE,
@@ -342,3 +344,30 @@ def test_a_checkpoint_without_a_head_is_refused_by_name_and_auto_does_without() 
     given = EngineConfig(random_weights=True, device="cpu", speculate="auto")
     assert Engine.from_source(source, given).policy.speculator.decode_tokens == 1
     assert make_engine(WITH_HEAD, speculate="auto").policy.speculator.decode_tokens > 1
+
+
+def test_rows_come_and_go_and_leave_their_journals_as_others_read_them() -> None:
+    """A row alone takes other kernels than rows together, and each replays what the other wrote:
+    the embedded model, whose drafts are mostly right, with others beside it now and then."""
+    tokenizer = Tokenizer.load(None)
+    settings: dict[str, Any] = {"device": "cpu", "memory_gb": 0.1}
+    (question,) = held_out.take("word_problems", 1, seed=0)
+    token_ids = tuple(tokenizer.encode(question.messages[-2]["content"] + "\n"))
+    long, *short = (
+        Request(id=str(number), token_ids=token_ids, sampling=SamplingParams(max_tokens=length))
+        for number, length in enumerate([90] + [3] * 12)
+    )
+    plain = Engine.from_config(EngineConfig(**settings))
+    engine = Engine.from_config(EngineConfig(speculate="mtp:2", **settings))
+    engine.policy.speculator.pace = None
+    expected = tokens_of(run(plain, long)[long.id])
+    engine.submit(long)
+    said: list[int] = []
+    for number in range(200):
+        if number % 4 == 2 and short:
+            engine.submit(short.pop())
+        said += tokens_of([delta for delta in engine.step() if delta.request_id == long.id])
+    assert said == expected
+    drafts = engine.stats().drafts
+    assert drafts is not None
+    assert drafts.counts[1].num_accepted > 0.3 * drafts.counts[1].num_drafted

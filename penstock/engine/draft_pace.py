@@ -24,6 +24,7 @@ PROBE_EVERY = 512  # steps, after which drafts that did not pay are tried again
 PROBE_ENDS = PLAIN_STEPS + 4  # so many steps after that
 NUM_TIMES = 9  # that are kept of a number of rows and tokens
 FEW_TIMES = 3  # below, the shortest of them counts
+OLD = 128  # steps, after which only the newest times still count: plain steps are rare
 NEWEST = 0.1  # weight of the newest draft in acceptance
 FIRST_GUESS = 0.8  # acceptance before there is any
 DISTURBED = 1.5  # times the typical time: what a step takes longer counts no more
@@ -38,6 +39,7 @@ class DraftPace:
         self._seconds: defaultdict[int, dict[int, float]] = defaultdict(dict)  # of these
         self._primed: set[int] = set()
         self._num_steps: Counter[int] = Counter()  # by rows
+        self._noted_at: dict[tuple[int, int], int] = {}  # rows, tokens a row: steps before
         self._lost_s = self._decoded_s = 0.0
 
     def prime(self, seconds: Mapping[tuple[int, int], float]) -> None:
@@ -47,6 +49,12 @@ class DraftPace:
             self._primed.add(_bucket(num_rows))
 
     def note_step(self, num_rows: int, tokens_a_row: int, seconds: float) -> None:
+        bucket = _bucket(num_rows)
+        times = self._times[bucket].get(tokens_a_row)
+        age = self._num_steps[bucket] - self._noted_at.get((bucket, tokens_a_row), 0)
+        self._noted_at[bucket, tokens_a_row] = self._num_steps[bucket]
+        while times is not None and age > OLD and len(times) >= FEW_TIMES:
+            times.popleft()
         self._add_time(num_rows, tokens_a_row, seconds)
         self._decoded_s += seconds
 

@@ -81,9 +81,7 @@ class Policy:
             new_buffer=new_buffer,
         )
         self._deltas: list[TokenDelta] = []
-        # A prompt's bits are not those of decodes. With drafts, what is forced is drafted: the
-        # states of tokens that were right may still be in a journal.
-        self.appends_forced = not config.deterministic and self.speculator.decode_tokens == 1
+        self.appends_forced = not config.deterministic  # a prompt's bits are not those of decodes
         self._expects_forced = False
 
     @property

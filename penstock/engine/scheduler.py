@@ -611,10 +611,16 @@ class Scheduler:
 
     def num_certain(self, sequence: Sequence) -> int:
         """How many tokens that are certain `append_certain` may take: none while others of the
-        sequence are in flight. One at least is left to sample."""
+        sequence are in flight. One at least is left to sample. They fit into pages that it has: a
+        prompt that waited for pages could wait for another one that does too."""
         if sequence not in self._decoding or sequence.steps_in_flight or sequence.finish:
             return 0
-        return max(self._limits[sequence].max_num_tokens - len(sequence.tokens) - 1, 0)
+        if len(sequence.tokens) - sequence.num_in_slot > 1:
+            return 0  # drafts that were right wait in a journal, which only a decode replays
+        end = self._limits[sequence].max_num_tokens - 1
+        if self.cache.has_pages:
+            end = min(end, len(sequence.pages) * self.page_size)
+        return max(end - len(sequence.tokens), 0)
 
     def append_certain(self, sequence: Sequence, token_ids: tuple[int, ...]) -> TokenDelta:
         """Tokens that need not be sampled: the next step computes them like those of a prompt."""

@@ -16,6 +16,7 @@ constexpr int ROWS = 4, TOKENS = 4; // of a tile, whose sums stay in registers
 constexpr long AHEAD = 4096;        // numbers of a weight on their way meanwhile
 constexpr long ALONE = 1 << 18;     // numbers of a weight that one thread reads as fast as several
 constexpr long MOST_TOKENS = 16;
+constexpr long GATES = 3; // of an entry of the journal: log decay, beta, scale of its key
 
 template <int rows, int tokens, class Stored>
 inline void multiply_tile(const float* const* x, const Stored* weight, long K, float* sums) {
@@ -351,7 +352,7 @@ extern "C" void few_delta_net(const float* mixed, const float* taps, const float
                 std::copy_n(state, K * V, recurrent + keep_slot * state_size + h * K * V);
             if (entry == num_accepted) break;
             long at = entry * Hv + h;
-            const float* gates = journal_gates + entry * 2 * Hv;
+            const float* gates = journal_gates + entry * GATES * Hv;
             Entry own = {journal_keys + at * K, journal_values + at * V, std::exp(gates[h]),
                          gates[Hv + h]};
             add_token(state, own, nullptr, K, V, nullptr);
@@ -377,8 +378,10 @@ extern "C" void few_delta_net(const float* mixed, const float* taps, const float
         for (long h = 0; h < Hv; h++) {
             long entry = t - num_certain, at = entry * Hv + h;
             const float* token = convolved.data() + t * C;
-            journal_gates[entry * 2 * Hv + h] = log_decays[t * Hv + h];
-            journal_gates[entry * 2 * Hv + Hv + h] = betas[t * Hv + h];
+            float* gates = journal_gates + entry * GATES * Hv + h;
+            gates[0] = log_decays[t * Hv + h];
+            gates[Hv] = betas[t * Hv + h];
+            gates[2 * Hv] = 1.0f; // keys have length one
             std::copy_n(token + (Hk + h / (Hv / Hk)) * K, K, journal_keys + at * K);
             std::copy_n(token + 2 * Hk * K + h * V, V, journal_values + at * V);
         }
