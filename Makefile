@@ -13,6 +13,7 @@ FLAGS ?=
 
 # Those of the browser that make test-page runs: all, or `everyday`.
 PAGE_TESTS ?= browser
+PAGE_FLAGS ?=
 
 # Libraries choose their kernels, and so their rounding, by the CPU: these make them choose as on an older one.
 AS_AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
@@ -47,7 +48,7 @@ test: $(VENV)/installed-test
 	$(AS_AVX2) $(PYTEST) -m 'bitwise and not slow' $$(grep -l 'mark\.bitwise' tests/test_*.py)
 
 test-page: $(VENV)/installed-page
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -m $(PAGE_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -m $(PAGE_TESTS) $(PAGE_FLAGS)
 
 page: web/node_modules
 	node web/build.mjs
@@ -65,7 +66,7 @@ test-ray: .venv-ray/installed
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
 	  > $$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/penstock.pth
 	pwd >> $$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/penstock.pth
-	.venv-ray/bin/python -m pip install -q 'ray[serve]>=2.50'
+	.venv-ray/bin/python -m pip install -q 'ray[serve]>=2.60'
 	@touch $@
 
 $(BIN)/python:

@@ -178,7 +178,9 @@ class EngineConfig:
         aliases=("--max-num-batched-tokens",),
     )
     mixed_step_tokens: int | None = setting(
-        None, "prefill tokens in one step while other requests decode (default: 1024 on a GPU)"
+        None,
+        "prefill tokens in one step while other requests decode (default: 1024 on a GPU, 8192 "
+        "where it does not hold all experts)",
     )
     bulk_share: float = setting(
         0.1,

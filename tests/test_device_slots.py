@@ -16,7 +16,7 @@ from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.errors import CapacityError
 from penstock.models.source import find_model
-from penstock.offload import load
+from penstock.offload import load, load_files
 from penstock.offload.convert import Conversion
 from penstock.offload.device_slots import Chunk, DeviceSlots, token_chunks
 from penstock.offload.layout import ExpertLayout
@@ -41,10 +41,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         load.give_device_slots(model, mlps, config, config.expert_cache_bytes or 0)
 
     def is_for_ram(index: Any, ram_bytes: int | None, device: Any) -> bool:
-        return load.fits_ram(index, ram_bytes)
+        return load_files.fits_ram(index, ram_bytes)
 
     monkeypatch.setattr(load, "_move_to_slots", give)
-    monkeypatch.setattr(load, "is_for_ram", is_for_ram)
+    monkeypatch.setattr(load_files, "is_for_ram", is_for_ram)
 
 
 def store_of(engine: Any) -> DeviceSlots:
@@ -164,7 +164,7 @@ def test_converted_files_that_fit_ram_go_there(name: str, tmp_path: Path) -> Non
 
     whole = open_engine(output, expert_cache="100MB")
     assert whole.expert_store is None
-    index = load.read_index(output)
+    index = load_files.read_index(output)
     each = index.layouts[0].slot_bytes(torch.float32)
     room = f"{0.9 * NUM_LAYERS * 24 * each / 1e3:.1f}kB"
     engine = open_engine(output, expert_cache=room)

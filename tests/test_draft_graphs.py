@@ -19,6 +19,7 @@ from penstock.engine.graphs import DecodeStep, warm_up
 from penstock.engine.prefill_graphs import PrefillGraphs
 from penstock.engine.step_inputs import StepSize
 from penstock.engine.step_times import measure_steps
+from penstock.layers.inputs import StateCache
 from penstock.types import KeptState, RowPlan, StepPlan
 from scripted_drafter import EVERY_PLACE, drafting_engine
 from small_models import FAMILIES, LLAMA, make_engine, prompt, request, run, tokens_of
@@ -270,6 +271,8 @@ def test_steps_are_timed_by_shape_and_leave_no_row_behind(monkeypatch: pytest.Mo
     seconds = measure_steps(runner)
     assert seconds.keys() == {(rows, width) for rows in (1, 2, 4) for width in (1, 2, 3)}
     assert min(seconds.values()) > 0
+    states = [cache.recurrent for cache in runner.caches if isinstance(cache, StateCache)]
+    assert not any(bool(state[1:].any()) for state in states)
     table, drafter = runner.rows, runner.drafter
     assert table.context_len.tolist() == [1] * 5
     assert drafter is not None
@@ -435,3 +438,24 @@ def test_no_step_with_drafts_synchronises(dtype: str) -> None:
             assert said == expected
     table = engine.runner.rows
     assert (int(table.context_len[-1]), int(table.last_token[-1])) == (1, 0), "padding"
+
+
+@pytest.mark.parametrize("dtype", GPU_CASES)
+def test_prompts_beside_rows_that_draft_do_not_synchronise(dtype: str) -> None:
+    """Planned and launched as an engine does: drafts, a prompt beside them, drafts of both."""
+    engine = make_engine(WITH_HEAD, speculate="mtp:2", **gpu_settings(dtype, max_step_tokens=256))
+    engine.policy.speculator.pace = None
+    run(engine, request("warm", prompt(80), logprobs=None))
+    num_drafted = num_prompts = 0
+    for number in range(8):
+        if number in (0, 4):
+            engine.submit(request(f"r{number}", prompt(70, number), max_tokens=40, logprobs=None))
+        with synchronising_is_an_error():
+            plan = engine.policy.plan()
+            assert plan is not None
+            pending = engine.runner.launch(plan)
+        num_drafted += plan.has_drafts
+        num_prompts += not plan.is_decode
+        engine.policy.commit(pending.wait())
+    assert num_drafted >= 5
+    assert num_prompts == 2

@@ -15,6 +15,7 @@ from penstock.offload.expert_log import (
     ExpertLog,
     Log,
     hit_rate,
+    layered_hit_rate,
     lru_hit_rate,
     read_log,
     repeated_share,
@@ -34,6 +35,8 @@ def test_a_hand_count() -> None:
     assert working_set(LOG, 3) == 5
     assert repeated_share(LOG) == 3 / 6
     assert top_share(LOG, 0.5) == 8 / 9
+    assert layered_hit_rate(LOG, 8) == 1  # all are there from the start
+    assert layered_hit_rate(LOG, 4) == (2 + 0 + 1 + 1 + 1 + 0) / 9  # the last one was evicted first
     assert lru_hit_rate(LOG, 8) == hit_rate(LOG, 8) == 4 / 9  # each expert is missed once
 
 

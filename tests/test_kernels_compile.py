@@ -45,8 +45,9 @@ forms, much = sys.argv[2], int(sys.argv[3])
 
 def shared_memory(capability, kernel, signature, constexprs, options):
     constants = {key: value for key, value in constexprs.items() if key != "PDL"}
-    constants["PDL"] = capability >= 90
     names = kernel.arg_names
+    if "PDL" in names:  # a kernel that lets nothing start early has none
+        constants["PDL"] = capability >= 90
     types = {key: signature.get(key, "constexpr") for key in names}
     by_index = {(names.index(key),): value for key, value in constants.items()}
     # Aligned as tensors are: only then are copies to shared memory made in the background.

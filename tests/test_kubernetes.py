@@ -42,6 +42,18 @@ def test_kubernetes_would_accept_every_object(path: Any, version: str) -> None:
         assert validate.validate(one, version, strict=True)
 
 
+def test_pods_of_the_ray_cluster_would_be_accepted() -> None:
+    """The operator's own fields have no schema here; tests/on_ray reads its Serve config."""
+    validate = pytest.importorskip("kubernetes_validate")
+    (service,) = yaml.safe_load_all((ROOT / "examples/ray/kuberay.yaml").read_text())
+    cluster = service["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    assert len(groups) == 2
+    for group in groups:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}}
+        assert validate.validate({**pod, **group["template"]}, VERSIONS[-1], strict=True)
+
+
 def test_a_wrong_field_is_found() -> None:
     validate = pytest.importorskip("kubernetes_validate")
     (service,) = objects("Service")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import statistics
 import time
 from pathlib import Path
@@ -22,16 +23,22 @@ from penstock.planning.layouts import Unfit, possible_layouts
 from penstock.planning.node import Node, NodeRun
 from penstock.planning.outcome import Outcome
 from penstock.planning.slo import Slo
-from penstock.planning.step_times import Curve, Tables
+from penstock.planning.step_times import RESULTS, Curve, Tables
 
 MODEL = "Qwen3.5-35B-A3B"
+# Steps and loads that were measured with the same version: newer steps are faster than the servers
+# of older loads.
+VALIDATION = ROOT / "tests/data/validation"
 TRACES = ROOT.parent / "shared/data/traces"
 LIMITS = Slo(0.5, 0.03)
 
 
-def layout_of(tp: int = 1, model: str = MODEL, **settings: object) -> Layout:
+def layout_of(
+    tp: int = 1, model: str = MODEL, results: Path = RESULTS, **settings: object
+) -> Layout:
     config = EngineConfig(model=model, **{"prefix_cache": False, **settings})  # type: ignore[arg-type]
-    (found,) = possible_layouts(find_model(model), config, 8, "H200", Tables.read(), tp)
+    tables = Tables.read(results)
+    (found,) = possible_layouts(find_model(model), config, 8, "H200", tables, tp)
     assert isinstance(found, Layout), found
     return found
 
@@ -41,7 +48,7 @@ def node_of(layout: Layout, num_engines: int = 1) -> Node:
 
 
 def measured(file: str, **wanted: object) -> dict[str, dict[str, float]]:
-    rows = json.loads((ROOT / f"results/h200/{file}.json").read_text())["rows"]
+    rows = json.loads((VALIDATION / f"h200/{file}.json").read_text())["rows"]
     (row,) = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
     found: dict[str, dict[str, float]] = row
     return found
@@ -57,19 +64,39 @@ def means(run: NodeRun) -> tuple[float, float, float]:
     )
 
 
-def test_step_times_are_the_measured_ones_at_measured_shapes() -> None:
-    times = layout_of().times
-    for batch, ms in ((1, 1.9333), (16, 8.4152), (256, 30.0115)):
-        assert 1e3 * times.decodes_s(batch, 1536 * batch) == pytest.approx(ms, rel=1e-3)
-    assert 1e3 * times.prompts_s([(0, 1024)]) == pytest.approx(26.6332, rel=1e-3)
-    assert 1e3 * times.prompts_s([(0, 32768)]) == pytest.approx(523.8614, rel=1e-3)
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int4"])
+def test_step_times_are_the_measured_ones_at_measured_shapes(scheme: str) -> None:
+    times = layout_of(quantization="none" if scheme == "bf16" else scheme).times
+    tables = Tables.read()
+    rows = [row for row in tables.of("decodes", MODEL, scheme) if row.length == 1536]
+    assert len(rows) > 3
+    for row in rows:
+        seconds = times.decodes_s(row.batch, row.length * row.batch)
+        assert seconds == pytest.approx(row.seconds, rel=1e-3)
+    for row in tables.of("prefills", MODEL, scheme):
+        seconds = times.prompts_s([(0, row.length)] * row.batch)
+        assert seconds == pytest.approx(row.seconds, rel=1e-3)
     assert times.decodes_s(8, 8 * 8192) > times.decodes_s(8, 8 * 1024)
+
+
+def test_of_a_shape_that_was_measured_again_the_first_row_counts(tmp_path: Path) -> None:
+    shutil.copytree(VALIDATION, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "h200/decode.json"
+    table = json.loads(path.read_text())
+    table["rows"].append({**table["rows"][0], "ms": 99.0})
+    path.write_text(json.dumps(table))
+    (row,) = [
+        row
+        for row in Tables.read(tmp_path).of("decodes", MODEL, "bf16")
+        if (row.batch, row.length) == (1, 1536)
+    ]
+    assert row.seconds == pytest.approx(1.9333e-3)
 
 
 # Loads of `penstock bench serve` on one H200: a prompt has ten tokens of template more.
 @pytest.mark.parametrize("concurrency", [1, 2, 8, 16, 32, 64])
 def test_throughput_and_pace_are_within_a_tenth_of_measured_levels(concurrency: int) -> None:
-    run = node_of(layout_of(max_model_len=40960)).play_levels(
+    run = node_of(layout_of(results=VALIDATION, max_model_len=40960)).play_levels(
         [Arrival(0, 1034, 1024)] * 64, concurrency
     )
     row = measured("serving", concurrency=concurrency)
@@ -90,7 +117,7 @@ def test_throughput_and_pace_are_within_a_tenth_of_measured_levels(concurrency: 
 def test_first_tokens_too_are_within_a_tenth_under_heavy_loads(
     what: str, requests: int, input_len: int, output_len: int
 ) -> None:
-    layout = layout_of(max_model_len=40960, max_rows=384)
+    layout = layout_of(results=VALIDATION, max_model_len=40960, max_rows=384)
     load = [Arrival(0, input_len + 10, output_len)] * requests
     tok_s, ttft_ms, tpot_ms = means(node_of(layout).play_levels(load, requests))
     row = measured("serving_loads", what=what)
@@ -176,10 +203,9 @@ def test_ranks_read_less_and_pay_for_their_links() -> None:
     assert four.decodes_s(64, 64 * 1024) < one.decodes_s(64, 64 * 1024)
 
 
-def test_quantised_weights_are_read_faster_as_measured() -> None:
-    times = layout_of(quantization="fp8").times
-    assert 1e3 * times.decodes_s(64, 64 * 1536) == pytest.approx(14.039, rel=1e-3)
-    assert layout_of(quantization="fp8").shape.pools.num_pages > layout_of().shape.pools.num_pages
+def test_quantised_weights_leave_more_room_for_requests() -> None:
+    plain, rounded = layout_of().shape.pools, layout_of(quantization="fp8").shape.pools
+    assert rounded.num_pages > plain.num_pages
 
 
 def test_prompts_that_share_blocks_are_computed_once() -> None:

@@ -70,6 +70,18 @@ def test_a_rank_is_timed_alone_and_its_links_are_added(
     assert report["weight_bytes"] < 0.7 * whole["weight_bytes"]
 
 
+def test_a_rank_with_whole_experts_is_timed_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--tp", "2", "--ep", "--batch", "2", "--context", "40", "--repeats", "2"]
+    report, _ = report_of(
+        capsys, "bench", "step", "-m", str(folder(tmp_path)), "--random-weights", *words,
+        "--device", "cpu",
+    )  # fmt: skip
+    (row,) = report["rows"]
+    assert (row["tp"], row["ep"]) == (2, True)
+
+
 def test_prompts_of_a_rank_send_their_bytes_too(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -111,6 +123,7 @@ def test_measured_shares_are_what_a_plan_reads(tmp_path: Path) -> None:
         (tmp_path / "h200").mkdir(exist_ok=True)
         (tmp_path / f"h200/{name}.json").write_text(json.dumps(table))
     (tmp_path / "h200/quantized.json").write_text(json.dumps({"rows": [], "prefill": {"rows": []}}))
+    rows.append({**rows[0], "ep": True, "batch": 2})
     (tmp_path / "h200/parallel.json").write_text(json.dumps({"rows": rows}))
     found = Tables.read(tmp_path).of("decodes", "Qwen3.5-397B-A17B", "bf16", tp=8)
     assert [(row.batch, row.seconds) for row in found] == [(1, 3e-3), (8, 3e-3)]

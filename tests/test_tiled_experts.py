@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.offload import host_products
 from penstock.offload.host_products import HostProducts, Split
 from penstock.ops import Weight
+from penstock.ops.cpu import tiled_experts
 from penstock.ops.cpu.tiled_experts import Job, Spent, can_run
 from penstock.ops.reference.expert_cache import take_slots
 from penstock.ops.tiles import TiledRows, tile
@@ -64,6 +66,23 @@ def test_sums_are_those_of_the_expanded_weights(
     assert not out.any()
 
 
+def test_more_threads_than_cores_agree() -> None:
+    """Some come late to a call, and some are held up in the middle of one."""
+    gate_up, down = tiles(8, 256, 256, 1), tiles(8, 256, 128, 2)
+    if not can_run(gate_up, down, torch.bfloat16):
+        pytest.skip("there is no compiler")
+    loaded = tiled_experts._library(torch.bfloat16, torch.bfloat16)
+    assert loaded is not None
+    assert loaded.hire_threads(6) >= 6
+    for step in range(30):
+        x = torch.randn(1 + step % 3, 256).bfloat16()
+        ids = torch.stack([torch.randperm(8)[:3] for _ in x]).int()
+        out, weights = torch.full((len(x), 256), torch.nan), torch.rand(len(x), 3)
+        Job(gate_up, down, x, ids, weights, out, Spent.nothing()).run()
+        wanted = expected(x, ids, weights, gate_up, down)
+        assert (out - wanted).abs().max() < 5e-3 * wanted.abs().max()
+
+
 def test_what_the_kernel_does_not_know_is_refused() -> None:
     gate_up, down = tiles(2, 64, 128, 1), tiles(2, 128, 128, 2)
     assert not can_run(gate_up, down, torch.float32)
@@ -102,7 +121,7 @@ def test_the_cpu_adds_what_the_device_leaves_to_it() -> None:
     )
 
 
-def test_the_share_follows_what_calls_take() -> None:
+def test_the_share_follows_what_calls_take(monkeypatch: pytest.MonkeyPatch) -> None:
     products = HostProducts(torch.device("cpu"), torch.bfloat16)
     assert products.adapt() is None
     products.split = Split(50e9, 50e9)
@@ -113,4 +132,7 @@ def test_the_share_follows_what_calls_take() -> None:
     slower = products.adapt()
     assert slower is not None
     assert slower < 0.5
+    assert products.adapt() is None
+    monkeypatch.setattr(host_products, "TRY_AGAIN_S", 0.0)
+    assert products.adapt() == 0.5  # nobody has called since
     assert products.adapt() is None

@@ -96,7 +96,7 @@ def group_cases(names: Sequence[str]) -> list[list[Case]]:
 
 def _run_apart(groups: list[list[Case]], output: str | None) -> int:
     """A process each, so that each has the machine to itself."""
-    report: dict[str, Any] = {"bench": "offload", **provenance(), "rows": [], "reports": []}
+    report: dict[str, Any] = {**provenance(), "rows": [], "reports": []}
     for group in groups:
         words = [sys.executable, "-m", "penstock", "bench", "offload"]
         for case in group:

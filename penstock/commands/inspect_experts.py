@@ -33,6 +33,7 @@ def run(path: str, as_json: bool, png: str | None = None) -> int:
 def analyze(log: Any) -> dict[str, Any]:
     from penstock.offload.expert_log import (
         hit_rate,
+        layered_hit_rate,
         lru_hit_rate,
         repeated_share,
         top_share,
@@ -52,6 +53,7 @@ def analyze(log: Any) -> dict[str, Any]:
                 "share": share,
                 "experts": size,
                 "hit_rate": hit_rate(log, size),
+                "gpu_hit_rate": layered_hit_rate(log, size),
                 "lru_hit_rate": lru_hit_rate(log, size),
             }
             for share, size in sizes.items()
@@ -87,7 +89,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
     random = tuple((100 * share, 100 * share) for share in SHARES)
     curves = [
-        Series("Penstock's rule", "", hits("hit_rate"), "ours"),
+        Series("one pool", "", hits("hit_rate"), "ours"),
+        Series("slots by layer", "", hits("gpu_hit_rate"), "goal"),
         Series("LRU", "", hits("lru_hit_rate"), "rival"),
         Series("random routing", "", random, "bound", is_dashed=True),
     ]
@@ -120,12 +123,13 @@ def _print_report(report: dict[str, Any]) -> None:
         f"{report['experts_in_a_layer']} experts."
     )
     print_table(
-        ["experts on the device", "share", "hits", "hits of an LRU"],
+        ["experts on the device", "share", "hits", "slots by layer (GPU)", "LRU"],
         [
             [
                 f"{row['experts']:,}",
                 f"{row['share']:.0%}",
                 f"{row['hit_rate']:.1%}",
+                f"{row['gpu_hit_rate']:.1%}",
                 f"{row['lru_hit_rate']:.1%}",
             ]
             for row in report["hit_rates"]

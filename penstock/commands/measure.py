@@ -270,7 +270,7 @@ class Decoding:
         ]
         table = engine.runner.rows
         table.update(StepPlan(0, (), tuple(admissions), tuple(updates)))
-        tokens = [row * 7919 % engine.info.vocab_size for row in range(batch)]
+        tokens = [row * 7919 % num_known_tokens(engine) for row in range(batch)]
         table.set_last_tokens(range(batch), tokens, [context + 1] * batch)
         fill_with_noise(engine)
         self._num_steps = 0
@@ -410,8 +410,14 @@ def random_prompts(engine: LogitsEngine, batch: int, length: int) -> list[torch.
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    vocab_size = engine.engine.info.vocab_size
+    vocab_size = num_known_tokens(engine.engine)
     return [torch.randint(0, vocab_size, (length,), generator=generator) for _ in range(batch)]
+
+
+def num_known_tokens(engine: Engine) -> int:
+    """Of the vocabulary, those that rank 0 has. A rank alone embeds others as zeros, and rows of
+    zeros would all choose the same experts."""
+    return engine.info.vocab_size // engine.runner.rows.ranks.size
 
 
 def is_on_gpu(engine: LogitsEngine) -> bool:

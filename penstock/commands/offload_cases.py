@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-GPU_SHARE = {"memory_gb": 2.5, "max_step_tokens": 4096}  # what a small card would have left
+GPU_SHARE = {"memory_gb": 3.0, "max_step_tokens": 4096}  # what a small card would have left
 BOTH = {**GPU_SHARE, "expert_misses": "auto"}
 
 

@@ -243,7 +243,7 @@ def _print(
     for row in rows:
         name = f"{row['engines']} x {row['tp']}"
         if "why_not" in row:
-            cells.append([name, row["why_not"], *[""] * (len(COLUMNS) - 2)])
+            cells.append([name, *[""] * (len(COLUMNS) - 2), row["why_not"]])
             continue
         ttft, itl, needed = row["ttft_ms"], row["itl_ms"], row["gpus_needed"]
         cells.append(

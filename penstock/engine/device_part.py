@@ -22,6 +22,7 @@ from penstock.engine.timing import StepTimer
 from penstock.errors import ConfigError
 from penstock.layers.packing import pack_weights, shorten_weights
 from penstock.models.source import ModelSource
+from penstock.offload.device_slots import DeviceSlots
 from penstock.offload.load import load_with_experts, without_graphs
 from penstock.offload.store import ExpertStore
 from penstock.parallel.links import GroupLinks, NoLinks
@@ -29,6 +30,10 @@ from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, timed
 
 AUTO_ON_GPU = False  # whether `--speculate auto` drafts on a GPU too
+
+
+# A step with a prompt copies all experts to the GPU, whatever its length: few long steps are best.
+OFFLOADED_MIXED_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class DevicePart:
         store = getattr(model, "expert_store", None)
         if store is not None:
             config = without_graphs(config, store)
+            if isinstance(store, DeviceSlots) and config.mixed_step_tokens is None:
+                config = dataclasses.replace(config, mixed_step_tokens=OFFLOADED_MIXED_TOKENS)
         if config.timing or config.offload_layers is not None:
             config = dataclasses.replace(config, graphs=False)
         check_page_size(config, model.device)

@@ -88,6 +88,8 @@ class DryRun:
         """
         num_bytes, num_captures = 0, 0
         for graphs in self.runner.graphs_to_capture(max_step_tokens):
+            if not graphs.num_captures:
+                continue
             *_, launch_largest = graphs.warmup.after or [lambda: None]
             num_bytes = max(num_bytes, self._peak(launch_largest) or 0)
             num_captures += graphs.num_captures

@@ -136,6 +136,8 @@ class PrefillGraphs:
         warmup_caches = warmup_layers(model, caches)
         self._new_warmup_step = partial(PrefillStep, model, warmup_caches, rows, **given)
         self._sizes = prefill_sizes(rows.max_rows, max_step_tokens)
+        if not captures:  # decodes beside prompts take no kernels of their own
+            self._sizes = [size for size in self._sizes if not size.num_decodes]
         self._long_sizes = [
             StepSize(0, _num_prompts(num_tokens, rows.max_rows), num_tokens)
             for num_tokens in LONG_TOKENS

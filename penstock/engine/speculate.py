@@ -105,9 +105,10 @@ class Speculator:
             return
         self._step = self.pace.start_step(num_rows)
         if self.most_drafts is not None:
-            rates = mean_rates([self._acceptance_of(sequence).rates for sequence in decoding])
             most = min(self.speculation.num_drafts, self.most_drafts(num_rows))
-            self._common = self.pace.num_drafts(num_rows, rates, most, self._step)
+            if most and not beside_prompts:
+                rates = mean_rates([self._acceptance_of(sequence).rates for sequence in decoding])
+                self._common = self.pace.num_drafts(num_rows, rates, most, self._step)
 
     def drafts(self, sequence: Sequence, most: int) -> tuple[int, tuple[int, ...]]:
         """How many, and which if the host has them."""

@@ -1,7 +1,8 @@
 """How long captured decode steps take, by rows and tokens a row: measured once, at start.
 
-Rows get different tokens, so that they choose different experts; contexts are short. A running
-engine measures its own steps and corrects these (`draft_pace.py`).
+Rows get different tokens, so that they choose different experts, and gain none: they stay at the
+beginning of an empty context. A running engine measures its own steps and corrects these
+(`draft_pace.py`).
 """
 
 from __future__ import annotations
@@ -31,14 +32,13 @@ def measure_steps(runner: Runner) -> StepSeconds:
         return {}
     seconds: StepSeconds = {}
     for num_rows in sorted({size.num_rows for size in drafts.sizes}):
-        plans = tuple(RowPlan.decode(row) for row in range(num_rows))
-        plain = graphs.size_for(plans)
+        plain = graphs.size_for([RowPlan.decode(row) for row in range(num_rows)])
         assert plain is not None
-        seconds[num_rows, 1] = _time(runner, partial(graphs.replay, plans, plain, "greedy"))
+        standing = tuple(RowPlan.decode(row, max_tokens=0) for row in range(num_rows))
+        seconds[num_rows, 1] = _time(runner, partial(graphs.replay, standing, plain, "greedy"))
         for size in drafts.sizes:
             if size.num_rows == num_rows:
-                plans = tuple(RowPlan.decode(r, max_tokens=size.width) for r in range(num_rows))
-                launch = partial(drafts.replay, plans, size, "greedy")
+                launch = partial(drafts.replay, standing, size, "greedy")
                 seconds[num_rows, size.width] = _time(runner, launch)
     _forget(runner)
     return seconds

@@ -25,13 +25,18 @@ from penstock.errors import CapacityError
 from penstock.layers.mlp import SparseMLP
 from penstock.offload.expert_log import ExpertLog
 from penstock.offload.heat import Heat
-from penstock.offload.host_products import LEAST_GAIN, HostProducts, measure_split
+from penstock.offload.host_products import (
+    LEAST_GAIN,
+    HostProducts,
+    measure_call,
+    measure_split,
+)
+from penstock.offload.lanes import NUM_LANES, Lanes
 from penstock.offload.layout import ExpertLayout
 from penstock.offload.pinned import large_addresses, unpin
 from penstock.ops import Weight, copy_table, fetch_experts, sparse_mlp, take_slots
 from penstock.ops.reference.expert_cache import NUM_COUNTS
 
-NUM_LANES = 2
 LISTED_TOKENS = 5  # from so many tokens on, `sparse_mlp` multiplies in another way
 
 
@@ -111,6 +116,7 @@ class DeviceSlots:
         products = HostProducts(self.device, self.dtype)
         if misses == "auto":
             products.split = split = measure_split(self, self.dtype)
+            products.call_s = measure_call(products, self.layers[0])
             if split.fetch + split.compute < LEAST_GAIN * max(split.fetch, 1.0):
                 return
         self.host_share.fill_(1.0 if products.split is None else products.split.host_share)
@@ -321,74 +327,6 @@ def token_chunks(num_tokens: int, at_once: int) -> list[slice]:
     """Tokens whose experts have slots at the same time."""
     starts = range(0, num_tokens, at_once)
     return [slice(first, min(first + at_once, num_tokens)) for first in starts]
-
-
-class Lanes:
-    """Room for all experts of a layer, twice: one is filled while the other is read."""
-
-    def __init__(
-        self,
-        layouts: Sequence[ExpertLayout],
-        stacks: Sequence[list[Tensor]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._stacks, self._device = stacks, device
-        counts = [len(stack[0]) for stack in stacks]
-        sizes = [layout.bytes_in(n, dtype) for layout, n in zip(layouts, counts, strict=True)]
-        count = min(NUM_LANES, len(stacks))
-        self._memory = [
-            torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(count)
-        ]
-        self._views = [
-            layout.slots_in(self._memory[number % count], n, dtype)
-            for number, (layout, n) in enumerate(zip(layouts, counts, strict=True))
-        ]
-        self._holds: list[int | None] = [None] * count
-        self._filled: list[Any] = [None] * count
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._lock = threading.Lock()
-        self.copied_bytes = 0
-        self.num_bytes = sum(memory.nbytes for memory in self._memory)
-
-    def use(self, layer: int) -> tuple[Weight, Weight]:
-        """The layer's experts, in order, for products that are launched before the next call. The
-        next layer's are on their way then; the last layer of a prompt has few tokens, and is not.
-        """
-        with self._lock:
-            self._fill(layer)
-            event = self._filled[layer % len(self._memory)]
-            if event is not None:
-                torch.cuda.current_stream(self._device).wait_event(event)
-            if layer + 2 < len(self._stacks):
-                self._fill(layer + 1)
-        gate_up, down, _ = self._views[layer]
-        return gate_up, down
-
-    def take(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-        """A lane's memory and the layer's stacks, to measure copies between them."""
-        with self._lock:
-            self._holds[layer % len(self._memory)] = None
-        return self._views[layer][2], self._stacks[layer]
-
-    def _fill(self, layer: int) -> None:
-        lane = layer % len(self._memory)
-        if self._holds[lane] == layer:
-            return
-        self._holds[lane] = layer
-        pairs = list(zip(self._views[layer][2], self._stacks[layer], strict=True))
-        self.copied_bytes += sum(source.nbytes for _, source in pairs)
-        if self._stream is None:
-            for target, source in pairs:
-                target.copy_(source)
-            return
-        # Products that read this lane were launched before those of the layer in between.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            self._filled[lane] = torch.cuda.Event()
-            self._filled[lane].record(self._stream)
 
 
 class Seen:

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import numpy as np
+
 from penstock.errors import CheckpointError, ConfigError
-from penstock.offload.residency import Residency
+from penstock.offload.residency import MEMORY, Residency
 
 Turn = tuple[int, list[int]]
 
@@ -109,6 +111,30 @@ def hit_rate(log: Log, num_places: int) -> float:
             hits += sum(not one.is_new for one in taken)
             count += len(taken)
             tier.release()
+    return hits / max(count, 1)
+
+
+def layered_hit_rate(log: Log, num_places: int) -> float:
+    """Of a GPU, whose layers have slots of their own (`ops/reference/expert_cache.py`). Turns that
+    need more experts than a layer has slots go through lanes, and do not count.
+    """
+    slots = max(num_places // log.num_layers, 1)
+    held = [set(range(slots)) for _ in range(log.num_layers)]
+    scores = np.zeros((log.num_layers, log.num_experts))
+    hits = count = 0
+    for layer, experts in log.turns:
+        if len(experts) > slots:
+            continue
+        moved = MEMORY * (1 - len(experts) / (log.num_experts + 1))
+        own, here, needed = scores[layer], held[layer], set(experts)
+        own *= 1 - moved
+        own[experts] += moved
+        hits, count = hits + len(needed & here), count + len(needed)
+        missing = sorted(needed - here, key=lambda expert: (-own[expert], expert))
+        others = sorted(here - needed, key=lambda expert: (own[expert], expert))
+        for new, old in zip(missing, others):
+            here.remove(old)
+            here.add(new)
     return hits / max(count, 1)
 
 

@@ -5,9 +5,7 @@ slots over RAM and files.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,40 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config import EngineConfig
-from penstock.errors import CapacityError, CheckpointError, ConfigError
+from penstock.errors import ConfigError
 from penstock.layers.mlp import SparseMLP
-from penstock.models import build_model
 from penstock.models.source import ModelSource, is_converted
-from penstock.offload.convert import Conversion
 from penstock.offload.dense_layers import offloaded_names, use_lanes
 from penstock.offload.device_slots import DeviceSlots
 from penstock.offload.expert_log import ExpertLog
-from penstock.offload.files import DENSE, Index, LayerRecords, read_index
 from penstock.offload.host import (
     FiledExperts,
-    HostExperts,
-    LayerReader,
     StackedExperts,
-    least_ram_bytes,
 )
-from penstock.offload.in_place import CheckpointLayer
-from penstock.offload.in_ram import fits_ram, give_device_slots, pin_weight, read_into_ram
-from penstock.offload.layout import ExpertLayout, StoredMatrix, stack_tensors
+from penstock.offload.in_ram import give_device_slots, pin_weight
+from penstock.offload.layout import ExpertLayout, stack_tensors
+from penstock.offload.load_files import Files, checked_ram, load_from, open_converted, open_in_place
 from penstock.offload.spill import spill
-from penstock.offload.store import ExpertStore, attach, least_slots
+from penstock.offload.store import ExpertStore, sparse_layers, stack_names, use_slots
 from penstock.ops import Weight
-from penstock.ops.weight import deferred_weights, map_part
+from penstock.ops.weight import map_part
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, Phase
-from penstock.weights.checkpoint import list_some
-from penstock.weights.load import load_model, resolve_dtype, targets_of, weights_of
-from penstock.weights.packing import for_device
-from penstock.weights.safetensors_reader import open_safetensors
-from penstock.weights.storage_report import Storage, StorageGroup, describe_storage
-from penstock.weights.stored import StoredTensor
-
-# Of what is free after the dense weights: the rest is for caches and steps.
-DEVICE_SHARE = {"cuda": 0.7, "cpu": 0.5}
+from penstock.weights.load import load_model
 
 
 def load_with_experts(
@@ -63,13 +47,13 @@ def load_with_experts(
     """The model of a source on a device, or a rank's part of it, ready to run."""
     _refuse_ranks(source, config, ranks)
     check_offload_layers(source, config, torch.device(device))
-    files: _Files | None = None
+    files: Files | None = None
     if is_converted(source.path) and not config.random_weights:
-        files = _open_converted(source, config, torch.device(device))
+        files = open_converted(source, config, torch.device(device))
     elif config.expert_ram is not None and not config.random_weights:
-        files = _open_in_place(source, config, torch.device(device))
+        files = open_in_place(source, config, torch.device(device))
     if files is not None:
-        model = _load_from(files, source, config, on_phase, device, with_drafting_head)
+        model = load_from(files, source, config, on_phase, device, with_drafting_head)
     else:
         load = partial(
             load_model,
@@ -89,14 +73,14 @@ def load_with_experts(
         elif config.expert_cache is None:
             model = load()
         elif config.expert_ram is not None:
-            model = load(find_host_weights=_stack_names, keep_on_host=_move_to_ram)
+            model = load(find_host_weights=stack_names, keep_on_host=_move_to_ram)
             _use_spilled(model, config)
         elif torch.device(device).type == "cuda":
-            model = load(find_host_weights=_stack_names, keep_on_host=pin_weight)
+            model = load(find_host_weights=stack_names, keep_on_host=pin_weight)
             mlps = _sparse_layers_of(model, config)
             give_device_slots(model, mlps, config, config.expert_cache_bytes or 0)
         else:
-            model = load(find_host_weights=_stack_names)
+            model = load(find_host_weights=stack_names)
             _move_to_slots(model, config)
     _limit_experts(model, config)
     _open_log(model, config)
@@ -127,11 +111,11 @@ def _load_with_lanes(load: Callable[..., nn.Module], config: EngineConfig) -> nn
     has_slots = config.expert_cache is not None
 
     def on_host(model: nn.Module) -> list[str]:
-        stacks = _stack_names(model)
+        stacks = stack_names(model)
         return offloaded_names(model, count, but=stacks) + (stacks if has_slots else [])
 
     model: Any = load(find_host_weights=on_host, keep_on_host=pin_weight)
-    model.dense_lanes = use_lanes(model, offloaded_names(model, count, but=_stack_names(model)))
+    model.dense_lanes = use_lanes(model, offloaded_names(model, count, but=stack_names(model)))
     if has_slots:
         mlps = _sparse_layers_of(model, config)
         give_device_slots(model, mlps, config, config.expert_cache_bytes or 0)
@@ -216,14 +200,6 @@ def _limit_experts(model: nn.Module, config: EngineConfig) -> None:
         mlp.experts_per_token = count
 
 
-def sparse_layers(model: nn.Module) -> dict[str, SparseMLP]:
-    return {name: one for name, one in model.named_modules() if isinstance(one, SparseMLP)}
-
-
-def _stack_names(model: nn.Module) -> list[str]:
-    return [f"{name}.{stack}" for name in sparse_layers(model) for stack in ("gate_up", "down")]
-
-
 def _move_to_ram(weight: Weight) -> None:
     if weight.parts:
         weight.parts = tuple(map_part(part, Tensor.cpu) for part in weight.parts)
@@ -235,8 +211,8 @@ def _use_spilled(model: Any, config: EngineConfig) -> None:
     """Random experts, over files that exist as long as the engine does."""
     mlps = _sparse_layers_of(model, config)
     index = spill(mlps, model.device.type, model.dtype)
-    host = FiledExperts(index, _checked_ram(index, config), pin_memory=model.device.type == "cuda")
-    _use_slots(model, mlps, host, config.expert_cache_bytes or 0)
+    host = FiledExperts(index, checked_ram(index, config), pin_memory=model.device.type == "cuda")
+    use_slots(model, mlps, host, config.expert_cache_bytes or 0)
 
 
 def _sparse_layers_of(model: nn.Module, config: EngineConfig) -> list[SparseMLP]:
@@ -259,246 +235,4 @@ def _move_to_slots(model: Any, config: EngineConfig) -> None:
         for name in ("gate_up", "down"):
             shape = getattr(mlp, name).shape
             setattr(mlp, name, Weight(torch.empty(shape, dtype=model.dtype, device="meta")))
-    _use_slots(model, mlps, StackedExperts(layouts, stacks), config.expert_cache_bytes or 0)
-
-
-def _use_slots(model: Any, mlps: list[SparseMLP], host: HostExperts, slot_bytes: int) -> None:
-    layouts = {(layout := host.layout_of(layer)).key: layout for layer in range(len(mlps))}
-    widest = max(layout.slot_bytes(model.dtype) for layout in layouts.values())
-    least = len(layouts) * widest * least_slots(mlps, range(len(mlps)), model.device)
-    if slot_bytes < least:
-        kind = "all experts of a layer" if model.device.type == "cuda" else "the experts of a token"
-        raise CapacityError(
-            f"{slot_bytes / 1e9:.3g} GB of expert cache are too little",
-            f"It must hold {kind}: {least / 1e9:.3g} GB.",
-            f"Set --expert-cache {-(-least // 10**6)}MB or more.",
-        )
-    store = ExpertStore(host, model.device)
-    try:
-        attach(mlps, store, slot_bytes, model.dtype)
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(
-            f"{slot_bytes / 1e9:.1f} GB of expert cache do not fit on {model.device}",
-            "Other weights are there already.",
-            "Set a smaller --expert-cache.",
-        ) from error
-    model.expert_store = store
-    for mlp in mlps:
-        assert mlp.offloaded is not None
-
-
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """A checkpoint whose experts stay in its files, converted or not."""
-
-    index: Index
-    dense: Collection[str]  # names of what every token needs
-    read_dense: Callable[[str], tuple[StoredMatrix, list[Tensor]]]
-    open_layer: Callable[[LayerRecords], LayerReader] | None = None
-
-
-def _open_in_place(source: ModelSource, config: EngineConfig, device: torch.device) -> _Files:
-    if config.quantization != "none":
-        raise ConfigError(
-            f"expert_ram is {config.expert_ram}, and quantization is set",
-            "Experts are read from files as they are needed, and would be quantised each time.",
-            "Omit one of the two, or quantise the model first (penstock quantize).",
-        )
-    conversion = Conversion(source, device.type)
-    layouts: dict[str, ExpertLayout] = {}
-    layers = []
-    for module, mlp in conversion.modules.items():
-        layout, _ = conversion.read_expert(module, 0)
-        layouts.setdefault(layout.key, layout)
-        number = list(layouts).index(layout.key)
-        layers.append(LayerRecords(module, "", mlp.router.shape[0], number, ()))
-    storage = [dataclasses.asdict(group) for group in describe_storage(conversion.wanted).groups]
-    index = Index(
-        conversion.path, device.type, tuple(layouts.values()), tuple(layers), {}, tuple(storage)
-    )
-
-    def read_dense(name: str) -> tuple[StoredMatrix, list[Tensor]]:
-        weight = conversion.read(name)
-        return StoredMatrix.of(weight, is_stack=False), stack_tensors([weight])
-
-    return _Files(
-        index,
-        list(conversion.targets),
-        read_dense,
-        lambda layer: CheckpointLayer(conversion, layer.module, index.layouts[layer.layout]),
-    )
-
-
-def _open_converted(source: ModelSource, config: EngineConfig, device: torch.device) -> _Files:
-    assert source.path is not None
-    if config.quantization != "none":
-        raise ConfigError(
-            f"quantization is {config.quantization}, and {source.name} is a converted model",
-            "Its weights are stored as they will be multiplied.",
-            "Quantise the model first (penstock quantize), then convert that.",
-        )
-    index = read_index(source.path)
-    _check_made_for(index, device)
-    path = index.folder / DENSE
-    stored = {tensor.name: tensor for tensor in open_safetensors(path)}
-
-    def read_dense(name: str) -> tuple[StoredMatrix, list[Tensor]]:
-        return index.dense[name], _tensors_of(path, stored, name, index.dense[name])
-
-    return _Files(index, list(index.dense), read_dense)
-
-
-def _load_from(
-    files: _Files,
-    source: ModelSource,
-    config: EngineConfig,
-    on_phase: OnPhase,
-    device_name: str,
-    with_drafting_head: bool,
-) -> nn.Module:
-    index, device = files.index, torch.device(device_name)
-    dtype = resolve_dtype(config.dtype, source.config, device_name)
-    with deferred_weights():
-        model: Any = build_model(
-            source.config, dtype, device, with_drafting_head=with_drafting_head
-        )
-    model.placements(files.dense)  # drops a drafting head that the files do not have
-    _fill_dense(model, files, device, on_phase)
-    model.storage = Storage(tuple(StorageGroup(**group) for group in index.storage))
-    by_module = sparse_layers(model)
-    layers = tuple(layer for layer in index.layers if layer.module in by_module)
-    if len(layers) < len(by_module):
-        missing = sorted(by_module.keys() - {layer.module for layer in layers})
-        raise CheckpointError(f"{source.path} has no experts for {list_some(missing)}")
-    index = dataclasses.replace(index, layers=layers)
-    mlps = [by_module[layer.module] for layer in layers]
-    total = sum(
-        layer.num_experts * index.layouts[layer.layout].slot_bytes(dtype) for layer in layers
-    )
-    given = config.expert_cache_bytes
-    slot_bytes = _free_bytes(device) if given is None else given
-    ram_bytes = _checked_ram(index, config)
-    goes_to_ram = slot_bytes < total and is_for_ram(index, ram_bytes, device)
-    host = FiledExperts(
-        index,
-        None if goes_to_ram else ram_bytes,
-        pin_memory=device.type == "cuda",
-        open_layer=files.open_layer,
-    )
-    if slot_bytes >= total:
-        _fill_stacks(mlps, index, host, dtype, device, on_phase)
-        host.close()
-    elif goes_to_ram:
-        tell = partial(_tell, on_phase)
-        read_into_ram(mlps, index, host, dtype, tell)
-        host.close()
-        give_device_slots(model, mlps, config, slot_bytes)
-    else:
-        _use_slots(model, mlps, host, slot_bytes)
-    loaded: nn.Module = model.requires_grad_(False).eval()
-    return loaded
-
-
-def is_for_ram(index: Index, ram_bytes: int | None, device: torch.device) -> bool:
-    """A GPU reads pinned RAM by itself; on a CPU, the page cache is as good."""
-    return device.type == "cuda" and fits_ram(index, ram_bytes)
-
-
-def _tell(on_phase: OnPhase, name: str, share: float) -> None:
-    on_phase(Phase("weights", name, share))
-
-
-def _check_made_for(index: Index, device: torch.device) -> None:
-    is_quantized = any(
-        matrix.is_quantized for layout in index.layouts for matrix in (layout.gate_up, layout.down)
-    )
-    if is_quantized and index.made_for != device.type:
-        raise ConfigError(
-            f"{index.folder} was converted for {index.made_for}, and the engine runs on {device}",
-            "The kernels of a GPU and of a CPU take codes in different orders.",
-            f"Convert the model again with --for {device.type}, or run it with --device "
-            f"{index.made_for}.",
-        )
-
-
-def _checked_ram(index: Index, config: EngineConfig) -> int | None:
-    given = config.expert_ram_bytes
-    least = least_ram_bytes(index)
-    if given is not None and given < least:
-        raise CapacityError(
-            f"{given / 1e9:.3g} GB of RAM for experts are too little",
-            f"Reading from files takes {least / 1e9:.3g} GB.",
-            f"Set --expert-ram {-(-least // 10**6)}MB or more, or omit it.",
-        )
-    return given
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(DEVICE_SHARE[device.type] * free)
-
-
-def _fill_dense(model: Any, files: _Files, device: torch.device, on_phase: OnPhase) -> None:
-    targets, weights = targets_of(model), weights_of(model)
-    stacks = set(_stack_names(model))
-    wanted = [name for name in targets if name not in stacks]
-    missing = [name for name in wanted if name not in files.dense]
-    if missing:
-        raise CheckpointError(
-            f"{files.index.folder} is not of this config.json",
-            f"It lacks {list_some(missing)}.",
-            "Convert the model again: penstock convert MODEL -o OUT.",
-        )
-    for number, name in enumerate(wanted):
-        on_phase(Phase("weights", name, number / len(wanted)))
-        matrix, tensors = files.read_dense(name)
-        if name in weights and matrix.is_quantized:
-            matrix.fill(weights[name], iter([tensor.to(device) for tensor in tensors]))
-            weights[name].parts = tuple(
-                for_device(part, weights[name])
-                if not isinstance(part, Tensor)
-                else part.to(model.dtype)
-                for part in weights[name].parts
-            )
-        elif name in weights:
-            weights[name].allocate(device)
-            weights[name].values.data.copy_(tensors[0])
-        else:
-            targets[name].copy_(tensors[0])
-
-
-def _tensors_of(
-    path: Path, stored: Mapping[str, StoredTensor], name: str, matrix: StoredMatrix
-) -> list[Tensor]:
-    found = []
-    for number, expected in enumerate(matrix.tensors):
-        tensor = stored.get(f"{name}:{number}")
-        if tensor is None or tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-            raise CheckpointError(
-                f"{path} does not fit its index",
-                f"{name} should be {list(expected.shape)} of {expected.dtype}.",
-                "Copy both again, or convert the model again: penstock convert MODEL -o OUT.",
-            )
-        found.append(tensor.load())
-    return found
-
-
-def _fill_stacks(
-    mlps: list[SparseMLP],
-    index: Index,
-    host: FiledExperts,
-    dtype: torch.dtype,
-    device: torch.device,
-    on_phase: OnPhase,
-) -> None:
-    """All experts fit on the device: it is a resident model."""
-    for layer, mlp in enumerate(mlps):
-        on_phase(Phase("weights", index.layers[layer].module, layer / len(mlps)))
-        num_experts = index.layers[layer].num_experts
-        mlp.gate_up, mlp.down, stacks = host.layout_of(layer).new_slots(num_experts, dtype, device)
-        for (_, expert), tensors in host.read(layer, range(num_experts), lambda: None):
-            for stack, tensor in zip(stacks, tensors, strict=True):
-                stack[expert].copy_(tensor)
+    use_slots(model, mlps, StackedExperts(layouts, stacks), config.expert_cache_bytes or 0)

@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.errors import CapacityError
 from penstock.layers.mlp import SparseMLP
 from penstock.offload.expert_log import ExpertLog
 from penstock.offload.host import HostExperts
@@ -265,3 +267,36 @@ def least_slots(mlps: Sequence[SparseMLP], layers: Sequence[int], device: torch.
         mlps[layer].router.shape[0] if device.type == "cuda" else mlps[layer].experts_per_token
         for layer in layers
     )
+
+
+def use_slots(model: Any, mlps: list[SparseMLP], host: HostExperts, slot_bytes: int) -> None:
+    layouts = {(layout := host.layout_of(layer)).key: layout for layer in range(len(mlps))}
+    widest = max(layout.slot_bytes(model.dtype) for layout in layouts.values())
+    least = len(layouts) * widest * least_slots(mlps, range(len(mlps)), model.device)
+    if slot_bytes < least:
+        kind = "all experts of a layer" if model.device.type == "cuda" else "the experts of a token"
+        raise CapacityError(
+            f"{slot_bytes / 1e9:.3g} GB of expert cache are too little",
+            f"It must hold {kind}: {least / 1e9:.3g} GB.",
+            f"Set --expert-cache {-(-least // 10**6)}MB or more.",
+        )
+    store = ExpertStore(host, model.device)
+    try:
+        attach(mlps, store, slot_bytes, model.dtype)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"{slot_bytes / 1e9:.1f} GB of expert cache do not fit on {model.device}",
+            "Other weights are there already.",
+            "Set a smaller --expert-cache.",
+        ) from error
+    model.expert_store = store
+    for mlp in mlps:
+        assert mlp.offloaded is not None
+
+
+def sparse_layers(model: nn.Module) -> dict[str, SparseMLP]:
+    return {name: one for name, one in model.named_modules() if isinstance(one, SparseMLP)}
+
+
+def stack_names(model: nn.Module) -> list[str]:
+    return [f"{name}.{stack}" for name in sparse_layers(model) for stack in ("gate_up", "down")]

@@ -168,17 +168,21 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _rows(table: dict[str, Any]) -> list[Measured]:
-    return [
-        Measured(
+    """Of a shape that was measured again, the first row: older ones stand behind it."""
+    found: dict[tuple[Any, ...], Measured] = {}
+    for row in table["rows"]:
+        if row.get("ep"):  # ranks with whole experts are not planned with
+            continue
+        shape = (
             row.get("model") or table["model"],
             row.get("scheme", "bf16"),
             row.get("tp", 1),
             row["batch"],
             row["context"],
-            row.get("own_ms", row.get("ms")) / 1e3,
         )
-        for row in table["rows"]
-    ]
+        seconds = row.get("own_ms", row.get("ms")) / 1e3
+        found.setdefault(shape, Measured(*shape, seconds))
+    return list(found.values())
 
 
 def decode_share(rows: Sequence[Measured], roofline: Roofline) -> Curve:

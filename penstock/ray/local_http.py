@@ -57,6 +57,8 @@ class LocalAnswer:
         self._writer.write(f"{method} {target} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body)
         while not self._parts.has_head:
             await self._read()
+        if method == "HEAD":  # its length is that of a body which does not come
+            self._parts.is_complete = True
         named = [one for one in self._parts.headers if one[0] not in OWN_HEADERS]
         return self._parser.get_status_code(), named
 

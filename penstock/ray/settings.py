@@ -28,7 +28,7 @@ class RaySettings:
     doors: int = setting(1, "replicas that accept HTTP")
     drain_timeout: float = setting(300.0, "seconds that running replies have when an engine ends")
     batch_ms: float = setting(
-        25.0, "bytes of a reply are sent on together, at most so often, after the first ones"
+        50.0, "bytes of a reply are sent on together, at most so often, after the first ones"
     )
 
     def __post_init__(self) -> None:

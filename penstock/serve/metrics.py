@@ -217,8 +217,9 @@ def _lines_of_experts(stats: Mapping[int, EngineStats]) -> Iterator[str]:
 
 _EXPERT_NUMBERS = (
     ("hits", "experts of a step that were on the device"),
-    ("misses", "experts of a step that were fetched"),
+    ("misses", "experts of a step that were not on the device"),
     ("fetched_bytes", "bytes of experts that were copied to the device"),
+    ("computed_bytes", "bytes of experts that the CPU multiplied with"),
     ("ram_hits", "fetched experts that were in RAM"),
     ("disk_reads", "fetched experts that were read from files"),
     ("disk_bytes", "bytes of experts that were read from files"),

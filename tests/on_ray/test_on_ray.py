@@ -9,6 +9,8 @@ import asyncio
 import json
 import os
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this process alone
 os.environ.setdefault("RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S", "2")
+os.environ.setdefault("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
@@ -130,6 +133,7 @@ def test_a_lost_node_costs_its_running_streams_and_nothing_else(cluster: Any) ->
         running = [asyncio.create_task(ask(body_of(i, 400))) for i in range(6)]
         await asyncio.sleep(3.0)
         await asyncio.to_thread(cluster.remove_node, nodes[-1], allow_graceful=False)
+        await asyncio.sleep(5.0)  # its processes end with it, not all in the same moment
         later = [asyncio.create_task(ask(body_of(i, 16))) for i in range(6)]
         return list(await asyncio.gather(*running)), list(await asyncio.gather(*later))
 
@@ -160,9 +164,6 @@ def test_engines_come_when_prompts_wait_and_go_when_none_do(cluster: Any) -> Non
 
 def test_other_routes_and_errors_pass_through(cluster: Any) -> None:
     deploy(min_replicas=1, max_replicas=1)
-    import urllib.error
-    import urllib.request
-
     with urllib.request.urlopen(f"{URL}/v1/models", timeout=60) as answer:
         assert json.load(answer)["data"][0]["id"] == "penstock-tiny"
     words = urllib.request.Request(
@@ -172,6 +173,33 @@ def test_other_routes_and_errors_pass_through(cluster: Any) -> None:
         urllib.request.urlopen(words, timeout=60)
     assert refused.value.code == 400
     assert "messages" in refused.value.read().decode()
+
+
+def test_a_client_that_leaves_ends_its_request_and_heads_have_no_body(cluster: Any) -> None:
+    deploy(min_replicas=1, max_replicas=1)
+
+    async def leave() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+        body = json.dumps(body_of(1, 900)).encode()
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: any\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        await reader.readuntil(b"data: ")
+        writer.close()
+
+    def num_running() -> int:
+        with urllib.request.urlopen(f"{URL}/health", timeout=60) as answer:
+            count: int = json.load(answer)["stats"]["num_running"]
+            return count
+
+    asyncio.run(leave())
+    begun = time.monotonic()
+    wait_for(lambda: num_running() == 0, 6.0)
+    assert time.monotonic() - begun < 7.0, "a reply of 900 tokens would take longer"
+    asked = urllib.request.Request(f"{URL}/", method="HEAD")
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        assert (answer.status, answer.read()) == (200, b"")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/ray").glob("*.yaml")), ids=str)

@@ -33,9 +33,20 @@ constexpr int STEP = 128, ROWS = 16, LANES = 16, TILE_BYTES = 1024, ZERO = 8;
 constexpr int AHEAD = 4096; // bytes
 constexpr auto LONGEST_SPIN = std::chrono::milliseconds(2);
 
+struct Spin {
+    int count = 0;
+    void wait() {
+        _mm_pause();
+        if (++count % 1024 == 0) std::this_thread::yield(); // another thread may need the core
+    }
+};
+
+// Threads that join the calls that they find open. One that the system holds up delays nobody, but
+// for the task that it has taken.
 struct Crew {
-    std::atomic<unsigned> turn{0};
-    std::atomic<int> at_work{0}, asleep{0};
+    static constexpr uint64_t OPEN = 1ull << 31, MEMBERS = OPEN - 1;
+    std::atomic<uint64_t> state{0}; // number of the call, whether it is open, how many take part
+    std::atomic<int> asleep{0};
     std::mutex mutex;
     std::condition_variable wake;
     void (*work)(void*) = nullptr;
@@ -44,35 +55,44 @@ struct Crew {
 
     void hire(int wanted) {
         for (; size < wanted; size++)
-            std::thread([this, seen = turn.load()] { wait_for_work(seen); }).detach();
+            std::thread([this, seen = state.load() >> 32] { take_calls(seen); }).detach();
     }
-    void wait_for_work(unsigned seen) {
+    void take_calls(uint64_t seen) {
         for (;;) {
-            auto started = std::chrono::steady_clock::now();
-            for (long i = 1; turn.load(std::memory_order_acquire) == seen; i++) {
-                _mm_pause();
-                if (i % 256 == 0 && std::chrono::steady_clock::now() - started > LONGEST_SPIN) {
-                    std::unique_lock<std::mutex> lock(mutex);
-                    asleep++;
-                    wake.wait(lock, [&] { return turn.load() != seen; });
-                    asleep--;
+            uint64_t now = wait_for_call(seen);
+            seen = now >> 32;
+            while (now >> 32 == seen && now & OPEN)
+                if (state.compare_exchange_weak(now, now + 1)) {
+                    work(given);
+                    state.fetch_sub(1);
+                    break;
                 }
-            }
-            seen = turn.load();
-            work(given);
-            at_work.fetch_sub(1, std::memory_order_release);
         }
+    }
+    uint64_t wait_for_call(uint64_t seen) {
+        auto started = std::chrono::steady_clock::now();
+        uint64_t now;
+        for (long i = 1; (now = state.load(std::memory_order_acquire)) >> 32 == seen; i++) {
+            _mm_pause();
+            if (i % 256 == 0 && std::chrono::steady_clock::now() - started > LONGEST_SPIN) {
+                std::unique_lock<std::mutex> lock(mutex);
+                asleep++;
+                wake.wait(lock, [&] { return state.load() >> 32 != seen; });
+                asleep--;
+            }
+        }
+        return now;
     }
     void run(void (*what)(void*), void* with) {
         work = what, given = with;
-        at_work.store(size - 1);
         {
             std::lock_guard<std::mutex> lock(mutex); // nobody falls asleep meanwhile
-            turn.fetch_add(1);
+            state.store(((state.load() >> 32) + 1) << 32 | OPEN);
         }
         if (asleep.load()) wake.notify_all();
         what(with);
-        while (at_work.load(std::memory_order_acquire)) _mm_pause();
+        state.fetch_and(~OPEN); // who has not come by now comes to the next call
+        for (Spin spin; state.load(std::memory_order_acquire) & MEMBERS;) spin.wait();
     }
 };
 
@@ -252,25 +272,24 @@ namespace {
 
 struct Work {
     const Job& job;
-    int size; // of the crew
     std::vector<Pair> pairs;   // by expert
     std::vector<long> experts, first; // first pair of each expert
     std::vector<Columns> x, inner_columns; // [T, steps], [pairs, steps]
     std::vector<float> inner;              // [pairs, I]
-    std::atomic<long> next[5];
-    std::atomic<int> arrived[4];
+    std::atomic<long> next[4], done[4]; // tasks of each phase
 
     long steps() const { return job.width / STEP; }
     long inner_steps() const { return job.inner_width / STEP; }
     long tile_bytes(long steps) const { return steps * TILE_BYTES; }
     long record_bytes(long steps) const { return steps * ROWS * SCALE_BYTES; }
 
-    void meet(int phase) {
-        arrived[phase].fetch_add(1, std::memory_order_acq_rel);
-        while (arrived[phase].load(std::memory_order_acquire) < size) _mm_pause();
-    }
+    // Takes tasks until there are none left, and waits for those of others.
     template <typename Do> void share(int phase, long count, Do&& one) {
-        for (long i; (i = next[phase].fetch_add(1, std::memory_order_relaxed)) < count;) one(i);
+        for (long i; (i = next[phase].fetch_add(1, std::memory_order_relaxed)) < count;) {
+            one(i);
+            done[phase].fetch_add(1, std::memory_order_acq_rel);
+        }
+        for (Spin spin; done[phase].load(std::memory_order_acquire) < count;) spin.wait();
     }
 
     void run() {
@@ -279,14 +298,11 @@ struct Work {
             for (int j = 0; j < STEP; j++) own[j] = widen(job.x[i * STEP + j], IS_BFLOAT);
             x[i].set(own);
         });
-        meet(0);
         long inner_tiles = job.inner_width / ROWS;
         share(1, long(experts.size()) * inner_tiles,
               [&](long i) { gate_and_up(i / inner_tiles, i % inner_tiles); });
-        meet(1);
         share(2, long(pairs.size()) * inner_steps(),
               [&](long i) { inner_columns[i].set(&inner[i * STEP]); });
-        meet(2);
         share(3, job.width / ROWS, [&](long tile) { down(tile); });
     }
 
@@ -343,7 +359,7 @@ extern "C" void run_experts(void* given) {
                      [](const auto& a, const auto& b) { return a.first < b.first; });
     static Work* work = nullptr; // its memory is kept from call to call
     delete work;
-    work = new Work{job, crew().size};
+    work = new Work{job};
     for (const auto& [expert, pair] : found) {
         if (work->experts.empty() || work->experts.back() != expert) {
             work->experts.push_back(expert);

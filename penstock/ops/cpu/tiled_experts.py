@@ -117,8 +117,8 @@ def can_run(gate_up: object, down: object, dtype: torch.dtype) -> bool:
 
 
 def num_threads() -> int:
-    """All cores but two: one launches, one waits for the GPU."""
-    return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) - 2))
+    """Three cores in four: they wait for memory, and others launch and wait for the GPU."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) * 3 // 4))
 
 
 @functools.cache

@@ -1,1 +1,0 @@
-"""These tests start a Ray cluster; others need none."""
