@@ -14,8 +14,11 @@ MOST_SHORTENED_BYTES = 1 << 30
 
 def shorten_weights(model: nn.Module) -> None:
     """Keeps a small model's weights in bf16 too, where a checkpoint's values are such, and a step
-    of a few tokens reads half as much."""
+    of a few tokens reads half as much. Not slots, which get other experts as it runs."""
     weights = {module for module in model.modules() if isinstance(module, Weight)}
+    for module in model.modules():
+        if isinstance(module, SparseMLP) and module.offloaded is not None:
+            weights -= {module.gate_up, module.down}
     if sum(weight.num_bytes for weight in weights) <= MOST_SHORTENED_BYTES:
         for weight in weights:
             weight.shorten()
