@@ -28,9 +28,9 @@ from penstock.eval import held_out
 from penstock.eval.conversation import Conversation
 from penstock.eval.gates import GATES, score
 from penstock.eval.reply import Reply
-from penstock.layers import mlp
+from penstock.layers import attention, mlp
 from penstock.layers.inputs import StepInputs
-from penstock.ops.reference import attention, delta_net
+from penstock.ops.reference import delta_net
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import StepPlan
 from serving import Server, start_server
@@ -281,10 +281,13 @@ def edit_inputs(patch: pytest.MonkeyPatch, edit: Callable[[StepInputs], StepInpu
 
 def turn_neighbouring_dimensions(patch: pytest.MonkeyPatch) -> None:
     """Rope: pairs are (2j, 2j + 1) instead of (j, j + rot/2)."""
-    rotate = attention.rotate
-    patch.setattr(
-        attention, "rotate", lambda x, cos, sin, interleaved: rotate(x, cos, sin, not interleaved)
-    )
+    store = attention.rope_and_store
+
+    def turned(*given: Any) -> Tensor:
+        *others, is_interleaved, scales = given
+        return store(*others, not is_interleaved, scales)
+
+    patch.setattr(attention, "rope_and_store", turned)
 
 
 def count_positions_from_the_step(patch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ class LoadClients:
         for client, part in enumerate(parts):
             replies[client::num_clients] = part
         wall_s = max(reply.ended_s for reply in replies) - min(reply.started_s for reply in replies)
-        return LoadResult(requests, replies, wall_s, max(lags), max(cpus))
+        return LoadResult(requests, replies, wall_s, max(0.0, *lags), max(cpus))
 
     def _await_parts(
         self, num_clients: int, start_s: float, on_progress: OnProgress
