@@ -150,7 +150,9 @@ def test_chunks_of_a_long_step_are_as_long_as_such_a_step(
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize("name", ["int4", "fp8", "gptq"])
+@pytest.mark.parametrize(
+    "name", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", "gptq"))]
+)
 def test_converted_files_that_fit_ram_go_there(name: str, tmp_path: Path) -> None:
     format = FORMATS[name]
     packed, _ = pack_state(plain_state(MODEL), format)

@@ -108,6 +108,7 @@ def test_the_same_is_said_in_fewer_steps(config: dict[str, Any], overlap: bool) 
     assert steps[True] < 0.8 * steps[False]
 
 
+@pytest.mark.slow
 def test_a_reply_may_be_full_anywhere_in_what_is_forced() -> None:
     (deltas,) = both(LLAMA, form("x"))[0].values()
     for max_tokens in range(1, len(tokens_of(deltas)) + 1):

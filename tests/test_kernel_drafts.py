@@ -122,9 +122,11 @@ def make(device: str, dtype: torch.dtype, heads: int, states: torch.dtype) -> Mi
     return mixer.start(*FIRST)
 
 
-@pytest.mark.parametrize("states", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "states", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("heads", [0, 1, 2])
+@pytest.mark.parametrize("heads", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_drafts_leave_what_plain_decodes_leave(
     heads: int, device: str, dtype: torch.dtype, states: torch.dtype
 ) -> None:

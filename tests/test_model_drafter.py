@@ -44,8 +44,15 @@ def some_requests() -> list[Request]:
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize("draft", [HYBRID_DENSE, LLAMA], ids=["hybrid", "llama"])
-@pytest.mark.parametrize("config", [HYBRID_MOE, LLAMA], ids=["for a hybrid", "for a llama"])
+@pytest.mark.parametrize(
+    ("config", "draft"),
+    [
+        pytest.param(HYBRID_MOE, LLAMA, id="a llama for a hybrid"),
+        pytest.param(LLAMA, HYBRID_DENSE, id="a hybrid for a llama"),
+        pytest.param(HYBRID_MOE, HYBRID_DENSE, id="hybrids", marks=pytest.mark.slow),
+        pytest.param(LLAMA, LLAMA, id="llamas", marks=pytest.mark.slow),
+    ],
+)
 def test_a_random_model_is_nearly_always_wrong_and_always_exact(
     config: dict[str, Any], draft: dict[str, Any], tmp_path: Path
 ) -> None:

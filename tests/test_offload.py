@@ -137,6 +137,7 @@ def test_fused_experts_are_read_in_place(tmp_path: Path) -> None:
     assert logprobs_of(run(engine, one)["one"]) == logprobs_of(run(open_engine(model), one)["one"])
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_converted_too(tmp_path: Path) -> None:
     """The embedded model, whose routing was trained, with its tokenizer."""
     file = write_embedded(tmp_path / "model.gguf", "Q8_0")

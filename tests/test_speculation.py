@@ -261,7 +261,7 @@ def test_grammars_and_banned_words_mask_every_place(drafter: str) -> None:
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("num_drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_drafting_head(num_drafts: int, overlap: bool) -> None:
     """A random head is nearly always wrong, and always exact: rows, chunks, hits and drawn tokens.
 
