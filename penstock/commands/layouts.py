@@ -17,6 +17,7 @@ from penstock.config import EngineConfig
 from penstock.errors import CapacityError, ConfigError, nearest
 
 if TYPE_CHECKING:
+    from penstock.engine.memory import MemoryPlan
     from penstock.models.source import ModelSource
 
 CONTEXT = 4096  # tokens of a request
@@ -76,7 +77,6 @@ def _layout(source: ModelSource, config: EngineConfig, tp: int, name: str) -> di
     import torch
 
     from penstock.engine.device_cache import find_kv_dtype
-    from penstock.engine.memory import estimate_memory
     from penstock.models import build_model
     from penstock.parallel.ranks import Ranks
     from penstock.weights.load import resolve_dtype
@@ -86,14 +86,7 @@ def _layout(source: ModelSource, config: EngineConfig, tp: int, name: str) -> di
     model: Any = build_model(source.config, dtype, torch.device("meta"), ranks=Ranks(0, tp))
     kv_bytes = find_kv_dtype(config.kv_dtype, dtype).itemsize
     roofline = Roofline.of(model, source.config, dtype.itemsize, config.state_bytes, kv_bytes)
-    if roofline.weight_bytes > gpu.memory_bytes:
-        raise CapacityError(
-            f"A rank's weights take {human_bytes(roofline.weight_bytes)}; one {name} has "
-            f"{human_bytes(int(gpu.memory_bytes))}"
-        )
-    memory = estimate_memory(
-        model, config, roofline.weight_bytes, int(gpu.memory_bytes), is_gpu=True
-    )
+    memory = plan_rank_memory(model, roofline, config, name)
     pools = memory.pools
     num_tokens = max(pools.num_pages - 1, 0) * memory.page_size
     steps = {str(batch): _step_s(roofline, gpu, len(model.layers), tp, batch) for batch in BATCHES}
@@ -104,6 +97,19 @@ def _layout(source: ModelSource, config: EngineConfig, tp: int, name: str) -> di
         "max_model_len": pools.max_model_len,
         "step_s": steps,
     }
+
+
+def plan_rank_memory(model: Any, roofline: Roofline, config: EngineConfig, name: str) -> MemoryPlan:
+    """Of a rank on one GPU of that name. Raises an error if its weights do not fit."""
+    from penstock.engine.memory import estimate_memory
+
+    num_bytes = int(GPUS[name].memory_bytes)
+    if roofline.weight_bytes > num_bytes:
+        raise CapacityError(
+            f"A rank's weights take {human_bytes(roofline.weight_bytes)}; one {name} has "
+            f"{human_bytes(num_bytes)}"
+        )
+    return estimate_memory(model, config, roofline.weight_bytes, num_bytes, is_gpu=True)
 
 
 def _step_s(roofline: Roofline, gpu: Gpu, num_layers: int, tp: int, batch: int) -> float:

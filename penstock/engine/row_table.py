@@ -397,21 +397,15 @@ class RowTable:
 
     def accept(self, samples: DraftedSamples, token_ids: Tensor) -> Tensor:  # [R] int64
         """Moves the rows behind the drafts that are right, and one token further."""
-        return ops.accept_drafts(
-            samples.rows,
-            samples.num_tokens,
-            token_ids,
-            self.drafts,
-            self.last_token,
-            self.context_len,
-            self.num_accepted,
-            self.forced,
-        )
+        return self.accept_places(samples.rows, samples.num_tokens, token_ids)
 
     def accept_places(
-        self, rows: Tensor, num_tokens: Tensor, token_ids: Tensor, width: int
+        self,
+        rows: Tensor,
+        num_tokens: Tensor,
+        token_ids: Tensor,
+        width: int = 0,  # places that every row has, and uses some of; 0: those that it samples
     ) -> Tensor:  # [R] int64
-        """The same where every row has `width` places, and uses some of them."""
         return ops.accept_drafts(
             rows,
             num_tokens,

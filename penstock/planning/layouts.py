@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from penstock.commands.console import human_bytes
-from penstock.commands.layouts import GPUS
+from penstock.commands.layouts import GPUS, plan_rank_memory
 from penstock.commands.roofline import Roofline
 from penstock.config import EngineConfig
 from penstock.engine.device_cache import find_kv_dtype
-from penstock.engine.memory import STEP_TOKENS, estimate_memory
+from penstock.engine.memory import STEP_TOKENS
 from penstock.errors import CapacityError, ConfigError, PenstockError
 from penstock.models import build_model
 from penstock.models.source import ModelSource, find_model
@@ -71,14 +70,7 @@ def _layout(
     scheme = _scheme(config)
     model, roofline = _build(source, config, tp)
     gpu = GPUS[gpu_name]
-    if roofline.weight_bytes > gpu.memory_bytes:
-        raise CapacityError(
-            f"A rank's weights take {human_bytes(roofline.weight_bytes)}; one {gpu_name} has "
-            f"{human_bytes(int(gpu.memory_bytes))}"
-        )
-    memory = estimate_memory(
-        model, config, roofline.weight_bytes, int(gpu.memory_bytes), is_gpu=True
-    )
+    memory = plan_rank_memory(model, roofline, config, gpu_name)
     most, shared = next(
         (most, shared) for gb, most, shared in STEP_TOKENS if gpu.memory_bytes >= gb * 1e9
     )
