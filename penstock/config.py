@@ -233,8 +233,7 @@ class EngineConfig:
         "draft tokens and verify several in one step, with the same results: mtp (the checkpoint's "
         "drafting head), ngram (what followed the same tokens before), suffix (the same, also in "
         "the tenant's earlier replies), model:FOLDER (a small model of the same tokenizer), off, "
-        "or auto (mtp on a CPU if the checkpoint has a head, else off); mtp:3 drafts at most 3 a "
-        "step",
+        "or auto (mtp if the checkpoint has a head, else off); mtp:3 drafts at most 3 a step",
     )
     draft_vocabulary: int = setting(
         65536,

@@ -17,8 +17,8 @@ from penstock.ops.reference import moe as reference
 from penstock.ops.triton import moe
 from penstock.parallel.ranks import Ranks
 from penstock.weights.slices import cut_values, shares_of
+from rank_models import NEXT, QWEN3_MOE, assert_close, logits_of, values_of
 from small_models import HYBRID_MOE, load_weights, make_engine, prompt, request, run, tokens_of
-from test_ranks import NEXT, QWEN3_MOE, assert_close, logits_of, values_of
 from thread_ranks import on_ranks, random_model, ranked_engine
 
 EXPERTS_16: dict[str, Any] = {**HYBRID_MOE, "num_experts": 32, "linear_num_value_heads": 8}

@@ -12,9 +12,9 @@ from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.logits_engine import LogitsEngine
 from penstock.types import Pooling, Request, TokenDelta
+from rank_models import FAMILIES
 from small_models import LLAMA, logprobs_of, prompt, request, run, tokens_of
 from test_grammar_masks import VOCAB_SIZE, some_of_each
-from test_ranks import FAMILIES
 from thread_ranks import random_model, ranked_engine
 
 MOE = FAMILIES["hybrid moe"]

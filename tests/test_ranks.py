@@ -10,65 +10,18 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from torch import Tensor
 
 from gguf_files import random_state, write_gguf
 from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, write
 from penstock.errors import ConfigError
 from penstock.models import build_model
-from penstock.ops.weight import Weight
 from penstock.parallel.ranks import Ranks
 from penstock.weights.gguf_blocks import READERS
 from penstock.weights.packing import can_pack
 from penstock.weights.slices import cut_values, shares_of
-from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, load_weights, prompt
-from step_inputs import ByHand
+from rank_models import FAMILIES, LLAMA_4, assert_close, logits_of, values_of
+from small_models import HYBRID_MOE, LLAMA, load_weights
 from thread_ranks import on_ranks, random_model
-
-LLAMA_4 = {**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 2}
-QWEN3_MOE = {
-    **LLAMA_4,
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
-QWEN2 = {**LLAMA_4, "model_type": "qwen2", "vocab_size": 321}  # biases; a vocabulary of odd size
-NEXT = {
-    **{key: value for key, value in HYBRID_MOE.items() if key != "layer_types"},
-    "model_type": "qwen3_next",
-    "intermediate_size": 96,
-    "mtp_num_hidden_layers": 0,
-}
-MTP = {**HYBRID_MOE, "mtp_num_hidden_layers": 1}
-WIDE = {**HYBRID_DENSE, "num_key_value_heads": 1, "linear_num_key_heads": 1}
-FAMILIES = {
-    "llama": LLAMA_4,
-    "qwen2": QWEN2,
-    "qwen3_moe": QWEN3_MOE,
-    "hybrid dense": HYBRID_DENSE,
-    "hybrid moe": MTP,
-    "qwen3_next": NEXT,
-    "fewer KV and key heads than ranks": WIDE,
-}
-
-
-@torch.inference_mode()
-def logits_of(model: Any) -> Tensor:
-    """Of two prompts in one step, one of them in chunks, and of decodes of both."""
-    by_hand = ByHand(model)
-    first, second = list(prompt(70)), list(prompt(33, seed=1))
-    found = by_hand.run(by_hand.row(0, first[:65]), by_hand.row(1, second))
-    found += by_hand.run(by_hand.row(0, first[65:], 65), by_hand.row(1, [7], 33))
-    found += by_hand.run(by_hand.row(0, [9], 70), by_hand.row(1, [8], 34))
-    return torch.cat(found)
-
-
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -78,20 +31,6 @@ def test_two_ranks_compute_the_logits_of_one(name: str) -> None:
     first, second = on_ranks(2, lambda ranks: logits_of(random_model(config, ranks)))
     assert_close(first, expected)
     assert torch.equal(first, second), "every rank goes on from the same numbers"
-
-
-def values_of(model: Any) -> dict[str, Tensor]:
-    weights = {
-        name: module.dequantize().float()
-        for name, module in model.named_modules()
-        if isinstance(module, Weight)
-    }
-    plain = {
-        name: values.float()
-        for name, values in model.named_parameters()
-        if not name.endswith(".values")
-    }
-    return {**weights, **plain}
 
 
 def assert_parts_of_the_whole(path: Path, size: int) -> None:

@@ -29,9 +29,6 @@ from penstock.parallel.links import GroupLinks, NoLinks
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, timed
 
-AUTO_ON_GPU = False  # whether `--speculate auto` drafts on a GPU too
-
-
 # A step with a prompt copies all experts to the GPU, whatever its length: few long steps are best.
 OFFLOADED_MIXED_TOKENS = 8192
 
@@ -96,7 +93,7 @@ def load_share(
 def _load(
     source: ModelSource, config: EngineConfig, device: str, ranks: Ranks, on_phase: OnPhase
 ) -> DevicePart:
-    is_auto = config.speculate == "auto" and drafts_by_itself(device)
+    is_auto = config.speculate == "auto"
     with timed("weights", on_phase) as report:
         model = load_with_experts(
             source,
@@ -130,18 +127,12 @@ def rank_device(config: EngineConfig, rank: int) -> str:
     return f"cuda:{rank}"
 
 
-def drafts_by_itself(device: str) -> bool:
-    """Whether `auto` drafts on such a device."""
-    return AUTO_ON_GPU or not device.startswith("cuda")
-
-
 def _find_drafter(config: EngineConfig, model: Any, name: str) -> EngineConfig:
-    """What `auto` means for a model: its drafting head drafts where that was measured."""
+    """What `auto` means for a model: its drafting head drafts, if it has one."""
     # Many checkpoints have no drafting head although their config.json counts one.
     has_head = getattr(model, "mtp", None) is not None
     if config.speculate == "auto":
-        drafts = has_head and drafts_by_itself(model.device.type)
-        return dataclasses.replace(config, speculate="mtp" if drafts else "off")
+        return dataclasses.replace(config, speculate="mtp" if has_head else "off")
     if config.speculation.kind == "mtp" and not has_head:
         raise ConfigError(
             f"speculate is {config.speculate!r}, and {name} has no drafting head",

@@ -32,19 +32,19 @@ class GroupLinks:
         return cls(dist.FileStore(str(path), size), rank, size, device)
 
     def add(self, values: Tensor) -> None:
-        self._group.allreduce([values], _options(AllreduceOptions(), dist.ReduceOp.SUM)).wait()
+        _finish(self._group.allreduce([values], _options(AllreduceOptions(), dist.ReduceOp.SUM)))
 
     def maximize(self, values: Tensor) -> None:
-        self._group.allreduce([values], _options(AllreduceOptions(), dist.ReduceOp.MAX)).wait()
+        _finish(self._group.allreduce([values], _options(AllreduceOptions(), dist.ReduceOp.MAX)))
 
     def gather(self, values: Tensor, out: Tensor) -> None:
         options = _options(AllgatherOptions())
-        self._group._allgather_base(out.flatten(), values.flatten(), options).wait()
+        _finish(self._group._allgather_base(out.flatten(), values.flatten(), options))
 
     def send_all(self, values: Tensor) -> None:
         options = _options(BroadcastOptions())
         options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([values], options).wait()
+        _finish(self._group.broadcast([values], options))
 
     def abort(self) -> None:
         """Ends collectives that wait for a rank that is gone; gloo notices by itself."""
@@ -88,3 +88,9 @@ def _options(options: Any, operation: Any = None) -> Any:
     if hasattr(options, "asyncOp"):
         options.asyncOp = False  # on the current stream, not on one of the group's own
     return options
+
+
+def _finish(work: Any) -> None:
+    """NCCL gives nothing to wait for where it launched on the current stream."""
+    if work is not None:
+        work.wait()
