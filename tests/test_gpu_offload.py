@@ -56,7 +56,8 @@ def said(engine: Engine) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def resident() -> dict[str, list[int]]:
-    return said(make_engine(MODEL, **GIVEN))
+    """Without graphs: short prompts as graphs are padded, and so multiplied in another way."""
+    return said(make_engine(MODEL, graphs=False, **GIVEN))
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from penstock.config import EngineConfig, Speculation
+from penstock.engine.draft_pace import DraftPace
 from penstock.engine.engine import Engine
+from penstock.engine.runner import Runner
 from penstock.errors import ConfigError
 from penstock.eval import held_out
 from penstock.models.source import ModelSource
 from penstock.text.grammar import regex_grammar
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import Request, SamplingParams, TokenDelta
+from penstock.types import Request, SamplingParams, StepPlan, TokenDelta
 from scripted_drafter import (
     ALWAYS_RIGHT,
     EVERY_PLACE,
@@ -148,7 +150,7 @@ def test_a_state_is_kept_where_a_draft_passed_a_page(config: dict[str, Any]) -> 
     one = request("one", prompt(60), max_tokens=90)
     plain = run(make_engine(config, deterministic=False), one)
     said = tuple(tokens_of(plain["one"]))
-    for script in ([ALWAYS_RIGHT], [1], EVERY_PLACE):
+    for script in ([ALWAYS_RIGHT], [1], [NO_DRAFT], EVERY_PLACE):
         engine = drafting_engine(config, plain, script, deterministic=False)
         assert tokens_of(run(engine, one)["one"]) == list(said)
         engine.policy.cache.check()
@@ -160,6 +162,36 @@ def test_a_state_is_kept_where_a_draft_passed_a_page(config: dict[str, Any]) -> 
         assert [token.logprob for token in logprobs_of(again)] == pytest.approx(
             [token.logprob for token in logprobs_of(fresh)], abs=1e-4
         )
+
+
+class NeverPays(DraftPace):
+    def num_drafts(self, *_: object) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_that_draft_nothing_keep_states_as_plain_ones_do(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their slots move on: a state to keep in a replay would take steps that replay, and those are
+    longer."""
+    plans: list[StepPlan] = []
+    launch = Runner.launch
+
+    def note(self: Runner, plan: StepPlan, *given: Any) -> Any:
+        plans.append(plan)
+        return launch(self, plan, *given)
+
+    monkeypatch.setattr(Runner, "launch", note)
+    engine = make_engine(WITH_HEAD, deterministic=False, speculate="mtp:3", overlap=overlap)
+    engine.policy.speculator.pace = NeverPays()
+    one = request("one", prompt(60), max_tokens=90)
+    said = tuple(tokens_of(run(engine, one)["one"]))
+    assert len(plans) >= 90
+    assert not any(row.keep.slot for plan in plans for row in plan.rows)
+    engine.policy.cache.check()
+    two = request("two", (*prompt(60), *said, *prompt(9, 2)))
+    assert run(engine, two)["two"][0].num_cached_tokens == 128
 
 
 @pytest.mark.parametrize("overlap", [False, True])

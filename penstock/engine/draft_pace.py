@@ -29,7 +29,7 @@ NEWEST = 0.1  # weight of the newest draft in acceptance
 FIRST_GUESS = 0.8  # acceptance before there is any
 DISTURBED = 1.1  # times the typical time: what a step takes longer counts no more
 LOSS_SHARE = 0.01  # of the time of all decodes, that drafts may lose
-FIRST_LOSS = 8  # plain steps, that they may lose before there is any
+FIRST_LOSS = 4  # plain steps, that they may lose before there is any
 
 
 class DraftPace:

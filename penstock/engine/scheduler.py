@@ -26,7 +26,6 @@ from penstock.engine.limits import RequestLimits
 from penstock.engine.speculate import Speculator
 from penstock.errors import RequestError
 from penstock.types import (
-    NOTHING_KEPT,
     FinishReason,
     PageUpdate,
     PrefixHit,
@@ -540,7 +539,7 @@ class Scheduler:
     def _row_plan(self, chunk: Chunk) -> RowPlan:
         # Made after all admissions of the step: running sequences come before cached ones.
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
-        may_move = chunk.is_decode and self.decode_tokens == 1
+        may_move = chunk.is_decode and not chunk.keep.slot and self._is_in_slot(sequence)
         if may_move and chunk.start % self.page_size == 0:
             self.cache.keep_reply_state(sequence)
         slot = sequence.slot or 0
@@ -565,8 +564,19 @@ class Scheduler:
 
     def _keep_passed_state(self, chunk: Chunk) -> Chunk:
         """With drafts, a decode may pass a page boundary anywhere in what it replays."""
-        keep = self.cache.keep_passed_state(chunk.sequence) if chunk.is_decode else NOTHING_KEPT
+        sequence = chunk.sequence
+        if not chunk.is_decode or (not sequence.keep.slot and self._is_in_slot(sequence)):
+            return chunk
+        keep = self.cache.keep_passed_state(sequence)
         return dataclasses.replace(chunk, keep=keep) if keep.slot else chunk
+
+    def _is_in_slot(self, sequence: Sequence) -> bool:
+        """Whether its slot will hold the state of all tokens before its next one: no drafts are in
+        flight, and none that were right wait in a journal."""
+        if self.decode_tokens == 1:
+            return True
+        has_drafts = sequence.max_in_flight > sequence.steps_in_flight
+        return not has_drafts and len(sequence.tokens) - sequence.num_in_slot <= 1
 
     def _plan_checkpoints(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
         planned = []
