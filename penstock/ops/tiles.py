@@ -82,7 +82,7 @@ class TiledRows:
         else:
             codes = self._untiled(_ungather(self.codes, self.bits, self.is_float8, self.is_narrow))
         if self.is_float8:
-            values = FLOAT8_LEVELS.to(codes.device)[codes.long()]
+            values = _float8_levels(codes.device)[codes.long()]
         else:
             values = codes.float() - (0 if self.fields.are_zeros else self.zero)
         scales, offsets = self._read_records()
@@ -286,8 +286,13 @@ def _coarse(scales: Scales, group: int, steps: int) -> Tensor:  # -> [..., N, st
     return scales.coarse[..., places.clamp(max=scales.coarse.shape[-1] - 1)].unsqueeze(-1)
 
 
+@functools.cache  # a graph that expands codes cannot copy to a GPU
+def _float8_levels(device: torch.device) -> Tensor:  # [256] float32
+    return FLOAT8_LEVELS.to(device)
+
+
 @functools.cache
-def _order(bits: int, is_float8: bool, is_narrow: bool) -> Tensor:  # [2048]
+def _order(bits: int, is_float8: bool, is_narrow: bool, device: torch.device) -> Tensor:  # [2048]
     """The place in a block of 16 x 128 codes, row by row, of each code of a tile."""
     instruction, quarter, element = torch.meshgrid(
         torch.arange(8), torch.arange(4), torch.arange(4), indexing="ij"
@@ -304,12 +309,12 @@ def _order(bits: int, is_float8: bool, is_narrow: bool) -> Tensor:  # [2048]
         by_lane = columns.view(2, 4, 4, 4)[..., order]
     rows = torch.arange(16).view(1, 2, 8, 1, 1, 1) * STEP  # half, lane's row
     places = rows + by_lane.transpose(1, 2)[:, None, None]  # chunk, half, row, quarter, word, code
-    return places.flatten()
+    return places.flatten().to(device)
 
 
 def _gather(blocks: Tensor, bits: int, is_float8: bool, is_narrow: bool) -> Tensor:
     """[..., 16, 128] -> [..., bytes]"""
-    order = _order(bits, is_float8, is_narrow).to(blocks.device)
+    order = _order(bits, is_float8, is_narrow, blocks.device)
     codes = blocks.flatten(-2)[..., order]
     if bits == 8:
         return codes.contiguous()
@@ -321,5 +326,5 @@ def _ungather(codes: Tensor, bits: int, is_float8: bool, is_narrow: bool) -> Ten
     """[..., bytes] -> [..., 16, 128]"""
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-    order = _order(bits, is_float8, is_narrow).to(codes.device)
+    order = _order(bits, is_float8, is_narrow, codes.device)
     return torch.empty_like(codes).index_copy_(-1, order, codes).unflatten(-1, (TILE_ROWS, STEP))
