@@ -1,12 +1,12 @@
 """Quantised rows in the order in which a GPU's tensor cores take them.
 
 A tile is 16 rows x 128 columns, what a warp multiplies in a step. Its codes lie as the warp's
-threads load them, 16 bytes each (`ops/cuda/quantized.cu`); beside them lies a record for each row,
-the scales of its groups of columns. Codes have 4 or 8 bits: 2 and 3 bits take four, 5 and 6 bits
-and codes that stand for other numbers take eight. E4M3 codes of a dense layer may stay in the order
-of rows, in which a library multiplies them where tokens are many (`ops/triton/fp8.py`); a warp
-reads tiles faster. All of this is lossless: `dequantize`, the specification of the kernels, gives
-the numbers of the file.
+threads load them, 16 bytes each (`ops/cuda/quantized_rows.cu`); beside them lies a record for each
+row, the scales of its groups of columns. Codes have 4 or 8 bits: 2 and 3 bits take four, 5 and 6
+bits and codes that stand for other numbers take eight. E4M3 codes of a dense layer may stay in the
+order of rows, in which a library multiplies them where tokens are many (`ops/triton/fp8.py`); a
+warp reads tiles faster. All of this is lossless: `dequantize`, the specification of the kernels,
+gives the numbers of the file.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@
 // Given when it is compiled: K, N (rows of a matrix), E, SLOTS (pairs of a token), IS_DOWN,
 // HAS_SHARED (a matrix of its own, for expert E), STAGES, IS_BFLOAT.
 
+#include "tensor_cores.cu"
+
 constexpr int PAIRS = 128, HALF_ROWS = 128, ROWS = 2 * HALF_ROWS, STEP = 128, STEPS = K / STEP;
 constexpr int TILE_ROWS = 16, TILE_BYTES = TILE_ROWS * STEP;
 constexpr int COLUMNS = IS_DOWN ? N : N / 2; // of the result

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,7 +25,7 @@ from penstock.ops.cache_folder import cache_folder, write_whole
 START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 MOST_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 FIRST_CAPABILITY = (8, 0)
-TENSOR_CORES = Path(__file__).with_name("tensor_cores.cu")
+INCLUDED = re.compile(r'^#include "(.*)"\n', re.MULTILINE)
 
 
 class CudaError(Exception):
@@ -128,8 +129,8 @@ def program(
 
 
 def read_source(path: Path) -> str:
-    """Of a kernel on tensor cores, with what all of them share."""
-    return TENSOR_CORES.read_text() + path.read_text()
+    """With the files beside it that it includes."""
+    return INCLUDED.sub(lambda found: read_source(path.with_name(found[1])), path.read_text())
 
 
 def compile_source(source: str, constants: Mapping[str, int], architecture: str) -> bytes:

@@ -20,6 +20,8 @@
 // Given when it is compiled: K, WARPS, ROW_TILES (of 16 rows), HELD, BLOCKS (on a multiprocessor,
 // which bounds registers), HAS_NORM, HAS_BIAS, HAS_RESIDUAL, IS_BFLOAT, IS_OUT_FLOAT.
 
+#include "tensor_cores.cu"
+
 constexpr int STEP_COLUMNS = 32, TOKENS = 8, ROWS = 16 * ROW_TILES, THREADS = 32 * WARPS;
 constexpr int STEPS = K / (STEP_COLUMNS * WARPS); // of one warp
 constexpr int HELD_STEPS = HELD < STEPS ? HELD : STEPS;

@@ -1,6 +1,5 @@
 // What products on tensor cores share: loads of 16 bytes, the hand-over from one kernel to the
-// next, pairs of bf16 or fp16, and the instruction. Read before each source that uses it
-// (`program.py`).
+// next, pairs of bf16 or fp16, and the instruction.
 //
 // Given when it is compiled: IS_BFLOAT.
 

@@ -1,0 +1,356 @@
+// The products of `quantized.cu`: a warp's tokens, and what it adds up over the columns of its
+// rows.
+//
+// Scales multiply the sums of a group of columns, not its weights. What is added to a group's
+// codes (a zero point, an offset, what 4 bits are made a number with) multiplies the sum of its
+// tokens' values, which an instruction with a left side of ones gives. Products are exact up to
+// float32's rounding of sums.
+//
+// A norm or an activation before the product is done once by a block, in shared memory
+// (IS_STAGED), and a norm's 1 / rms multiplies the sums at the end: bf16 has float32's range, so
+// nothing is lost. fp16 may overflow there, so with it 1 / rms comes first, which reads the tokens
+// once more.
+//
+// Given when it is compiled, beside what rows take: MODE, WARPS, ROW_WARPS (with rows of their
+// own), HELD (steps on their way), STAGED_TOKENS, HAS_NORM, IS_SWIGLU, IS_OUT_FLOAT.
+
+constexpr int TOKENS = 8 * TOKEN_TILES, THREADS = 32 * WARPS;
+constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS;                  // of a block
+constexpr int SPLIT = MODE == DOWN_TOKEN ? 1 : WARPS / ROW_WARPS; // warps that share the columns
+static_assert(MODE == LINEAR || ROW_WARPS == 1, "only there are tokens so many");
+constexpr int OWN = (STEPS + SPLIT - 1) / SPLIT; // steps of one warp
+constexpr int HELD_STEPS = HELD < OWN ? HELD : OWN;
+constexpr int AHEAD = TOKEN_TILES == 1 ? 4 : 1; // runs of the tokens that are on their way
+
+#define IS_STAGED (HAS_NORM || IS_SWIGLU)
+#define IS_RMS_FIRST (HAS_NORM && !IS_BFLOAT)
+static_assert(!IS_STAGED || (TOKEN_TILES == 1 && STAGED_TOKENS <= 8),
+              "more tokens are prepared by others");
+
+constexpr int OWN_COLUMNS = IS_NARROW      ? 4
+                            : IS_ROW_MAJOR ? 16
+                                           : 8; // of a thread, one after the other
+
+// The first column of a run.
+__device__ constexpr int run_start(int run) {
+    return IS_ROW_MAJOR ? run / 2 * 64 + run % 2 * 8 : run * 32;
+}
+
+// The thread's columns of a run: 8, or twice 4 of each 16. `p` is at its first ones.
+__device__ __forceinline__ Four load_columns(const u16* p, int step, int run) {
+    const int column = step * STEP + run_start(run), own = OWN_COLUMNS * (threadIdx.x % 4);
+    Four v = {};
+    if constexpr (IS_NARROW) {
+        if (IS_WHOLE || column + own < COLUMNS)
+            v.part[0] = load_word(p + column), v.part[1] = load_word(p + column + 2);
+        if (IS_WHOLE || column + 16 + own < COLUMNS)
+            v.part[2] = load_word(p + column + 16), v.part[3] = load_word(p + column + 18);
+    } else {
+        if (IS_WHOLE || column + own < COLUMNS) v = load_again(p + column);
+    }
+    return v;
+}
+
+// Tokens start in different banks.
+constexpr int STAGED_STRIDE = STEPS * STEP + (IS_ROW_MAJOR ? 8 : 32);
+
+// The thread's own token of each tile of 8: in memory, or staged.
+struct Tokens {
+    const u16* own[TOKEN_TILES];
+
+    __device__ __forceinline__ void load(Four (&values)[TOKEN_TILES], int step, int run) const {
+#pragma unroll
+        for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+#if IS_STAGED
+            const u16* p = own[tile] + step * STEP + run_start(run);
+            if constexpr (IS_NARROW) {
+                const u32 *q = (const u32*)p, *r = (const u32*)(p + 16);
+                values[tile] = Four{{q[0], q[1], r[0], r[1]}};
+            } else {
+                values[tile] = *(const Four*)p;
+            }
+#else
+            values[tile] = load_columns(own[tile], step, run);
+#endif
+        }
+    }
+};
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+
+// An exact product with a power of two.
+__device__ __forceinline__ u32 raised(u32 pair) { return fma_pair(pair, 0x5d805d80u, 0x80008000u); }
+
+#if IS_STAGED
+typedef float Squares[WARPS][STAGED_TOKENS];
+
+__device__ __forceinline__ void share_squares(Squares& shared, float own, int token) {
+#pragma unroll
+    for (int distance = 16; distance; distance /= 2)
+        own += __shfl_xor_sync(0xffffffffu, own, distance);
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32][token] = own;
+}
+
+__device__ __forceinline__ float inverse_rms(const Squares& shared, int token, float eps) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) sum += shared[warp][token];
+    return rsqrtf(sum / COLUMNS + eps);
+}
+
+constexpr int STRIDE = 8 * THREADS,
+              PASSES = (STEPS * STEP + STRIDE - 1) / STRIDE; // of a block, by tokens
+
+// Its norm's weights, of which a thread has the same columns of every token.
+struct NormWeights {
+    Four part[PASSES][2];
+
+    __device__ __forceinline__ void load(const float* weights) {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const int column = pass * STRIDE + 8 * threadIdx.x;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                part[pass][i] = column < COLUMNS ? load_again(weights + column + 4 * i) : Four{};
+        }
+    }
+
+    __device__ __forceinline__ float at(int pass, int i) const {
+        return __uint_as_float(part[pass][i / 4].part[i % 4]);
+    }
+};
+
+// Writes what the product multiplies: the tokens normed (but for 1 / rms), or activated.
+__device__ __forceinline__ void stage(u16* staged, Squares& square_sums, const u16* x,
+                                      int num_tokens, int x_stride, const NormWeights& norm,
+                                      float eps) {
+#if IS_RMS_FIRST
+#pragma unroll
+    for (int token = 0; token < STAGED_TOKENS; ++token) {
+        float squares = 0.0f;
+        for (int column = 8 * threadIdx.x; column < COLUMNS; column += STRIDE)
+            squares = add_squares(
+                squares, load_again(x + (long long)min(token, num_tokens - 1) * x_stride + column));
+        share_squares(square_sums, squares, token);
+    }
+    __syncthreads();
+#endif
+#pragma unroll
+    for (int token = 0; token < STAGED_TOKENS; ++token) {
+        const u16* own = x + (long long)min(token, num_tokens - 1) * x_stride;
+        float squares = 0.0f, factor = RAISED;
+#if IS_RMS_FIRST
+        factor *= inverse_rms(square_sums, token, eps);
+#endif
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const int column = pass * STRIDE + 8 * threadIdx.x;
+            if (column >= STEPS * STEP) break;
+            Four values = column < COLUMNS ? load_again(own + column) : Four{};
+#if HAS_NORM
+            squares = add_squares(squares, values);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                values.part[i] = pack(low(values.part[i]) * factor * norm.at(pass, 2 * i),
+                                      high(values.part[i]) * factor * norm.at(pass, 2 * i + 1));
+#else
+            const Four up = column < COLUMNS ? load_again(own + COLUMNS + column) : Four{};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) // rounded first, as an activation in memory would be
+                values.part[i] = pack(silu(low(values.part[i])) * low(up.part[i]),
+                                      silu(high(values.part[i])) * high(up.part[i]));
+            if (RAISED != 1.0f)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) values.part[i] = raised(values.part[i]);
+#endif
+            *(Four*)(staged + token * STAGED_STRIDE + column) = values;
+        }
+#if HAS_NORM && !IS_RMS_FIRST
+        share_squares(square_sums, squares, token);
+#endif
+    }
+    __syncthreads();
+}
+#endif
+
+typedef float Sums[ROW_TILES][TOKEN_TILES][4];
+
+__device__ __forceinline__ void clear(Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; ++i) (&sums[0][0][0])[i] = 0.0f;
+}
+
+// sums += scale * raw + offset * x_sums, for one group of columns.
+__device__ __forceinline__ void apply_scales(Sums& sums, const Sums& raw,
+                                             const float (&x_sums)[TOKEN_TILES][4],
+                                             const Step& step, int group) {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float scale = scale_of(step.records[tile][half], group);
+            float offset = 0.0f;
+            if constexpr (NEEDS_SUMS) offset = offset_of(step.records[tile][half], group, scale);
+#pragma unroll
+            for (int i = 0; i < TOKEN_TILES; ++i)
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    float& sum = sums[tile][i][2 * half + odd];
+                    sum = fmaf(scale, raw[tile][i][2 * half + odd], sum);
+                    if constexpr (NEEDS_SUMS) sum = fmaf(offset, x_sums[i][odd], sum);
+                }
+        }
+}
+
+// One step of 128 columns; `ahead` holds the tokens' first runs and is filled with those of the
+// next step.
+__device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, const Tokens& tokens,
+                                              Four (&ahead)[AHEAD][TOKEN_TILES], int step,
+                                              int next_step) {
+    Sums raw;
+    float x_sums[TOKEN_TILES][4];
+    constexpr u32 ONES = IS_BFLOAT ? 0x3f803f80u : 0x3c003c00u;
+    constexpr int RUNS_TO_APPLY = GROUP >= STEP ? RUNS : GROUP >= 32 ? GROUP / 32 : 1;
+#pragma unroll
+    for (int run = 0; run < RUNS; ++run) {
+        Four token[TOKEN_TILES];
+#pragma unroll
+        for (int i = 0; i < TOKEN_TILES; ++i) token[i] = ahead[run % AHEAD][i];
+        const int later = run + AHEAD;
+        tokens.load(ahead[run % AHEAD], later < RUNS ? step : next_step, later % RUNS);
+#if !IS_STAGED
+        if (ARE_RAISED)
+#pragma unroll
+            for (int i = 0; i < TOKEN_TILES * 4; ++i)
+                token[i / 4].part[i % 4] = raised(token[i / 4].part[i % 4]);
+#endif
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            if (IS_NARROW || (side == 0 && run % RUNS_TO_APPLY == 0)) {
+                clear(raw);
+#pragma unroll
+                for (int i = 0; i < TOKEN_TILES * 4; ++i) (&x_sums[0][0])[i] = 0.0f;
+            }
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile) {
+                u32 a0, a1, a2, a3;
+                unpack(held.codes[tile][0], 2 * run + side, a0, a2);
+                unpack(held.codes[tile][1], 2 * run + side, a1, a3);
+#pragma unroll
+                for (int i = 0; i < TOKEN_TILES; ++i)
+                    multiply(raw[tile][i], a0, a1, a2, a3, token[i].part[2 * side],
+                             token[i].part[2 * side + 1]);
+            }
+            if constexpr (NEEDS_SUMS)
+#pragma unroll
+                for (int i = 0; i < TOKEN_TILES; ++i)
+                    multiply(x_sums[i], ONES, ONES, ONES, ONES, token[i].part[2 * side],
+                             token[i].part[2 * side + 1]);
+            if (IS_NARROW)
+                apply_scales(sums, raw, x_sums, held, 2 * run + side);
+            else if (side == 1 && (run + 1) % RUNS_TO_APPLY == 0)
+                apply_scales(sums, raw, x_sums, held, GROUP >= STEP ? 0 : run / RUNS_TO_APPLY);
+        }
+    }
+}
+
+__device__ __forceinline__ void load_first(Step (&held)[HELD_STEPS], const RowTiles& rows,
+                                           int first) {
+#pragma unroll
+    for (int i = 0; i < HELD_STEPS; ++i) {
+        const int step = first + i * SPLIT;
+        rows.load(held[i], STEPS % SPLIT == 0 ? step : min(step, STEPS - 1));
+    }
+}
+
+// The product with the warp's own steps: first, first + SPLIT, ...
+__device__ __forceinline__ void multiply_own(Sums& sums, Step (&held)[HELD_STEPS],
+                                             const RowTiles& rows, const Tokens& tokens,
+                                             int first) {
+    Four ahead[AHEAD][TOKEN_TILES];
+#pragma unroll
+    for (int run = 0; run < AHEAD; ++run) tokens.load(ahead[run], min(first, STEPS - 1), run);
+#pragma unroll 1
+    for (int start = 0; start < OWN; start += HELD_STEPS) {
+#pragma unroll
+        for (int i = 0; i < HELD_STEPS; ++i) {
+            const int step = first + (start + i) * SPLIT;
+            if (OWN % HELD_STEPS != 0 || STEPS % SPLIT != 0)
+                if (start + i >= OWN || step >= STEPS) break;
+            multiply_step(sums, held[i], tokens, ahead, step, min(step + SPLIT, STEPS - 1));
+            const int later = step + HELD_STEPS * SPLIT;
+            if (OWN > HELD_STEPS && later < STEPS) rows.load(held[i], later);
+        }
+    }
+}
+
+#if MODE == LINEAR
+// Rows that are not quantised, after those that are: [num_plain, COLUMNS], as in memory as on
+// paper.
+__device__ __forceinline__ void multiply_plain(Sums& sums, const u16* plain, int first_row,
+                                               int num_plain, const Tokens& tokens, int first) {
+    const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+#pragma unroll 1
+    for (int step = first; step < STEPS; step += SPLIT) {
+#pragma unroll
+        for (int run = 0; run < RUNS; ++run) {
+            Four rows[ROW_TILES][2], token[TOKEN_TILES];
+            tokens.load(token, step, run);
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = min(first_row + 16 * tile + 8 * half + group, num_plain - 1);
+                    rows[tile][half] = load_columns(
+                        plain + (long long)row * COLUMNS + OWN_COLUMNS * quarter, step, run);
+                }
+#pragma unroll
+            for (int i = 0; i < TOKEN_TILES; ++i)
+#pragma unroll
+                for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+                    for (int side = 0; side < 2; ++side)
+                        multiply(sums[tile][i], rows[tile][0].part[2 * side],
+                                 rows[tile][1].part[2 * side], rows[tile][0].part[2 * side + 1],
+                                 rows[tile][1].part[2 * side + 1], token[i].part[2 * side],
+                                 token[i].part[2 * side + 1]);
+        }
+    }
+#if IS_STAGED
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; ++i) (&sums[0][0][0])[i] /= RAISED;
+#endif
+}
+#endif
+
+// Of the block's tokens and rows, what each warp found.
+typedef float Shared[SPLIT][TOKENS][ROWS + 1];
+
+__device__ __forceinline__ void share_sums(Shared& shared, const Sums& sums) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4,
+              quarter = lane % 4;
+    const int first_row = warp / SPLIT * 16 * ROW_TILES;
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+        for (int token = 0; token < TOKEN_TILES; ++token)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                shared[warp % SPLIT][8 * token + 2 * quarter + i % 2]
+                      [first_row + 16 * tile + group + 8 * (i / 2)] = sums[tile][token][i];
+}
+
+__device__ __forceinline__ float whole_sum(const Shared& shared, int token, int row) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < SPLIT; ++warp) sum += shared[warp][token][row];
+    return sum;
+}
+
+__device__ __forceinline__ void store(void* out, long long place, float value) {
+#if IS_OUT_FLOAT
+    ((float*)out)[place] = value;
+#else
+    ((u16*)out)[place] = (u16)pack(value, 0.0f);
+#endif
+}

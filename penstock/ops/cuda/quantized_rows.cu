@@ -1,0 +1,223 @@
+// Quantised rows as the kernels of `quantized.cu` read them: codes that become pairs of bf16 or
+// fp16 by bit operations, exactly, and records with their scales.
+//
+// Codes lie in memory as a warp's threads read them (`ops/tiles.py`): 16 bytes of a thread hold
+// what its part of the tensor cores' operand needs, of row lane / 4 and of the row 8 below it.
+//
+//   a run, two instructions:  columns 0..31, then 32..63, ...
+//   of it, threads 0 to 3:    columns 0..7, 8..15, 16..23, 24..31
+//
+// With groups of 16 columns a thread takes 4 of each 16, so that no instruction spans two groups.
+// E4M3 codes may lie row by row (IS_ROW_MAJOR), if no group is smaller than 64 columns: of each 64
+// a thread takes 16.
+//
+// A record holds the scales of one row in one step: coarse ones, then those of its groups, then
+// zeros or offsets, in the types of the file.
+//
+// Given when it is compiled: COLUMNS, ROW_TILES (of 16), TOKEN_TILES (of 8), BITS, IS_FLOAT8,
+// IS_ROW_MAJOR, ZERO, GROUP, RECORD_BYTES, SCALE_TYPE, COARSE_TYPE, OFFSET_TYPE,
+// OFFSET_COARSE_TYPE, OFFSET_KIND, IS_BFLOAT.
+
+#include "tensor_cores.cu"
+
+typedef unsigned char u8;
+
+#define FLOAT32 0
+#define BFLOAT16 1
+#define FLOAT16 2
+#define UINT8 3
+#define INT8 4
+#define NONE 5
+
+#define NO_OFFSETS 0
+#define ZEROS 1
+#define OFFSETS 2
+
+constexpr int STEP = 128, RUNS = 4, CHUNKS = BITS / 4;
+constexpr int STEPS = (COLUMNS + STEP - 1) / STEP;
+constexpr int GROUPS = GROUP < STEP ? STEP / GROUP : 1; // with scales of their own, in a step
+constexpr int TILE_CODES = STEPS * CHUNKS * 1024, TILE_RECORDS = STEPS * 16 * RECORD_BYTES; // bytes
+constexpr int RECORD_WORDS = (RECORD_BYTES + 3) / 4;
+constexpr bool IS_NARROW = GROUP == 16; // a thread takes 4 columns at a time
+constexpr bool IS_WHOLE = COLUMNS % STEP == 0;
+// What 4-bit codes are added to by an exponent.
+constexpr int MAGIC = BITS != 4 ? 0 : IS_BFLOAT ? 128 : 1024;
+constexpr bool NEEDS_SUMS = OFFSET_KIND != 0 || BITS == 4;
+constexpr bool ARE_RAISED = IS_FLOAT8 && IS_BFLOAT && TOKEN_TILES == 1; // tokens; else codes are
+constexpr float RAISED = ARE_RAISED ? 0x1p60f : 1.0f;
+constexpr float SCALED = ARE_RAISED ? 0x1p60f : IS_FLOAT8 && !IS_BFLOAT ? 256.0f : 1.0f;
+static_assert(GROUP % 16 == 0 && (STEP % GROUP == 0 || GROUP % STEP == 0),
+              "groups are parts of steps");
+
+__device__ __forceinline__ u32 load_word(const void* p) {
+    u32 v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+// Past the first-level cache: what other multiprocessors wrote.
+__device__ __forceinline__ u32 load_fresh(const void* p) {
+    u32 v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ u32 load_half(const void* p) {
+    u16 v;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ float from_float16(u32 pair) {
+    float f;
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(f) : "r"(pair));
+    return f;
+}
+
+__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
+    u32 d;
+#if IS_BFLOAT
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#endif
+    return d;
+}
+
+// byte - zero: as an addition, which is quicker than a conversion.
+__device__ __forceinline__ float from_byte(u32 word, int place, int zero) {
+    return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7540 + place)) - (8388608.0f + zero);
+}
+
+// The codes of a row in one step, and the two pairs that instruction i (0..7) of it takes.
+struct Codes {
+    Four chunk[CHUNKS];
+};
+
+#if BITS == 4
+__device__ __forceinline__ u32 four_bit_pair(u32 word) {
+    u32 pair; // (word & mask) | exponent, which the compiler would do in two instructions
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;"
+        : "=r"(pair)
+        : "r"(word), "n"(0x000f000f), "n"(IS_BFLOAT ? 0x43004300 : 0x64006400));
+    return pair;
+}
+#elif IS_FLOAT8
+// The byte's exponent and mantissa, where bf16 or fp16 have theirs: too small by a power of two,
+// 2^120 or 2^8. Half of the first multiplies tokens, the rest the scales, so that no sum leaves
+// float32's range; of many tokens, all of it the codes.
+__device__ __forceinline__ u32 float8_pair(u32 word) { // the upper bytes of both halves
+    constexpr int SHIFT = IS_BFLOAT ? 4 : 1;
+    constexpr u32 kept = (0x7f00u >> SHIFT) * 0x10001u;
+    const u32 pair = (word >> SHIFT & kept) | (word & 0x80008000u);
+    return IS_BFLOAT && !ARE_RAISED ? fma_pair(pair, 0x7b807b80u, 0x80008000u) : pair;
+}
+#else
+__device__ __forceinline__ float byte_value(u32 word, int place) {
+    return from_byte(word, place, NEEDS_SUMS ? 0 : ZERO);
+}
+#endif
+
+__device__ __forceinline__ void unpack(const Codes& codes, int i, u32& first, u32& second) {
+#if BITS == 4
+    const u32 word = codes.chunk[0].part[i / 2] >> 8 * (i % 2);
+    first = four_bit_pair(word);
+    second = four_bit_pair(word >> 4);
+#else
+    const u32 word = codes.chunk[i / 4].part[i % 4];
+#if IS_FLOAT8
+    first = float8_pair(IS_ROW_MAJOR ? __byte_perm(word, 0, 0x1100) : word);
+    second = float8_pair(IS_ROW_MAJOR ? __byte_perm(word, 0, 0x3322) : word << 8);
+#else
+    first = pack(byte_value(word, 0), byte_value(word, 1));
+    second = pack(byte_value(word, 2), byte_value(word, 3));
+#endif
+#endif
+}
+
+struct Record {
+    u32 word[RECORD_WORDS];
+};
+
+__device__ __forceinline__ Record load_record(const u8* p) {
+    Record record;
+    if constexpr (RECORD_BYTES == 2) {
+        record.word[0] = load_half(p);
+    } else {
+#pragma unroll
+        for (int i = 0; i < RECORD_WORDS; ++i) record.word[i] = load_word(p + 4 * i);
+    }
+    return record;
+}
+
+__device__ constexpr int bytes_of(int type) {
+    return type == FLOAT32 ? 4 : type == BFLOAT16 || type == FLOAT16 ? 2 : type == NONE ? 0 : 1;
+}
+
+template <int TYPE> __device__ __forceinline__ float field(const Record& record, int byte) {
+    const u32 word = record.word[byte / 4] >> 8 * (byte % 4);
+    if constexpr (TYPE == FLOAT32) return __uint_as_float(word);
+    if constexpr (TYPE == BFLOAT16) return __uint_as_float(word << 16);
+    if constexpr (TYPE == FLOAT16) return from_float16(word);
+    if constexpr (TYPE == UINT8) return from_byte(record.word[byte / 4], byte % 4, 0);
+    if constexpr (TYPE == INT8)
+        return from_byte(record.word[byte / 4] ^ 0x80808080u, byte % 4, 128);
+    return 0.0f;
+}
+
+constexpr int COARSE_END = bytes_of(COARSE_TYPE),
+              FINE_START = COARSE_END + bytes_of(OFFSET_COARSE_TYPE);
+constexpr int OFFSET_START = FINE_START + GROUPS * bytes_of(SCALE_TYPE);
+
+__device__ __forceinline__ float scale_of(const Record& record, int group) {
+    float scale = field<SCALE_TYPE>(record, FINE_START + group * bytes_of(SCALE_TYPE));
+    if constexpr (COARSE_TYPE != NONE) scale *= field<COARSE_TYPE>(record, 0);
+    return scale * SCALED;
+}
+
+// What is added to `scale * code`, for codes as `unpack` gives them.
+__device__ __forceinline__ float offset_of(const Record& record, int group, float scale) {
+    if constexpr (OFFSET_KIND == NO_OFFSETS) return -(MAGIC + ZERO) * scale;
+    float raw = field<OFFSET_TYPE>(record, OFFSET_START + group * bytes_of(OFFSET_TYPE));
+    if constexpr (OFFSET_KIND == ZEROS) return -(MAGIC + raw) * scale;
+    if constexpr (OFFSET_COARSE_TYPE != NONE) raw *= field<OFFSET_COARSE_TYPE>(record, COARSE_END);
+    return fmaf(-(MAGIC + ZERO), scale, raw);
+}
+
+// One step of a thread's rows, on its way.
+struct Step {
+    Codes codes[ROW_TILES][2];
+    Record records[ROW_TILES][2];
+};
+
+struct RowTiles {
+    const u8* codes[ROW_TILES]; // the thread's own
+    const u8* records[ROW_TILES];
+
+    __device__ __forceinline__ void point(int tile, const u8* all_codes, const u8* all_records,
+                                          long long row_tile) {
+        const int lane = threadIdx.x % 32;
+        codes[tile] = all_codes + row_tile * TILE_CODES +
+                      (IS_ROW_MAJOR ? lane / 4 * (STEPS * STEP) + lane % 4 * 16 : lane * 16);
+        records[tile] = all_records + row_tile * TILE_RECORDS + lane / 4 * RECORD_BYTES;
+    }
+
+    static __device__ __forceinline__ int place_of(int index, int chunk, int half) {
+        return IS_ROW_MAJOR ? half * 8 * STEPS * STEP + index * STEP + chunk * 64
+                            : ((index * CHUNKS + chunk) * 2 + half) * 512;
+    }
+
+    __device__ __forceinline__ void load(Step& step, int index) const {
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int chunk = 0; chunk < CHUNKS; ++chunk)
+                    step.codes[tile][half].chunk[chunk] =
+                        load_once(codes[tile] + place_of(index, chunk, half));
+                step.records[tile][half] =
+                    load_record(records[tile] + (index * 16 + half * 8) * RECORD_BYTES);
+            }
+    }
+};
