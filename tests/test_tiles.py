@@ -9,7 +9,7 @@ from penstock.ops.quantized import QuantizedRows
 from penstock.ops.tiles import TILE_ROWS, can_tile, tile
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.on_the_fly import SCHEMES, round_to
-from penstock.weights.packing import pack
+from penstock.weights.packing import LAUNCH_BYTES, join_widened, pack
 from quantized_codes import BYTE, KINDS, SIGNED, make_codes, numbers, reals
 
 MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -84,3 +84,21 @@ def test_rounding_moves_a_weight_by_half_a_step_at_most(
         scales = codes.scales.expand().repeat_interleave(codes.block[1], -1)[..., : shape[-1]]
         # Scales are rounded, so that the largest weight may be cut by a 256th.
         assert (error <= scales * (0.5 + (1 << codes.bits - 1) / 256)).all()
+
+
+def test_rows_that_differ_in_bits_only_become_one_part_with_the_same_numbers() -> None:
+    """Of a GPU's layer, if what that adds is read sooner than one more launch is done."""
+    rows = [pack(make_codes(kind, 32, 512)) for kind in ("Q5_K", "Q4_K", "Q6_K", "Q4_K")]
+    expected = torch.cat([part.dequantize() for part in rows])
+    parts = join_widened([*rows])
+    assert [part.shape[0] for part in parts] == [64, 32, 32]  # Q6_K has scales of its own kind
+    tiled = [tile(part) for part in parts if isinstance(part, QuantizedRows)]
+    assert [part.bits for part in tiled] == [8, 8, 4]
+    assert torch.equal(torch.cat([part.dequantize() for part in tiled]), expected)
+
+
+def test_rows_that_are_many_stay_as_they_are() -> None:
+    wide, narrow = (pack(make_codes(kind, 32, 512)) for kind in ("Q5_K", "Q4_K"))
+    many = QuantizedRows.join([narrow] * 2048, 2048 * 32)
+    assert many.num_rows * many.num_columns // 2 > LAUNCH_BYTES
+    assert join_widened([wide, many]) == [wide, many]
