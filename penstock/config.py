@@ -79,6 +79,11 @@ class Speculation:
             )
         return cls(kind, int(number))
 
+    def __str__(self) -> str:
+        """As `--speculate` takes it, with the number."""
+        words = [self.kind, self.path, str(self.num_drafts or "")]
+        return ":".join(word for word in words if word)
+
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, **extra})
@@ -229,11 +234,12 @@ class EngineConfig:
         aliases=("--async-scheduling",),
     )
     speculate: str = setting(
-        "off",
+        "auto",
         "draft tokens and verify several in one step, with the same results: mtp (the checkpoint's "
         "drafting head), ngram (what followed the same tokens before), suffix (the same, also in "
         "the tenant's earlier replies), model:FOLDER (a small model of the same tokenizer), off, "
-        "or auto (mtp if the checkpoint has a head, else off); mtp:3 drafts at most 3 a step",
+        "or auto (mtp if the checkpoint has a head and memory has room for it, else off); mtp:3 "
+        "drafts at most 3 a step",
     )
     draft_vocabulary: int = setting(
         65536,

@@ -540,6 +540,7 @@ class EngineInfo:
     expert_slots: int = 0  # on the device
     expert_slot_bytes: int = 0
     experts_per_token: int = 0  # if fewer than the model was trained with
+    speculate: str = "off"  # who drafts, and how many tokens of a step at most, such as mtp:3
 
 
 @dataclass(frozen=True, slots=True)

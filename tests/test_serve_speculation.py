@@ -40,7 +40,10 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def servers() -> Iterator[tuple[Server, Server]]:
     engine = {"model": str(default_model()), "max_rows": 8, "deterministic": True, "page_size": 64}
-    with start_server(engine) as plain, start_server({**engine, "speculate": "mtp:2"}) as drafting:
+    with (
+        start_server({**engine, "speculate": "off"}) as plain,
+        start_server({**engine, "speculate": "mtp:2"}) as drafting,
+    ):
         yield plain, drafting
 
 
@@ -60,3 +63,4 @@ def test_metrics_say_what_drafts_brought(servers: tuple[Server, Server]) -> None
     assert 'penstock_accepted_tokens_total{replica="0",drafter="mtp",place="1"}' in drafting
     assert "penstock_draft_saved_seconds" in drafting
     assert "draft" not in plain
+    assert [server.health().json()["speculate"] for server in servers] == ["off", "mtp:2"]

@@ -375,7 +375,6 @@ def test_a_checkpoint_without_a_head_is_refused_by_name_and_auto_does_without() 
     source = ModelSource(name="small", path=None, config=HYBRID_DENSE)
     given = EngineConfig(random_weights=True, device="cpu", speculate="auto")
     assert Engine.from_source(source, given).policy.speculator.decode_tokens == 1
-    assert make_engine(WITH_HEAD, speculate="auto").policy.speculator.decode_tokens > 1
 
 
 def test_rows_come_and_go_and_leave_their_journals_as_others_read_them() -> None:

@@ -279,6 +279,7 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
     longest += max(arguments.batch)
     settings["max_model_len"] = max(longest, CHECK_TOKENS + 1)
     settings["prefix_cache"] = False  # the second repeat would reuse the first one's prefix
+    settings.setdefault("speculate", "off")  # plain steps are timed: --drafts times others
     config: EngineConfig = from_mapping(EngineConfig, settings)
     return config
 

@@ -139,6 +139,7 @@ def _measure(cases: Sequence[Case], settings: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": max(case.context + case.new_tokens for case in cases) + 1,
         "prefix_cache": False,
     }
+    settings.setdefault("speculate", "off")  # tokens are compared with those of plain steps
     config: EngineConfig = from_mapping(EngineConfig, settings)
     source, layers = find_model(config.model), cases[0].layers
     num_layers = text_config(source.config)["num_hidden_layers"]

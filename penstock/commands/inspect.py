@@ -149,6 +149,8 @@ def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str,
     storage = _find_storage(source)
     machine = find_machine()
     parameters = roofline.parameters
+    if drafts := _drafts_by_default(source, model, storage):
+        config = dataclasses.replace(config, speculate="mtp")
     memory = _plan_memory(model, config, roofline.weight_bytes, machine)
     free = int(machine.free_bytes * _MEMORY_SHARE) - roofline.weight_bytes
     longest = text_config(source.config).get("max_position_embeddings", CONTEXTS[-1])
@@ -164,6 +166,7 @@ def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str,
             "experts": parameters.experts,
             "mtp": parameters.mtp,
         },
+        "speculate": str(config.speculation) if drafts else "off",
         "max_context": longest,
         "weight_bytes": roofline.weight_bytes,
         "stored": storage,
@@ -220,6 +223,16 @@ def _on_machine(
 def _bits_of(groups: list[dict[str, Any]]) -> float:
     num_weights = sum(group["num_weights"] for group in groups)
     return 8 * sum(group["num_bytes"] for group in groups) / max(num_weights, 1)
+
+
+def _drafts_by_default(source: ModelSource, model: Any, storage: dict[str, Any] | None) -> bool:
+    """Whether `--speculate auto` drafts. Many checkpoints store no drafting head although their
+    config.json counts one."""
+    if is_converted(source.path):
+        return False
+    if storage is None:
+        return getattr(model, "mtp", None) is not None
+    return any(group["part"] == "drafting head" for group in storage["groups"])
 
 
 def _plan_memory(
@@ -282,6 +295,7 @@ def _print_report(report: dict[str, Any]) -> None:
         ["  embedding and head", human_count(counts["embedding"])],
         ["  experts", human_count(counts["experts"]) if counts["experts"] else "none"],
         ["  drafting head (MTP)", human_count(counts["mtp"]) if counts["mtp"] else "none"],
+        ["drafts by default", f"--speculate {report['speculate']}"],
         [f"weights in {report['dtype']}", human_bytes(report["weight_bytes"])],
         ["KV of one token", human_bytes(report["kv_bytes_per_token"])],
         ["state of one request", human_bytes(report["state_bytes_per_request"])],

@@ -15,11 +15,12 @@ import torch
 
 from penstock import ops
 from penstock.config import EngineConfig
+from penstock.engine import drafting_head
 from penstock.engine.device import on_device, pick_device
 from penstock.engine.memory import MemoryPlan, build_runner
 from penstock.engine.runner import Runner
 from penstock.engine.timing import StepTimer
-from penstock.errors import ConfigError
+from penstock.errors import CapacityError, ConfigError
 from penstock.layers.packing import pack_weights, shorten_weights
 from penstock.models.source import ModelSource
 from penstock.offload.device_slots import DeviceSlots
@@ -27,7 +28,7 @@ from penstock.offload.load import load_with_experts, without_graphs
 from penstock.offload.store import ExpertStore
 from penstock.parallel.links import GroupLinks, NoLinks
 from penstock.parallel.ranks import ALONE, Ranks
-from penstock.progress import OnPhase, timed
+from penstock.progress import OnPhase, Phase, timed
 
 # A step with a prompt copies all experts to the GPU, whatever its length: few long steps are best.
 OFFLOADED_MIXED_TOKENS = 8192
@@ -43,7 +44,8 @@ class DevicePart:
     @classmethod
     def of(cls, model: Any, config: EngineConfig, name: str, on_phase: OnPhase) -> DevicePart:
         """For a model whose weights are loaded: plans the memory, and allocates its cache."""
-        config = _find_drafter(config, model, name)
+        is_auto = config.speculate == "auto"
+        config = drafting_head.settle(config, model, name, on_phase)
         store = getattr(model, "expert_store", None)
         if store is not None:
             config = without_graphs(config, store)
@@ -56,7 +58,20 @@ class DevicePart:
             pack_weights(model, keep=model.head.weight)
             shorten_weights(model)
         with on_device(model.device):
-            memory, runner = build_runner(model, config, name, on_phase)
+            try:
+                memory, runner = build_runner(model, config, name, on_phase)
+            except CapacityError as error:
+                if config.speculation.kind != "mtp":
+                    raise
+                if not is_auto:
+                    raise drafting_head.name_the_head(error, model) from error
+                reason = f"{error.what}."
+                runner = None  # what the error holds is freed before memory is planned again
+            if runner is None:
+                config = drafting_head.give_up(config, model, reason, on_phase)
+                memory, runner = build_runner(model, config, name, on_phase)
+        if drafts := drafting_head.describe(config):
+            on_phase(Phase("drafts", drafts, seconds=0.0))
         if config.timing:
             runner.timer = StepTimer(model.device)
             if isinstance(store, ExpertStore):
@@ -93,17 +108,32 @@ def load_share(
 def _load(
     source: ModelSource, config: EngineConfig, device: str, ranks: Ranks, on_phase: OnPhase
 ) -> DevicePart:
-    is_auto = config.speculate == "auto"
+    config = drafting_head.settle_before_load(config, source)
     with timed("weights", on_phase) as report:
-        model = load_with_experts(
-            source,
-            config,
-            device,
-            report,
-            with_drafting_head=is_auto or config.speculation.kind == "mtp",
-            ranks=ranks,
-        )
+        model = _load_model(source, config, device, ranks, report)
     return DevicePart.of(model, config, source.name, on_phase)
+
+
+def _load_model(
+    source: ModelSource, config: EngineConfig, device: str, ranks: Ranks, on_phase: OnPhase
+) -> Any:
+    def load(with_head: bool) -> Any:
+        return load_with_experts(
+            source, config, device, on_phase, with_drafting_head=with_head, ranks=ranks
+        )
+
+    if config.speculate != "auto":
+        return load(drafting_head.wants_head(config))
+    model = failure = None
+    try:
+        model = load(with_head=True)
+    except CapacityError as error:
+        failure = error
+    # A head is on all ranks or on none.
+    if ranks.most(int(failure is not None), torch.device(device)):
+        model = failure = None  # frees what there is of it
+        model = load(with_head=False)
+    return model
 
 
 def rank_device(config: EngineConfig, rank: int) -> str:
@@ -125,21 +155,6 @@ def rank_device(config: EngineConfig, rank: int) -> str:
             f"Use --tp {num_devices} or less, or make more GPUs visible.",
         )
     return f"cuda:{rank}"
-
-
-def _find_drafter(config: EngineConfig, model: Any, name: str) -> EngineConfig:
-    """What `auto` means for a model: its drafting head drafts, if it has one."""
-    # Many checkpoints have no drafting head although their config.json counts one.
-    has_head = getattr(model, "mtp", None) is not None
-    if config.speculate == "auto":
-        return dataclasses.replace(config, speculate="mtp" if has_head else "off")
-    if config.speculation.kind == "mtp" and not has_head:
-        raise ConfigError(
-            f"speculate is {config.speculate!r}, and {name} has no drafting head",
-            "Its checkpoint stores no tensors named mtp.",
-            "Use --speculate ngram, which needs no head, or --speculate off.",
-        )
-    return config
 
 
 def check_page_size(config: EngineConfig, device: torch.device) -> None:

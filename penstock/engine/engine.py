@@ -269,6 +269,7 @@ def _describe(model: Any, name: str, memory: MemoryPlan, config: EngineConfig) -
         has_head=model.has_head,
         num_labels=model.num_labels,
         experts_per_token=config.experts_per_token or 0,
+        speculate=str(config.speculation),
         **_storage_of(model),
         **_experts_of(model),
     )

@@ -27,7 +27,13 @@ def create_engine(
 ) -> LogitsEngine:
     """An engine for the model that `model_config` (the dict of its config.json) describes."""
     source = ModelSource(name=Path(weight_dir).name, path=Path(weight_dir), config=model_config)
-    given = {"device": pick_device(device), "prefix_cache": False, **settings}
+    # The caller chooses the tokens, so nobody drafts.
+    given = {
+        "device": pick_device(device),
+        "prefix_cache": False,
+        "speculate": "off",
+        **settings,
+    }
     if model_config.get("model_type") == "tiny_llama" and "dtype" not in settings:
         given["dtype"] = _plain_dtype(model_config, device)
     config: EngineConfig = from_mapping(EngineConfig, given)

@@ -105,7 +105,7 @@ def build_runner(
             if plan.pools.shapes != warmed.shapes:
                 runner.warm_up(plan.max_step_tokens)
             runner.capture(plan.max_step_tokens, report)
-    num_missing = plan.step_bytes - free_bytes(device)
+    num_missing = model.ranks.most(plan.step_bytes - free_bytes(device), device)
     if num_missing > 0:
         fitting_gb = max(plan.pools.num_bytes - num_missing - plan.reserve_bytes, 0) / GB
         raise CapacityError(
@@ -123,9 +123,8 @@ def plan_memory(
     """The plan, and the pools whose shapes the kernels have been compiled for."""
     device = model.device
     if device.type != "cuda":
-        budget = GB if config.memory_gb is None else config.memory_gb * GB
         num_tokens = config.max_step_tokens or CPU_STEP_TOKENS
-        pools = _size(model, config, int(budget))
+        pools = _size(model, config, _cpu_budget(config))
         plan = MemoryPlan(
             bytes_of(model),
             pools,
@@ -171,6 +170,19 @@ def plan_memory(
         kv_dtype=config.kv_dtype,
     )
     return plan, draft
+
+
+def first_pools(model: Any, config: EngineConfig, name: str, more_bytes: int = 0) -> PoolSizes:
+    """What memory has room for, before steps are measured; `more_bytes`: if the weights took so
+    much less."""
+    if model.device.type != "cuda":
+        return _size(model, config, _cpu_budget(config))
+    usable = _usable_bytes(config, model.device) + more_bytes
+    return _draft_pools(model, config, name, model.ranks.least(usable, model.device))
+
+
+def _cpu_budget(config: EngineConfig) -> int:
+    return int(GB if config.memory_gb is None else config.memory_gb * GB)
 
 
 def estimate_memory(
@@ -225,20 +237,30 @@ def _draft_pools(model: Any, config: EngineConfig, name: str, free: int) -> Pool
 def _size(model: Any, config: EngineConfig, budget: int, max_rows: int | None = None) -> PoolSizes:
     specs = cache_specs(model, config.speculation)
     most_rows = max_rows or config.max_rows or _most_rows(model.device.type == "cuda")
-    journals = (most_rows + 1) * journal_bytes(specs, config.speculation.num_drafts)
-    return size_pools(
-        specs,
-        budget_bytes=budget - journals,
-        element_bytes=model.dtype.itemsize,
-        kv_bytes=find_kv_dtype(config.kv_dtype, model.dtype).itemsize,
-        state_bytes=config.state_bytes,
-        page_size=config.page_size,
-        max_rows=most_rows,
-        max_model_len=config.max_model_len,
-        max_position=model.max_position,
-        prefix_cache=config.prefix_cache,
-        checkpoint_bytes=None if config.checkpoint_gb is None else int(config.checkpoint_gb * GB),
-    )
+
+    def size(budget: int, max_rows: int) -> PoolSizes:
+        return size_pools(
+            specs,
+            budget_bytes=budget,
+            element_bytes=model.dtype.itemsize,
+            kv_bytes=find_kv_dtype(config.kv_dtype, model.dtype).itemsize,
+            state_bytes=config.state_bytes,
+            page_size=config.page_size,
+            max_rows=max_rows,
+            max_model_len=config.max_model_len,
+            max_position=model.max_position,
+            prefix_cache=config.prefix_cache,
+            checkpoint_bytes=None
+            if config.checkpoint_gb is None
+            else int(config.checkpoint_gb * GB),
+        )
+
+    pools = size(budget, most_rows)
+    journal = journal_bytes(specs, config.speculation.num_drafts)
+    if not journal:
+        return pools
+    # Rows that have no slot need no journal.
+    return size(budget - (pools.max_rows + 1) * journal, pools.max_rows)
 
 
 def _step_tokens(config: EngineConfig, device: torch.device) -> tuple[int, int]:

@@ -57,7 +57,8 @@ class HealthRoutes:
             answer |= {"model": self._state.model_name, "weights": self._state.weights}
             if self._state.experts is not None:
                 answer |= {"experts": self._state.experts}
-            answer |= {"kv_dtype": client.info.kv_dtype, "stats": sum_stats(replicas)}
+            answer |= {"kv_dtype": client.info.kv_dtype, "speculate": client.info.speculate}
+            answer |= {"stats": sum_stats(replicas)}
         answer["sampling"] = self._state.config.silent_sampling  # defaults of requests
         answer["replicas"] = replicas
         return json_response(answer, 200 if answer["status"] == "ok" else 503)

@@ -1,0 +1,110 @@
+"""Whether a model's drafting head drafts: what `--speculate auto` means for a model and a device.
+
+A head pays where its drafts are often right, a step's weights are there anyway, and memory has room
+for it. Whoever asks for `mtp` by name gets it, or an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from penstock.config import EngineConfig
+from penstock.engine.memory import first_pools
+from penstock.errors import CapacityError, ConfigError
+from penstock.models.source import ModelSource, is_converted
+from penstock.ops.weight import bytes_of
+from penstock.progress import OnPhase, Phase
+
+LEAST_ROOM = 0.8  # of rows and of context: `auto` drafts where the head leaves so much of both
+
+
+def settle_before_load(config: EngineConfig, source: ModelSource) -> EngineConfig:
+    """`auto` is off where drafts cannot pay, so that the head is not even loaded."""
+    is_spread = config.expert_cache is not None or config.expert_ram is not None
+    # Drafts of random weights are never right. Where experts must be fetched, a step waits for
+    # them, and every draft brings experts of its own.
+    if config.speculate == "auto" and (
+        config.random_weights or is_spread or is_converted(source.path)
+    ):
+        return _without_drafts(config)
+    return config
+
+
+def wants_head(config: EngineConfig) -> bool:
+    return config.speculate == "auto" or config.speculation.kind == "mtp"
+
+
+def settle(config: EngineConfig, model: Any, name: str, on_phase: OnPhase) -> EngineConfig:
+    """The drafter of a loaded model; `auto` takes its head if there is one, and room for it."""
+    # Many checkpoints have no drafting head although their config.json counts one.
+    has_head = getattr(model, "mtp", None) is not None
+    if config.speculate != "auto":
+        if config.speculation.kind == "mtp" and not has_head:
+            raise ConfigError(
+                f"speculate is {config.speculate!r}, and {name} has no drafting head",
+                "Its checkpoint stores no tensors named mtp.",
+                "Use --speculate ngram, which needs no head, or --speculate off.",
+            )
+        return config
+    if not has_head:
+        return _without_drafts(config)
+    drafting = dataclasses.replace(config, speculate="mtp")
+    if reason := _lost_room(drafting, model, name):
+        return give_up(config, model, reason, on_phase)
+    return drafting
+
+
+def give_up(config: EngineConfig, model: Any, reason: str, on_phase: OnPhase) -> EngineConfig:
+    """Goes on without the head, for want of memory, and says so."""
+    size = f"{bytes_of(model.mtp) / 1e9:.2f} GB"
+    detail = f"none: there is too little memory for the drafting head ({size}). {reason}"
+    on_phase(Phase("drafts", detail, seconds=0.0))
+    return _drop(config, model)
+
+
+def describe(config: EngineConfig) -> str:
+    """Who drafts, for the start of an engine; "": nobody."""
+    drafts = config.speculation
+    if not drafts.num_drafts:
+        return ""
+    who = {"mtp": "the model's drafting head", "model": drafts.path}.get(drafts.kind, drafts.kind)
+    return f"up to {drafts.num_drafts} tokens a step by {who} (--speculate {drafts})"
+
+
+def name_the_head(error: CapacityError, model: Any) -> CapacityError:
+    """The same error, for an engine that was told to draft: going without would help."""
+    size = f"{bytes_of(model.mtp) / 1e9:.2f} GB"
+    todo = f"{error.todo} Or use --speculate off: the drafting head takes {size}."
+    return CapacityError(error.what, error.why, todo.strip())
+
+
+def _lost_room(config: EngineConfig, model: Any, name: str) -> str:
+    """What the head leaves too little of; "": it leaves enough."""
+    plain = dataclasses.replace(config, speculate="off")
+    try:
+        without = first_pools(model, plain, name, bytes_of(model.mtp))
+    except CapacityError:
+        return ""  # with no head either: the plan that follows says what to do
+    try:
+        left = first_pools(model, config, name)
+    except CapacityError as error:
+        return f"{error.what}."
+    if (
+        left.max_rows >= LEAST_ROOM * without.max_rows
+        and left.max_model_len >= LEAST_ROOM * without.max_model_len
+    ):
+        return ""
+    return (
+        f"With it there is room for {left.max_rows} requests of up to {left.max_model_len:,} "
+        f"tokens, without it for {without.max_rows} of {without.max_model_len:,}."
+    )
+
+
+def _drop(config: EngineConfig, model: Any) -> EngineConfig:
+    model.mtp = None
+    return _without_drafts(config)
+
+
+def _without_drafts(config: EngineConfig) -> EngineConfig:
+    return dataclasses.replace(config, speculate="off")

@@ -1,0 +1,154 @@
+"""What `--speculate auto` means: a drafting head drafts where it can pay and memory has room."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.assets import default_model
+from penstock.commands.inspect import inspect_model
+from penstock.config import EngineConfig
+from penstock.engine import device_part, drafting_head, memory
+from penstock.engine.engine import Engine
+from penstock.engine.logits_engine import create_engine
+from penstock.engine.pools import GB
+from penstock.errors import CapacityError
+from penstock.models.source import find_model
+from penstock.parallel.ranks import ALONE
+from penstock.progress import Phase
+from penstock.types import KVSpec, StateSpec
+
+TIGHT = {"memory_gb": 0.06, "max_model_len": 8192}  # room for the context, but not for a head's KV
+
+
+def embedded(**settings: Any) -> tuple[Engine, dict[str, str]]:
+    """An engine over the embedded model, which has a head, and what its start said last."""
+    said: dict[str, str] = {}
+
+    def note(phase: Phase) -> None:
+        said[phase.name] = phase.detail
+
+    given = {"device": "cpu", "memory_gb": 0.2, **settings}
+    return Engine.from_config(EngineConfig(**given), note), said
+
+
+def head_of(engine: Engine) -> Any:
+    model: Any = engine.runner.model
+    return model.mtp
+
+
+def test_the_head_of_a_checkpoint_drafts_unless_told_otherwise() -> None:
+    engine, said = embedded()
+    assert engine.info.speculate == "mtp:3"
+    assert "drafting head (--speculate mtp:3)" in said["drafts"]
+    plain, said = embedded(speculate="off")
+    assert plain.info.speculate == "off"
+    assert head_of(plain) is None
+    assert "drafts" not in said
+
+
+@pytest.mark.parametrize("settings", [{"random_weights": True}, {"expert_cache": "12MB"}])
+def test_a_head_that_cannot_pay_is_not_loaded(settings: dict[str, Any]) -> None:
+    engine, _ = embedded(**settings)
+    assert engine.info.speculate == "off"
+    assert head_of(engine) is None
+    asked, _ = embedded(speculate="mtp:2", **settings)
+    assert asked.info.speculate == "mtp:2"
+
+
+def test_a_context_that_was_asked_for_goes_before_the_head() -> None:
+    engine, said = embedded(**TIGHT)
+    assert engine.info.speculate == "off"
+    assert engine.info.max_model_len == 8192
+    assert head_of(engine) is None
+    assert said["drafts"].startswith("none: there is too little memory for the drafting head")
+    assert "8,192 tokens does not fit" in said["drafts"]
+    with pytest.raises(CapacityError, match="8,192 tokens does not fit") as raised:
+        embedded(**TIGHT, speculate="mtp")
+    assert "--speculate off" in raised.value.todo
+
+
+def gpu_model(free_gb: float, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As Qwen3.5-35B-A3B in bfloat16, on a device with so much beside its weights and its head."""
+    device = SimpleNamespace(type="cuda", free=int(free_gb * GB))
+    weight = SimpleNamespace(is_meta=False, numel=lambda: 845_000_000, element_size=lambda: 2)
+    head = SimpleNamespace(cache_spec=KVSpec(2, 256), modules=tuple, parameters=lambda: [weight])
+    specs = [KVSpec(2, 256)] * 10 + [StateSpec(32, 128, 128, 8192, 4)] * 30
+    monkeypatch.setattr(memory, "free_bytes", lambda device: device.free)
+    return SimpleNamespace(
+        device=device,
+        dtype=torch.bfloat16,
+        max_position=262_144,
+        ranks=ALONE,
+        cache_specs=lambda: specs,
+        mtp=head,
+    )
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "settings", "expected"),
+    [
+        (65.0, {}, "mtp"),
+        (65.0, {"max_model_len": 262_144}, "mtp"),
+        (7.0, {}, "off"),  # 1.7 GB of 8.7 would cost requests and tokens
+        (7.0, {"memory_gb": 4.0}, "mtp"),  # what a cache of this size has room for does not change
+        (0.1, {}, "off"),  # with it, nothing fits
+    ],
+)
+def test_on_a_gpu_the_head_must_leave_room(
+    free_gb: float, settings: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, said = gpu_model(free_gb, monkeypatch), list[Phase]()
+    config = drafting_head.settle(EngineConfig(**settings), model, "a model", said.append)
+    assert config.speculate == expected
+    assert (model.mtp is None) == (expected == "off")
+    assert [("1.69 GB" in phase.detail) for phase in said] == [True] * (expected == "off")
+
+
+def test_a_plan_that_fails_with_the_head_is_made_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where only measured steps show what is left."""
+    build = device_part.build_runner
+
+    def short(model: Any, config: EngineConfig, name: str, on_phase: Any) -> Any:
+        if model.mtp is not None:
+            raise CapacityError("Too little is left", "By 1 GB.", "Free some.")
+        return build(model, config, name, on_phase)
+
+    monkeypatch.setattr(device_part, "build_runner", short)
+    engine, said = embedded()
+    assert (engine.info.speculate, head_of(engine)) == ("off", None)
+    assert said["drafts"].endswith("Too little is left.")
+    with pytest.raises(CapacityError, match="Too little is left") as raised:
+        embedded(speculate="mtp:1")
+    assert raised.value.todo.startswith("Free some. Or use --speculate off")
+
+
+def test_weights_that_fit_only_without_the_head_are_loaded_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = device_part.load_with_experts
+
+    def short(*given: Any, **more: Any) -> Any:
+        if more["with_drafting_head"]:
+            raise CapacityError("It does not fit")
+        return load(*given, **more)
+
+    monkeypatch.setattr(device_part, "load_with_experts", short)
+    assert embedded()[0].info.speculate == "off"
+    with pytest.raises(CapacityError, match="does not fit"):
+        embedded(speculate="mtp")
+
+
+def test_who_chooses_the_tokens_needs_no_drafts() -> None:
+    folder = default_model()
+    source = find_model(str(folder))
+    engine = create_engine(dict(source.config), str(folder), device="cpu", memory_gb=0.2)
+    assert engine.engine.info.speculate == "off"
+
+
+def test_inspect_says_who_drafts() -> None:
+    assert inspect_model(EngineConfig(model=str(default_model())))["speculate"] == "mtp:3"
+    assert inspect_model(EngineConfig(model="Qwen3.5-4B"))["speculate"] == "mtp:3"
