@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.assets import default_model
 from penstock.commands.inspect import inspect_model
@@ -15,7 +18,7 @@ from penstock.engine import device_part, drafting_head, memory
 from penstock.engine.engine import Engine
 from penstock.engine.logits_engine import create_engine
 from penstock.engine.pools import GB
-from penstock.errors import CapacityError
+from penstock.errors import CapacityError, CheckpointError
 from penstock.models.source import find_model
 from penstock.parallel.ranks import ALONE
 from penstock.progress import Phase
@@ -64,7 +67,7 @@ def test_a_context_that_was_asked_for_goes_before_the_head() -> None:
     assert engine.info.speculate == "off"
     assert engine.info.max_model_len == 8192
     assert head_of(engine) is None
-    assert said["drafts"].startswith("none: there is too little memory for the drafting head")
+    assert "There is too little memory for it (0.01 GB)" in said["drafts"]
     assert "8,192 tokens does not fit" in said["drafts"]
     with pytest.raises(CapacityError, match="8,192 tokens does not fit") as raised:
         embedded(**TIGHT, speculate="mtp")
@@ -137,9 +140,28 @@ def test_weights_that_fit_only_without_the_head_are_loaded_without(
         return load(*given, **more)
 
     monkeypatch.setattr(device_part, "load_with_experts", short)
-    assert embedded()[0].info.speculate == "off"
+    engine, said = embedded()
+    assert engine.info.speculate == "off"
+    assert said["drafts"] == "none, the drafting head is left out. It does not fit."
     with pytest.raises(CapacityError, match="does not fit"):
         embedded(speculate="mtp")
+
+
+def test_a_head_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(default_model(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["mtp.fc.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    engine, said = embedded(model=str(folder))
+    assert engine.info.speculate == "off"
+    assert "mtp.fc.weight" in said["drafts"]
+    with pytest.raises(CheckpointError, match="not those of its config"):
+        embedded(model=str(folder), speculate="mtp")
+    del tensors["model.language_model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not those of its config"):
+        embedded(model=str(folder))
 
 
 def test_who_chooses_the_tokens_needs_no_drafts() -> None:

@@ -20,7 +20,7 @@ from penstock.engine.device import on_device, pick_device
 from penstock.engine.memory import MemoryPlan, build_runner
 from penstock.engine.runner import Runner
 from penstock.engine.timing import StepTimer
-from penstock.errors import CapacityError, ConfigError
+from penstock.errors import CapacityError, ConfigError, PenstockError
 from penstock.layers.packing import pack_weights, shorten_weights
 from penstock.models.source import ModelSource
 from penstock.offload.device_slots import DeviceSlots
@@ -110,29 +110,37 @@ def _load(
 ) -> DevicePart:
     config = drafting_head.settle_before_load(config, source)
     with timed("weights", on_phase) as report:
-        model = _load_model(source, config, device, ranks, report)
+        model = _load_model(source, config, device, ranks, report, on_phase)
     return DevicePart.of(model, config, source.name, on_phase)
 
 
 def _load_model(
-    source: ModelSource, config: EngineConfig, device: str, ranks: Ranks, on_phase: OnPhase
+    source: ModelSource,
+    config: EngineConfig,
+    device: str,
+    ranks: Ranks,
+    report: OnPhase,  # of the phase that loads
+    on_phase: OnPhase,
 ) -> Any:
     def load(with_head: bool) -> Any:
         return load_with_experts(
-            source, config, device, on_phase, with_drafting_head=with_head, ranks=ranks
+            source, config, device, report, with_drafting_head=with_head, ranks=ranks
         )
 
     if config.speculate != "auto":
         return load(drafting_head.wants_head(config))
-    model = failure = None
+    model, reason = None, ""
     try:
         model = load(with_head=True)
-    except CapacityError as error:
-        failure = error
+    except PenstockError as error:
+        if not drafting_head.is_of_the_head(error):
+            raise
+        reason = f"{error.what}. {error.why}"
     # A head is on all ranks or on none.
-    if ranks.most(int(failure is not None), torch.device(device)):
-        model = failure = None  # frees what there is of it
+    if ranks.most(int(model is None), torch.device(device)):
+        model = None  # before memory is taken again
         model = load(with_head=False)
+        on_phase(drafting_head.no_drafts(reason or "Another rank could not load it."))
     return model
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.engine.memory import first_pools
-from penstock.errors import CapacityError, ConfigError
+from penstock.errors import CapacityError, CheckpointError, ConfigError, PenstockError
 from penstock.models.source import ModelSource, is_converted
 from penstock.ops.weight import bytes_of
 from penstock.progress import OnPhase, Phase
@@ -33,6 +33,14 @@ def settle_before_load(config: EngineConfig, source: ModelSource) -> EngineConfi
 
 def wants_head(config: EngineConfig) -> bool:
     return config.speculate == "auto" or config.speculation.kind == "mtp"
+
+
+def is_of_the_head(error: PenstockError) -> bool:
+    """Whether a model that `auto` could not load may load without the head: memory is short, or
+    tensors of the head are not as the config says."""
+    if isinstance(error, CapacityError):
+        return True
+    return isinstance(error, CheckpointError) and "mtp." in f"{error.what} {error.why}"
 
 
 def settle(config: EngineConfig, model: Any, name: str, on_phase: OnPhase) -> EngineConfig:
@@ -58,9 +66,12 @@ def settle(config: EngineConfig, model: Any, name: str, on_phase: OnPhase) -> En
 def give_up(config: EngineConfig, model: Any, reason: str, on_phase: OnPhase) -> EngineConfig:
     """Goes on without the head, for want of memory, and says so."""
     size = f"{bytes_of(model.mtp) / 1e9:.2f} GB"
-    detail = f"none: there is too little memory for the drafting head ({size}). {reason}"
-    on_phase(Phase("drafts", detail, seconds=0.0))
+    on_phase(no_drafts(f"There is too little memory for it ({size}). {reason}"))
     return _drop(config, model)
+
+
+def no_drafts(reason: str) -> Phase:
+    return Phase("drafts", f"none, the drafting head is left out. {reason}".strip(), seconds=0.0)
 
 
 def describe(config: EngineConfig) -> str:
