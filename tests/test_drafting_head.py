@@ -23,6 +23,7 @@ from penstock.models.source import find_model
 from penstock.parallel.ranks import ALONE
 from penstock.progress import Phase
 from penstock.types import KVSpec, StateSpec
+from small_models import prompt, request, run, tokens_of
 
 TIGHT = {"memory_gb": 0.06, "max_model_len": 8192}  # room for the context, but not for a head's KV
 
@@ -72,6 +73,32 @@ def test_a_context_that_was_asked_for_goes_before_the_head() -> None:
     with pytest.raises(CapacityError, match="8,192 tokens does not fit") as raised:
         embedded(**TIGHT, speculate="mtp")
     assert "--speculate off" in raised.value.todo
+
+
+def test_the_head_computes_only_what_the_next_draft_starts_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of other tokens it keeps keys and values; what it says is as if it had computed all."""
+    engine, _ = embedded(speculate="mtp:2")
+    engine.policy.speculator.pace = None  # whether or not it pays
+    model: Any = engine.runner.model
+    draft, computed = model.draft, list[tuple[int, int]]()
+
+    def watch(*given: Any) -> torch.Tensor:
+        said: torch.Tensor = draft(*given)
+        if len(given) == 5:
+            *rest, chosen = given
+            torch.testing.assert_close(said, draft(*rest)[chosen.tokens], rtol=1e-4, atol=1e-4)
+            computed.append((len(rest[1]), len(said)))
+        return said
+
+    monkeypatch.setattr(model, "draft", watch)
+    asked = [request(str(number), prompt(20 + 9 * number, number)) for number in range(3)]
+    said = run(engine, *asked)
+    assert all(len(tokens_of(said[one.id])) == 12 for one in asked)
+    assert computed[0] == (20 + 29 + 38, 3)
+    assert all(num_said == 3 for _, num_said in computed[:3])
+    assert (9, 3) in computed  # three rows with two drafts each
 
 
 def gpu_model(free_gb: float, monkeypatch: pytest.MonkeyPatch) -> Any:

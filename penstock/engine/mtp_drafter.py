@@ -117,27 +117,31 @@ class MTPDrafter:
         sampled: Tensor,  # [L]
         num_new: Tensor | None,  # [R]  tokens that each sampling row gained; None: one
     ) -> None:
-        firsts: list[int] = []
+        ends: list[int] = []  # of each row: the first token whose next one is sampled, or the last
         sampling: list[int] = []
         others: list[tuple[int, int]] = []
         first = 0
         for row in plans:
             first += row.num_tokens
             if row.samples:
-                firsts.append(first - row.max_tokens)
+                ends.append(first - row.max_tokens)
                 sampling += range(first - row.max_tokens, first)
             else:
+                ends.append(first - 1)
                 others.append((first - 1, row.next_token))
         next_ids = inputs.token_ids.roll(-1)
         next_ids[self.rows.upload(sampling)] = sampled
         if others:
             places, token_ids = self.rows.upload(others).unbind(1)
             next_ids[places] = token_ids
+        numbers = [number for number, row in enumerate(plans) if row.samples]
+        places, rows = self.rows.upload([ends, [row.row for row in plans]])
+        samples = self.rows.upload(numbers)
+        if num_new is not None:
+            places = places.index_add(0, samples, num_new - 1)
         seen = self.model.final_norm(hidden)
-        said = self.model.draft(inputs, next_ids, seen, self.cache)
-        if firsts:
-            rows, places = self.rows.upload([[row.row for row in plans if row.samples], firsts])
-            self.hidden[rows] = said[places if num_new is None else places + num_new - 1]
+        said = self.model.draft(inputs, next_ids, seen, self.cache, inputs.choose(places))
+        self.hidden[rows[samples]] = said[samples]
 
     def follow_all(
         self,
@@ -147,9 +151,10 @@ class MTPDrafter:
         sampled: Tensor,  # [R * W]
         num_new: Tensor,  # [R]  tokens that each row gained; 0: it pads the step
     ) -> None:
-        said = self.model.draft(inputs, sampled, self.model.final_norm(hidden), self.cache)
-        last = inputs.query_start[:-1] + (num_new - 1).clamp(min=0)
-        self.hidden.index_copy_(0, rows, said[last])
+        chosen = inputs.choose(inputs.query_start[:-1] + (num_new - 1).clamp(min=0))
+        seen = self.model.final_norm(hidden)
+        said = self.model.draft(inputs, sampled, seen, self.cache, chosen)
+        self.hidden.index_copy_(0, rows, said)
 
     def follow_prompts(
         self,
@@ -158,10 +163,11 @@ class MTPDrafter:
         hidden: Tensor,  # [T, H]
         next_ids: Tensor,  # [R]  behind the last token of each row
     ) -> None:
-        last = inputs.last_tokens
-        behind = inputs.token_ids.roll(-1).index_copy(0, last, next_ids)
-        said = self.model.draft(inputs, behind, self.model.final_norm(hidden), self.cache)
-        self.hidden.index_copy_(0, rows, said[last])
+        chosen = inputs.choose(inputs.last_tokens)  # of an empty row, that of another
+        behind = inputs.token_ids.roll(-1).index_copy(0, chosen.tokens, next_ids)
+        seen = self.model.final_norm(hidden)
+        said = self.model.draft(inputs, behind, seen, self.cache, chosen)
+        self.hidden.index_copy_(0, rows, said)
 
     def _inputs(self, rows: Tensor, spans: tuple[RowSpan, ...], ahead: int) -> StepInputs:
         """One token of each row, so many behind its last one."""

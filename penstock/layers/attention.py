@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from penstock.layers.inputs import KVCache, StepInputs
+from penstock.layers.inputs import ChosenTokens, KVCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.parameter import norm_parameter
 from penstock.ops import paged_attention, rope_and_store
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         inputs: StepInputs,
         cache: KVCache,
         rope: Tensor,  # [max_len, 2, rot/2]
-        only_last: bool = False,  # store all keys and values, compute only each row's last
+        chosen: ChosenTokens | None = None,  # store all keys and values, compute only these
     ) -> Tensor:  # [T, H], or [R, H]
         deterministic = inputs.deterministic
         projected = self.qkv(hidden, deterministic=deterministic)
@@ -115,12 +115,11 @@ class Attention(nn.Module):
             cache.scales,
         )
         rows = inputs.attention_rows
-        if only_last:
+        if chosen is not None:
             # Plain launches, which wait: attention of one token reads keys early, as if they were
             # of earlier steps.
-            last_tokens = inputs.last_tokens
-            q, gate, hidden = q[last_tokens], gate[last_tokens], hidden[last_tokens]
-            rows = inputs.rows_of_one_token()
+            tokens, rows = chosen.tokens, chosen.rows
+            q, gate, hidden = q[tokens], gate[tokens], hidden[tokens]
         attended = paged_attention(
             q,
             cache.keys,

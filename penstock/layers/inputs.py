@@ -6,6 +6,7 @@ graphs capture it, tests build it by hand, and it is all a reader needs to follo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,14 @@ class AttentionRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """Of a layer whose other tokens only leave keys and values: one token of each row."""
+
+    tokens: Tensor  # [R] int64  which of the step's
+    rows: AttentionRows  # as if each row had only that one
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     token_ids: Tensor  # [T] int64     all rows, one after the other
     positions: Tensor  # [T] int64
@@ -71,12 +80,26 @@ class StepInputs:
         """Index of the last token of each row; any valid index for an empty row."""
         return (self.query_start[1:] - 1).clamp(min=0)
 
-    def rows_of_one_token(self) -> AttentionRows:
-        """As if each row had only its last token."""
+    def choose_last(self) -> ChosenTokens:
+        """Each row's last token."""
+        return self._chosen(self.last_tokens, self.context_lens, self.page_table, self.spans)
+
+    def choose(self, tokens: Tensor) -> ChosenTokens:
+        """One token of each row, which only the device may know."""
+        context_lens, pages, spans = self.positions[tokens] + 1, self.page_table, self.spans
+        if len(pages) > len(spans):  # every place has a row of its own there
+            pages = pages[tokens]
+        if tokens.is_cpu:  # references need to know
+            spans = tuple(RowSpan(1, length) for length in context_lens.tolist())
+        return self._chosen(tokens, context_lens, pages, spans)
+
+    def _chosen(
+        self, tokens: Tensor, context_lens: Tensor, pages: Tensor, spans: Sequence[RowSpan]
+    ) -> ChosenTokens:
         starts = torch.arange(len(self.query_start), device=self.query_start.device)
-        spans = tuple(RowSpan(1, max(1, span.context_len)) for span in self.spans)
+        of_one = tuple(RowSpan(1, max(1, span.context_len)) for span in spans)
         blocks = TokenBlocks(table=self.blocks.table[:0], rows=self.blocks.rows[:0])
-        return AttentionRows(self.context_lens, self.page_table, starts, spans, blocks)
+        return ChosenTokens(tokens, AttentionRows(context_lens, pages, starts, of_one, blocks))
 
 
 @dataclass(frozen=True, slots=True)

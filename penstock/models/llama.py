@@ -306,7 +306,8 @@ class LlamaLayer(nn.Module):
         rope: Tensor,
         only_last: bool = False,
     ) -> Tensor:  # [T, H], or [R, H]: of each row's last token
-        return self.mlp(self.attention(hidden, inputs, cache, rope, only_last), inputs)
+        chosen = inputs.choose_last() if only_last else None
+        return self.mlp(self.attention(hidden, inputs, cache, rope, chosen), inputs)
 
 
 class Llama(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
-from penstock.layers.inputs import KVCache, LayerCache, StateCache, StepInputs
+from penstock.layers.inputs import ChosenTokens, KVCache, LayerCache, StateCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
 from penstock.layers.rope import Rope, inverse_frequencies
@@ -76,7 +76,8 @@ class Layer(nn.Module):
             hidden = hidden[inputs.last_tokens] if only_last else hidden
         else:
             assert isinstance(cache, KVCache)
-            hidden = mixer(hidden, inputs, cache, rope, only_last)
+            chosen = inputs.choose_last() if only_last else None
+            hidden = mixer(hidden, inputs, cache, rope, chosen)
         return self.mlp(hidden, inputs)
 
 
@@ -150,10 +151,11 @@ class Qwen3_5(nn.Module):
         # [T, H]  `final_norm` of what forward returned, or what draft returned before
         hidden: Tensor,
         cache: KVCache,
-    ) -> Tensor:  # [T, H]  for `draft_logits`, and for the next draft
+        chosen: ChosenTokens | None = None,  # None: all
+    ) -> Tensor:  # [T, H], or [R, H]  for `draft_logits`, and for the next draft
         assert self.mtp is not None
         embedded = self.vocabulary.embed(self.embedding, next_token_ids)
-        return self.mtp(inputs, embedded, hidden, cache, self.rope.table)
+        return self.mtp(inputs, embedded, hidden, cache, self.rope.table, chosen)
 
     def final_norm(self, hidden: Tensor) -> Tensor:  # [T, H] -> [T, H]
         assert self.head.norm is not None

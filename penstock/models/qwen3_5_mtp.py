@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.layers.attention import Attention
-from penstock.layers.inputs import KVCache, StepInputs
+from penstock.layers.inputs import ChosenTokens, KVCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
 from penstock.layers.parameter import norm_parameter
@@ -48,9 +48,10 @@ class MTP(nn.Module):
         hidden: Tensor,  # [T, H]  after the main model's final norm, or what this returned before
         cache: KVCache,
         rope: Tensor,  # [max_len, 2, rot/2]
-    ) -> Tensor:  # [T, H]  normed: the head reads it as it is
+        chosen: ChosenTokens | None = None,  # of the others, only keys and values are needed
+    ) -> Tensor:  # [T, H], or [R, H]  normed: the head reads it as it is
         embedded = rms_norm(embedded, self.embedding_norm, self.eps)
         seen = rms_norm(hidden, self.hidden_norm, self.eps)
         joined = self.fc(torch.cat((embedded, seen), dim=-1), deterministic=inputs.deterministic)
-        attended = self.attention(joined, inputs, cache, rope)
+        attended = self.attention(joined, inputs, cache, rope, chosen)
         return rms_norm(self.mlp(attended, inputs), self.norm, self.eps)
