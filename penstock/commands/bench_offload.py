@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         cases = [
             Case(
                 name="",
-                model=settings["model"],
+                model=settings.get("model", ""),
                 expert_cache="",
                 batch=batch,
                 context=max(arguments.context),
