@@ -65,7 +65,7 @@ class DevicePart:
                     raise
                 if not is_auto:
                     raise drafting_head.name_the_head(error, model) from error
-                reason = f"{error.what}."
+                reason = f"With it: {error.what}."
                 runner = None  # what the error holds is freed before memory is planned again
             if runner is None:
                 config = drafting_head.give_up(config, model, reason, on_phase)

@@ -100,7 +100,7 @@ def _lost_room(config: EngineConfig, model: Any, name: str) -> str:
     try:
         left = first_pools(model, config, name)
     except CapacityError as error:
-        return f"{error.what}."
+        return f"With it: {error.what}."
     if (
         left.max_rows >= LEAST_ROOM * without.max_rows
         and left.max_model_len >= LEAST_ROOM * without.max_model_len
