@@ -1,11 +1,11 @@
 """Replies that outlive their server: what a relay in front of it needs to continue them elsewhere.
 
 A relay, such as a door of `penstock.ray`, proves itself by a key. Between the events of its streams
-it finds marks: each says which tokens the events since the last mark were made of. If this server is
-lost, the relay forgets what came after the last mark, and asks another server the same with these
-tokens. That one lets its replies take the tokens as if an engine had said them, sends nothing of
-it, and continues behind them as `Fleet` does when an engine is lost. So state of detokenizer,
-parser, stop strings and budgets is what it was, and numbers of tokens are the first server's.
+it finds marks: each says which tokens the events since the last mark were made of. If this server
+is lost, the relay forgets what came after the last mark, and asks another server the same with
+these tokens. That one lets its replies take the tokens as if an engine had said them, sends nothing
+of it, and continues behind them as `Fleet` does when an engine is lost. So the state of
+detokenizer, parser, stop strings and budgets is what it was, and so are numbers of tokens.
 
 Streams with several replies, or with scores of a prompt, have marks without tokens: they end with
 their server. So do those of /v1/responses, whose items have random ids.
