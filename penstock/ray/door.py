@@ -38,20 +38,20 @@ class Door:
         body = await request.body()
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         asked = (request.method, target, list(request.headers.items()), body, prompt_text(body))
-        (status, headers), first, pieces = await self._ask(asked, None)
+        status, headers, first, pieces = await self._ask(asked, None)
         names = dict(headers)
         is_marked = names.pop(MARKS_HEADER, None) is not None
         rest = self._resumed(asked, first, pieces) if is_marked else _rest(first, pieces)
         return StreamingResponse(rest, status, names)
 
-    async def _ask(self, asked: Any, resumed: Any) -> tuple[tuple[int, Any], bytes, Any]:
+    async def _ask(self, asked: Any, resumed: Any) -> tuple[int, Any, bytes, Any]:
         """The head of an answer, its first piece, and the others."""
         for tries in range(1, MAX_TRIES + 1):
             pieces = self._engines.remote(*asked, resumed)
             try:
-                head = await anext(pieces)
                 # Errors of an engine that is about to end come before its first byte, too.
-                return head, await anext(pieces, b""), pieces
+                status, headers, first = await anext(pieces)
+                return status, headers, first, pieces
             except Exception as error:
                 if not is_lost(error) or tries == MAX_TRIES:
                     raise
@@ -74,7 +74,7 @@ class Door:
                 if not is_lost(error) or not stream.may_resume or tries == MAX_TRIES:
                     raise
                 log.warning("an engine was lost while it replied; its reply goes on elsewhere")
-                (status, _), first, pieces = await self._ask(asked, stream.resume())
+                status, _, first, pieces = await self._ask(asked, stream.resume())
                 if status != 200:  # no engine says any more how the reply goes on
                     pieces.cancel()
                     raise

@@ -46,8 +46,9 @@ class Engine:
         body: bytes,
         text: str,
         resumed: tuple[str, bytes] | None = None,
-    ) -> AsyncIterator[tuple[int, Headers] | bytes]:
-        """The head, then the body in pieces. `text` is what the prompt says, for the router;
+    ) -> AsyncIterator[tuple[int, Headers, bytes] | bytes]:
+        """The head with the first piece of the body, as each message costs Ray some time, then
+        the other pieces. `text` is what the prompt says, for the router;
         `resumed` a reply of a lost engine: its id, and what it had said."""
         num_tokens = len(text) // CHARS_PER_TOKEN
         self._queued_tokens += num_tokens
@@ -60,10 +61,13 @@ class Engine:
                 reply_id, said = resumed
                 headers.append((RELAY_HEADER, f"{self._key} {reply_id} {len(said)}"))
                 body = said + body
-            yield await answer.open(method, target, headers, body)
-            async for piece in answer.pieces():
-                self._queued_tokens -= num_tokens
-                num_tokens = 0
+            status, named = await answer.open(method, target, headers, body)
+            pieces = answer.pieces()
+            first = await anext(pieces, b"")
+            self._queued_tokens -= num_tokens
+            num_tokens = 0
+            yield status, named, first
+            async for piece in pieces:
                 yield piece
         finally:
             self._queued_tokens -= num_tokens
