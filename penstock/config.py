@@ -474,6 +474,14 @@ class ServeConfig:
         },
     )
     api_key_file: str | None = setting(None, "file with API keys, one per line")
+    relay_key: str | None = dataclasses.field(
+        default=None,
+        repr=False,
+        metadata={
+            "help": "key of a relay in front of this server, which may continue replies of others "
+            "like it; penstock.ray sets it"
+        },
+    )
     cors_origin: tuple[str, ...] = setting(
         (), "web origin whose pages may call this server, or *; may be repeated"
     )

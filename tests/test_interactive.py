@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,19 @@ from interactive_load import NUM_BULK, Load, StepTime, Times, percentile
 from penstock.config import EngineConfig
 from penstock.engine import bulk_turns
 from penstock.errors import ConfigError
+from penstock.eval.traces import poisson_arrivals
+from penstock.planning.engine import Reply
 from penstock.types import Request, StepPlan
 from scripted_server import scripted_server
 from small_models import HYBRID_MOE, make_engine, run, tokens_of
 from test_fairness import LONG, ROOMY, plans_of
+from test_plan import layout_of, node_of
 from test_scheduler import ask, prompt
 
+KINDS: list[tuple[str, Callable[[Reply], bool]]] = [
+    ("short", lambda one: len(one.request.token_ids) == 300),
+    ("bulk", lambda one: len(one.request.token_ids) == 4000),
+]
 SCRIPT = Path(__file__).parents[1] / "scripts" / "measure_interactive.py"
 
 
@@ -73,9 +81,11 @@ def steps_beside_short_ones(world: World, num_steps: int) -> list[bool]:
     ],
 )
 def test_bulk_has_its_share_of_the_time_however_many_short_ones_come(
-    share: float, depth: int, decodes: bool
+    share: float, depth: int, decodes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it is prefilled, and while it decodes."""
+    """While it is prefilled, and while it decodes; more only when it has waited for long."""
+    monkeypatch.setattr(bulk_turns, "PATIENCE_S", 1000.0)
+    monkeypatch.setattr(bulk_turns, "MAX_PASSED_S", 1000.0)
     world = World(Setup(**ROOMY, bulk_share=share, depth=depth))
     for i in range(2):
         request = ask(f"long{i}", prompt(40 if decodes else LONG, seed=i), max_tokens=300)
@@ -87,6 +97,50 @@ def test_bulk_has_its_share_of_the_time_however_many_short_ones_come(
         assert sum(took_part[:end]) >= share * end - 3, took_part
     if depth == 0:  # a step that is planned ahead does not know how long the one before takes
         assert sum(took_part) <= share * 60 + 4
+    world.run()
+
+
+def test_bulk_that_needs_more_than_its_share_does_not_queue_up() -> None:
+    """Simulated time of an H200: there is always a short request, and bulk needs a third of the
+    time. With a tenth of it, the last of 90 prompts waited for 49 s.
+    """
+    shorts = poisson_arrivals(540, 6.0, 300, 200, seed=1)
+    bulk = poisson_arrivals(90, 1.0, 4000, 200, seed=2)
+    layout = layout_of(bulk_share=0.1)
+    load = sorted([*shorts, *bulk], key=lambda one: one.at_s)
+    replies = node_of(layout).play(load).replies
+    waits = {kind: [one.ttft_s for one in replies if is_kind(one)] for kind, is_kind in KINDS}
+    assert {kind: len(found) for kind, found in waits.items()} == {"short": 540, "bulk": 90}
+    assert max(waits["bulk"]) < 3.0
+    assert percentile(waits["short"], 0.99) < 0.15
+
+
+def test_bulk_that_was_passed_by_for_long_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk_turns, "PATIENCE_S", 1000.0)
+    monkeypatch.setattr(bulk_turns, "MAX_PASSED_S", 20.0)
+    world = World(Setup(**ROOMY, bulk_share=0.001))
+    world.submit(ask("long", prompt(LONG), max_tokens=300))
+    took_part = steps_beside_short_ones(world, 60)
+    assert took_part.index(True, 3) in range(40, 45), took_part  # a step takes half a second
+    assert all(took_part[45:]), took_part
+    world.run()
+
+
+def test_among_many_short_replies_a_few_long_prompts_decode_in_every_step() -> None:
+    world = World(Setup(**ROOMY, bulk_share=0.01))
+    for i in range(2):
+        world.submit(ask(f"long{i}", prompt(40, seed=i), max_tokens=60))
+    while len(world.replies.get("long1", [])) < 2:
+        world.step()
+    for i in range(5):
+        world.submit(ask(f"short{i}", prompt(4, seed=9 + i), max_tokens=60))
+    while len(world.replies.get("short4", [])) < 2:
+        world.step()
+    before = [len(world.replies[f"long{i}"]) for i in range(2)]
+    for _ in range(8):
+        world.step()
+    assert len(world.replies["long0"]) == before[0] + 8
+    assert len(world.replies["long1"]) < before[1] + 8  # one for every four of the others
     world.run()
 
 

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,10 +108,15 @@ def running_or_started_server(
 
 @contextlib.contextmanager
 def started_server(
-    words: Sequence[str], on_phase: OnPhase, *, dies_with_us: bool = False
+    words: Sequence[str],
+    on_phase: OnPhase,
+    *,
+    dies_with_us: bool = False,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[StartedServer]:
     """Runs `penstock serve` with these flags on a free port; yields when /health is ready.
-    `dies_with_us`: also if this process, or the thread that starts it, is killed."""
+    `dies_with_us`: also if this process, or the thread that starts it, is killed.
+    `variables`: of its environment, beside ours."""
     command = module_command("penstock", "serve", "--host", "127.0.0.1", "--port", "0", *words)
     started_s = time.monotonic()
     # The batch folder belongs to the user's own server.
@@ -121,7 +126,7 @@ def started_server(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env=environ,
+        env={**environ, **(variables or {})},
         preexec_fn=die_with_the_server if dies_with_us else None,
     )
     try:

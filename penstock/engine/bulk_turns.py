@@ -4,13 +4,20 @@ tensor.
 A prompt with many tokens to compute is bulk, while it prefills and while it decodes; a reply to a
 short prompt is interactive for its first tokens. While both are present, steps without bulk save up
 time for it, a fixed share of the total, and bulk takes part in a step when it has saved as much as
-its last step took. So bulk never stops, and a short request meets few long steps. If both have not
-been present lately, nothing changes.
+its last step took. So bulk never stops, and a short request meets few long steps. Where many short
+replies decode, a few bulk ones do so with them: these cost little there, and would otherwise hold
+their rows for long. If both have not been present lately, nothing changes.
+
+A share that is too small for the long prompts that come would let them queue up without end. So for
+each of them the time counts in which steps passed it by, and the time that steps with bulk took
+meanwhile. One that was passed by too long for that is overdue, and bulk has a larger share until
+none is. One that was passed by for MAX_PASSED_S waits no longer: bulk takes part in every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from penstock.types import Sequence
 
@@ -18,6 +25,24 @@ INTERACTIVE_TOKENS = 256  # of a reply: after so many, a reader no longer waits 
 RECENT_S = 10.0  # after an interactive request among bulk, another one is expected for so long
 MAX_COUNTED_S = 1.0  # of a step: if the machine stalls, bulk does not pay for minutes
 MAX_SAVED_STEPS = 2.0  # bulk that waits for memory does not save up for minutes
+ROWS_PER_RIDER = 4  # short replies that decode, for each bulk one that does so with them
+
+# Bulk is overdue when it was passed by for longer than PATIENCE_S, and than so many times what
+# steps with bulk took since it came: other bulk before it is no reason to hurry.
+PATIENCE_S = 0.25
+PASSED_PER_TAKEN = 1.5
+OVERDUE_SHARE = 0.5
+MAX_PASSED_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A step in flight."""
+
+    at_s: float
+    is_turn: bool  # of bulk
+    was_contended: bool
+    riders: tuple[Sequence, ...]  # bulk that decodes in a step of short requests
 
 
 class BulkTurns:
@@ -29,9 +54,13 @@ class BulkTurns:
         self._bulk_step_s = 0.0  # of the last step with bulk
         self._interactive_until_s = float("-inf")  # until then an interactive request is expected
         self.is_contended = False  # both kinds are present
-        self._in_flight: dict[
-            int, tuple[float, bool, bool]
-        ] = {}  # planned at, has bulk, was contended
+        self.is_overdue = False
+        self._waits_no_longer = False
+        # Of all steps so far: those that passed bulk by, and those with bulk.
+        self._passed_s = self._taken_s = 0.0
+        # The same two when it came, by bulk sequence; a rider is not passed by.
+        self._met: dict[Sequence, tuple[float, float]] = {}
+        self._in_flight: dict[int, _Planned] = {}
         self._last_end_s = float("-inf")
 
     def is_bulk(self, sequence: Sequence) -> bool:
@@ -42,25 +71,34 @@ class BulkTurns:
 
     def look(self, sequences: Iterable[Sequence]) -> None:
         """Looks at all running sequences and the next waiting ones, before a plan."""
-        self.is_contended = False
+        self.is_contended = self.is_overdue = self._waits_no_longer = False
         if self._share == 1:
             return
-        has_bulk = has_interactive = False
+        met, has_interactive, now = {}, False, (self._passed_s, self._taken_s)
         for sequence in sequences:
             if self.is_bulk(sequence):
-                has_bulk = True
+                met[sequence] = self._met.get(sequence, now)
             elif not has_interactive and self.is_interactive(sequence):
                 has_interactive = True
-            if has_bulk and has_interactive:
-                break
-        self.is_contended = has_bulk and has_interactive
+        self._met = met
+        self.is_contended = bool(met) and has_interactive
         if self.is_contended:
             self._interactive_until_s = self._clock() + RECENT_S
+            for passed_s, taken_s in met.values():
+                self._note_wait(self._passed_s - passed_s, self._taken_s - taken_s)
+
+    def _note_wait(self, passed_s: float, taken_s: float) -> None:
+        """Of one bulk sequence."""
+        if passed_s > max(PATIENCE_S, PASSED_PER_TAKEN * taken_s):
+            self.is_overdue = True
+        if passed_s > MAX_PASSED_S:
+            self.is_overdue = self._waits_no_longer = True
 
     @property
     def must_wait(self) -> bool:
-        """Whether bulk takes no part in the next step, if other sequences can run."""
-        return self.is_contended and self._saved_s < max(self._bulk_step_s, 1e-9)
+        """Whether bulk has no turn in the next step, if other sequences can run."""
+        has_saved = self._saved_s >= max(self._bulk_step_s, 1e-9)
+        return self.is_contended and not (has_saved or self._waits_no_longer)
 
     @property
     def is_interactive_near(self) -> bool:
@@ -71,27 +109,40 @@ class BulkTurns:
     def holds_planning(self) -> bool:
         """Whether the step in flight is a long one: requests that arrive meanwhile should be in the
         next step."""
-        return self.is_interactive_near and any(
-            has_bulk for _, has_bulk, _ in self._in_flight.values()
-        )
+        return self.is_interactive_near and any(one.is_turn for one in self._in_flight.values())
 
-    def note_planned(self, step: int, sequences: Iterable[Sequence]) -> None:
+    def max_riders(self, decoding: Iterable[Sequence]) -> int:
+        """How many bulk sequences may decode in a step without a turn of bulk."""
+        return sum(not self.is_bulk(sequence) for sequence in decoding) // ROWS_PER_RIDER
+
+    def note_planned(self, step: int, sequences: Iterable[Sequence], has_turn: bool) -> None:
+        """`has_turn`: bulk may take part, not only riders."""
         if self._share < 1:
-            has_bulk = self.is_interactive_near and any(map(self.is_bulk, sequences))
-            self._in_flight[step] = self._clock(), has_bulk, self.is_contended
+            bulk = tuple(filter(self.is_bulk, sequences)) if self.is_interactive_near else ()
+            self._in_flight[step] = _Planned(
+                self._clock(), has_turn and bool(bulk), self.is_contended, () if has_turn else bulk
+            )
 
     def note_done(self, step: int) -> None:
         if self._share == 1:
             return
-        planned_s, has_bulk, was_contended = self._in_flight.pop(step)
+        planned = self._in_flight.pop(step)
         now_s = self._clock()
-        seconds = min(now_s - max(planned_s, self._last_end_s), MAX_COUNTED_S)
+        seconds = min(now_s - max(planned.at_s, self._last_end_s), MAX_COUNTED_S)
         self._last_end_s = now_s
-        if has_bulk:
+        if planned.is_turn:
             self._bulk_step_s = seconds
-        if was_contended and has_bulk:
-            self._saved_s -= seconds
-        elif was_contended:
-            earned_s = seconds * self._share / (1 - self._share)
+            self._taken_s += seconds
+            if planned.was_contended:
+                # Bulk that waited too long took what was not saved; the next does not pay for it.
+                self._saved_s = max(self._saved_s - seconds, -seconds)
+        elif planned.was_contended:
+            self._passed_s += seconds
+            for rider in planned.riders:
+                if rider in self._met:
+                    passed_s, taken_s = self._met[rider]
+                    self._met[rider] = passed_s + seconds, taken_s
+            share = max(self._share, OVERDUE_SHARE) if self.is_overdue else self._share
+            earned_s = seconds * share / (1 - share)
             most_s = MAX_SAVED_STEPS * max(self._bulk_step_s, earned_s)
             self._saved_s = min(self._saved_s + earned_s, most_s)

@@ -182,13 +182,14 @@ class Scheduler:
         self._make_room()
         self._turns.look(chain(self._running, islice(self._waiting, self.max_rows)))
         chunks, admitted = self._plan_short() if self._turns.must_wait else ([], [])
-        if not chunks:
+        has_turn = not chunks
+        if has_turn:
             chunks, admitted = self._plan_all()
         self.admitted_ids = [chunk.sequence.id for chunk in admitted]
         assert chunks or self._in_flight or not self._sequences, (
             "requests wait, but nothing can run"
         )
-        plan = self._build_plan(chunks, admitted) if chunks else None
+        plan = self._build_plan(chunks, admitted, has_turn) if chunks else None
         self.cache.end_plan()
         return plan
 
@@ -196,7 +197,7 @@ class Scheduler:
     def _plan_all(self) -> tuple[list[Chunk], list[Chunk]]:
         chunks = self._plan_decodes()
         budget = self._prompt_budget(num_tokens_of(chunks))
-        if self._turns.is_contended:  # an interactive request is present
+        if self._turns.is_contended and not self._turns.is_overdue:
             budget = min(budget, max(self.page_size, self.mixed_step_tokens // 2))
         prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
         overtaking, admitted = self._plan_overtakers(prompts, budget)
@@ -207,8 +208,8 @@ class Scheduler:
         return chunks + overtaking + prefills + admitted, admitted
 
     def _plan_short(self) -> tuple[list[Chunk], list[Chunk]]:
-        """A step without bulk, which took part in an earlier one."""
-        chunks = self._plan_decodes(with_bulk=False)
+        """A step in which bulk only decodes, and little: it took part in an earlier one."""
+        chunks = self._plan_decodes(max_bulk=self._turns.max_riders(self._decoding))
         budget = self._prompt_budget(num_tokens_of(chunks))
         prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
         chunks += self._plan_prefills(
@@ -275,14 +276,16 @@ class Scheduler:
             self._running, self._waiting.num_tenants, self.max_rows, self.cache.num_pages
         )
 
-    def _plan_decodes(self, with_bulk: bool = True) -> list[Chunk]:
+    def _plan_decodes(self, max_bulk: int | None = None) -> list[Chunk]:
         chunks = []
         in_rank = self._in_rank()
         background = self._background()
         num_background = 0
         for sequence in [sequence for sequence in in_rank if sequence in self._decoding]:
-            if not with_bulk and self._turns.is_bulk(sequence):
-                continue
+            if max_bulk is not None and self._turns.is_bulk(sequence):
+                if max_bulk == 0:
+                    continue
+                max_bulk -= 1
             # In this order a victim has never been planned: planned ones come before `sequence`.
             num_left = self._limits[sequence].max_num_tokens - sequence.num_tokens
             if sequence.row is None or num_left <= 0:
@@ -511,7 +514,7 @@ class Scheduler:
         )
         return Chunk(sequence, sequence.row, start, num_tokens, samples, is_decode, num_new_pages)
 
-    def _build_plan(self, chunks: list[Chunk], admitted: list[Chunk]) -> StepPlan:
+    def _build_plan(self, chunks: list[Chunk], admitted: list[Chunk], has_turn: bool) -> StepPlan:
         page_updates, self._replaced_pages = self._replaced_pages, []
         page_updates += [chunk.new_pages for chunk in chunks if chunk.num_new_pages]
         if self.decode_tokens > 1:
@@ -532,7 +535,7 @@ class Scheduler:
                 chunk.sequence.max_in_flight += chunk.max_new_tokens
                 self._decoding.add(chunk.sequence)
         self._in_flight[plan.step] = chunks
-        self._turns.note_planned(plan.step, [chunk.sequence for chunk in chunks])
+        self._turns.note_planned(plan.step, [chunk.sequence for chunk in chunks], has_turn)
         self._num_steps += 1
         return plan
 

@@ -50,7 +50,7 @@ def build(given: dict[str, Any], engine: type[Any] = Engine) -> serve.Applicatio
         name="door",
         num_replicas=settings.doors,
         max_ongoing_requests=DOOR_REQUESTS,
-        ray_actor_options={"num_cpus": 1 if settings.cpus >= 1 else settings.cpus},
+        ray_actor_options=settings.door_options,
         graceful_shutdown_timeout_s=settings.drain_timeout,
     )
     application: serve.Application = doors.bind(engines)

@@ -1,14 +1,16 @@
 """Where HTTP enters: reads a request, lets the router choose an engine, and passes the reply on.
 
-A request whose engine is lost before the first byte of its reply is asked again elsewhere. After
-that, a client has part of a reply that no other engine could continue: its connection is closed.
+A request whose engine is lost before the first byte of its reply is asked again elsewhere. A stream
+under way goes on: another engine gets the request with the tokens so far, and continues behind
+them (`penstock.serve.journal`). Only replies that cannot be resumed end with their engine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -17,9 +19,13 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from penstock.ray.marked_stream import MarkedStream
+from penstock.serve.journal import MARKS_HEADER
+
 log = logging.getLogger("ray.serve")
 
 MAX_TRIES = 4
+PAUSE_S = 0.5  # before another try, and longer before the next: Ray needs time to see who is lost
 LOST = (RayActorError, RayServeException, ConnectionError)
 ROUTED_CHARS = 65536  # of a prompt: what is behind them does not decide where it goes
 
@@ -32,23 +38,51 @@ class Door:
         body = await request.body()
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         asked = (request.method, target, list(request.headers.items()), body, prompt_text(body))
-        for tries_left in reversed(range(MAX_TRIES)):
-            pieces = self._engines.remote(*asked)
+        status, headers, first, pieces = await self._ask(asked, None)
+        names = dict(headers)
+        is_marked = names.pop(MARKS_HEADER, None) is not None
+        rest = self._resumed(asked, first, pieces) if is_marked else _rest(first, pieces)
+        return StreamingResponse(rest, status, names)
+
+    async def _ask(self, asked: Any, resumed: Any) -> tuple[int, Any, bytes, Any]:
+        """The head of an answer, its first piece, and the others."""
+        for tries in range(1, MAX_TRIES + 1):
+            pieces = self._engines.remote(*asked, resumed)
             try:
-                status, headers = await anext(pieces)
                 # Errors of an engine that is about to end come before its first byte, too.
-                first = await anext(pieces, b"")
+                status, headers, first = await anext(pieces)
+                return status, headers, first, pieces
             except Exception as error:
-                if not is_lost(error) or not tries_left:
+                if not is_lost(error) or tries == MAX_TRIES:
                     raise
                 log.warning("an engine was lost before it replied; the request is sent again")
-                continue
-            names = dict(headers)
-            return StreamingResponse(_rest(first, pieces), status, names)
+                await asyncio.sleep(PAUSE_S * (tries - 1))
         raise AssertionError("the last try returns or raises")
 
+    async def _resumed(self, asked: Any, first: bytes, pieces: Any) -> AsyncIterator[bytes]:
+        """The events of a reply, without marks, from as many engines as it takes."""
+        stream = MarkedStream()
+        for tries in range(1, MAX_TRIES + 1):
+            rest = _rest(first, pieces)
+            try:
+                async for piece in rest:
+                    if events := stream.take(piece):
+                        yield events
+                yield stream.end()
+                return
+            except Exception as error:
+                if not is_lost(error) or not stream.may_resume or tries == MAX_TRIES:
+                    raise
+                log.warning("an engine was lost while it replied; its reply goes on elsewhere")
+                status, _, first, pieces = await self._ask(asked, stream.resume())
+                if status != 200:  # no engine says any more how the reply goes on
+                    pieces.cancel()
+                    raise
+            finally:
+                await rest.aclose()
 
-async def _rest(first: bytes, pieces: Any) -> AsyncIterator[bytes]:
+
+async def _rest(first: bytes, pieces: Any) -> AsyncGenerator[bytes]:
     """A client that is gone cancels its request, and with it the engine's."""
     is_complete = False
     try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 from penstock.commands.started_server import started_server
 from penstock.ray.local_http import Headers, LocalAnswer
 from penstock.ray.settings import RaySettings
+from penstock.serve.journal import RELAY_HEADER
 
 CHARS_PER_TOKEN = 4  # of a prompt that waits: Ray's numbers are about how much, not how many
 HEALTH_TIMEOUT_S = 20.0
@@ -21,9 +23,15 @@ class Engine:
         self._batch_s = settings.batch_ms / 1e3
         self._queued_tokens = 0
         self._life = contextlib.ExitStack()
+        self._key = secrets.token_hex(16)
         # Where Ray kills an actor, or a node with all of its actors, nothing is left behind.
         server = self._life.enter_context(
-            started_server(settings.words, lambda _: None, dies_with_us=True)
+            started_server(
+                settings.words,
+                lambda _: None,
+                dies_with_us=True,
+                variables={"PENSTOCK_RELAY_KEY": self._key},
+            )
         )
         address = urlsplit(server.url)
         assert address.hostname is not None
@@ -31,17 +39,35 @@ class Engine:
         self._host, self._port = address.hostname, address.port
 
     async def answer(
-        self, method: str, target: str, headers: Headers, body: bytes, text: str
-    ) -> AsyncIterator[tuple[int, Headers] | bytes]:
-        """The head, then the body in pieces. `text` is what the prompt says, for the router."""
+        self,
+        method: str,
+        target: str,
+        headers: Headers,
+        body: bytes,
+        text: str,
+        resumed: tuple[str, bytes] | None = None,
+    ) -> AsyncIterator[tuple[int, Headers, bytes] | bytes]:
+        """The head with the first piece of the body, as each message costs Ray some time, then
+        the other pieces. `text` is what the prompt says, for the router;
+        `resumed` a reply of a lost engine: its id, and what it had said."""
         num_tokens = len(text) // CHARS_PER_TOKEN
         self._queued_tokens += num_tokens
         answer = LocalAnswer(self._host, self._port, self._batch_s)
         try:
-            yield await answer.open(method, target, headers, body)
-            async for piece in answer.pieces():
-                self._queued_tokens -= num_tokens
-                num_tokens = 0
+            headers = [(name, value) for name, value in headers if name != RELAY_HEADER]
+            if resumed is None:
+                headers.append((RELAY_HEADER, self._key))
+            else:
+                reply_id, said = resumed
+                headers.append((RELAY_HEADER, f"{self._key} {reply_id} {len(said)}"))
+                body = said + body
+            status, named = await answer.open(method, target, headers, body)
+            pieces = answer.pieces()
+            first = await anext(pieces, b"")
+            self._queued_tokens -= num_tokens
+            num_tokens = 0
+            yield status, named, first
+            async for piece in pieces:
                 yield piece
         finally:
             self._queued_tokens -= num_tokens

@@ -9,6 +9,9 @@ from typing import Any
 from penstock.config import from_mapping, setting
 from penstock.errors import ConfigError
 
+HEAD = "node:__internal_head__"  # Ray's own name of a resource that only the head node has
+FRACTION = 0.001  # of a resource that only says where
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaySettings:
@@ -26,6 +29,11 @@ class RaySettings:
     downscale_delay: float = setting(300.0, "seconds without need before an engine ends")
     max_requests: int = setting(512, "requests of an engine at a time; others wait at the door")
     doors: int = setting(1, "replicas that accept HTTP")
+    doors_on: str = setting(
+        HEAD,
+        "resource of the nodes that doors run on; empty: any node. What a door's node takes with "
+        "it, no other continues",
+    )
     drain_timeout: float = setting(300.0, "seconds that running replies have when an engine ends")
     batch_ms: float = setting(
         50.0, "bytes of a reply are sent on together, at most so often, after the first ones"
@@ -60,6 +68,13 @@ class RaySettings:
     @property
     def num_gpus(self) -> int:
         return self.tp if self.gpus is None else self.gpus
+
+    @property
+    def door_options(self) -> dict[str, Any]:
+        """Ray's options of a door's actor. A head node often offers Ray no cores."""
+        if self.doors_on:
+            return {"num_cpus": 0, "resources": {self.doors_on: FRACTION}}
+        return {"num_cpus": min(1.0, self.cpus)}
 
     @property
     def words(self) -> list[str]:

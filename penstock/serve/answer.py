@@ -24,6 +24,7 @@ from penstock.config import ServeConfig
 from penstock.errors import DeadlineError, EngineDeadError, OverloadedError, PenstockError
 from penstock.serve.event_stream import EventStream
 from penstock.serve.intake import Place
+from penstock.serve.journal import MARKS_HEADER, current_journal, without_said
 from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, ReplyDelta, ScoredToken, TextStream, Usage
@@ -155,13 +156,22 @@ class Answer:
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = {"content-type": self._stream_type, **self._headers}
+        journal = current_journal()
+        if journal is not None:
+            own[MARKS_HEADER] = "1"
         headers = [*((k.encode(), v.encode()) for k, v in own.items()), *STREAM_HEADERS]
-        with EventStream(scope, send, headers, self._formatter.encode_heartbeat) as events:
+
+        def encode_heartbeat() -> bytes:
+            heartbeat = self._formatter.encode_heartbeat()
+            return heartbeat + journal.mark() if journal is not None else heartbeat
+
+        with EventStream(scope, send, headers, encode_heartbeat) as events:
 
             def deliver(delta: ReplyDelta) -> None:
-                if chunk := self._formatter.encode_chunk(
-                    delta
-                ):  # an empty one would end the answer
+                chunk = self._formatter.encode_chunk(delta)
+                if journal is not None:
+                    chunk = journal.marked(chunk)
+                if chunk:  # an empty one would end the answer
                     events.write(chunk, delta.is_prompt)
 
             try:
@@ -296,7 +306,7 @@ async def _receive_body(request: Request, place: Place, config: ServeConfig) -> 
         place.require_room()
         message = f"The body did not arrive within {config.read_timeout:g} seconds."
         raise HTTPException(408, message, UNREAD_HEADERS) from None
-    return b"".join(chunks)
+    return without_said(request.scope, b"".join(chunks))
 
 
 def _body_too_large(max_bytes: int) -> HTTPException:

@@ -29,6 +29,7 @@ from penstock.serve.error_answers import (
     answer_penstock_error,
 )
 from penstock.serve.intake import ReleasePlaces
+from penstock.serve.journal import Relayed
 from penstock.serve.llama_server import routes as llama_server_routes
 from penstock.serve.ollama import routes as ollama_routes
 from penstock.serve.openai import embeddings
@@ -81,6 +82,7 @@ def create_app(state: ServerState) -> Starlette:
     routes += batch_routes.routes(state, runner)
     in_front = [
         Middleware(TrailingSlashes),
+        Middleware(Relayed, key=state.config.relay_key),
         Middleware(RequestLog, metrics=state.metrics),
         *tracing_middleware(state.model_name),
         *access_middleware(state.config),

@@ -23,9 +23,10 @@ from penstock.errors import EngineDeadError, EngineLossError, OverloadedError, P
 from penstock.progress import OnPhase, Phase
 from penstock.serve.client import EXIT_GRACE_S, EngineClient, Receiver
 from penstock.serve.intake import Intake, Place
+from penstock.serve.journal import Journal, Said, current_journal
 from penstock.serve.replica import Launch, Replica, ReplicaReport
 from penstock.serve.routing import Load, Router
-from penstock.types import EngineInfo, Request, SessionInfo, TokenDelta
+from penstock.types import EngineInfo, FinishReason, Request, SessionInfo, TokenDelta
 
 log = logging.getLogger("penstock.serve")
 
@@ -50,6 +51,7 @@ class InFlight:
         "blame",
         "client",
         "is_running",
+        "journal",
         "load",
         "num_faults",
         "num_scored",
@@ -57,8 +59,11 @@ class InFlight:
         "said",
     )
 
-    def __init__(self, fleet: Fleet, request: Request, receiver: Receiver) -> None:
+    def __init__(
+        self, fleet: Fleet, request: Request, receiver: Receiver, journal: Journal | None = None
+    ) -> None:
         self.request = request
+        self.journal = journal
         self.said: list[int] = []
         self.num_scored = 0  # tokens of the prompt whose scores have arrived
         self.client: EngineClient | None = None  # None: it waits for one
@@ -70,7 +75,8 @@ class InFlight:
         self._receiver = receiver
         self._awaits_token = True  # the first from its current engine
         self._num_tokens_due = 0  # that the engine computes before that
-        self._num_cached_tokens: int | None = None  # of the prompt, on its first engine
+        # Of the prompt, on its first engine.
+        self._num_cached_tokens = None if journal is None else journal.num_cached
 
     @property
     def is_suspect(self) -> bool:
@@ -81,12 +87,25 @@ class InFlight:
             self.is_running = True
             return
         self.said += delta.token_ids
+        if self.journal is not None:
+            self.journal.note(delta)
         if self._awaits_token:
             self._note_first_news(delta)
         # Clients see the number of its first engine.
         if self._num_cached_tokens != delta.num_cached_tokens:
             delta = msgspec.structs.replace(delta, num_cached_tokens=self._num_cached_tokens)
         if delta.finish is not None:
+            self._fleet.forget(self)
+        self._receiver.take(delta)
+
+    def replay(self, token_ids: Sequence[int], finish: FinishReason | None) -> None:
+        """As if an engine had said these tokens."""
+        self.said += token_ids
+        num_cached = self._num_cached_tokens or 0
+        delta = TokenDelta(
+            self.request.id, tuple(token_ids), finish=finish, num_cached_tokens=num_cached
+        )
+        if finish is not None:
             self._fleet.forget(self)
         self._receiver.take(delta)
 
@@ -149,6 +168,7 @@ class Fleet:
         self._waiting: dict[InFlight, asyncio.TimerHandle] = {}
         self._on_trial: InFlight | None = None  # the only suspect that has, or waits for, an engine
         self._suspects: dict[InFlight, None] = {}  # the others
+        self._replaying: InFlight | None = None
         self._infos: dict[int, EngineInfo] = {}  # of every replica that has started, latest
         self._started = asyncio.Event()  # all have started once, or one never will
         self._idle = asyncio.Event()
@@ -222,11 +242,20 @@ class Fleet:
         except OverloadedError:
             place.release()
             raise
+        journal = current_journal()
+        if journal is not None and len(receivers) > 1:
+            journal.give_up()
+            journal = None
         for request, receiver in receivers:
             assert request.tenant == place.tenant, "a reply gives its tenant's place back"
-            self._start(
-                InFlight(self, _with_seed(request, self._seeds), receiver), self._available()
-            )
+            request = _with_seed(request, self._seeds, journal)
+            inflight = InFlight(self, request, receiver, journal)
+            if journal is None or journal.replayed is None:
+                self._start(inflight, self._available())
+            else:
+                self._register(inflight)
+                # When the caller is prepared for what the reply says at once.
+                asyncio.get_running_loop().call_soon(self._replay, inflight, journal.replayed)
 
     def go_on(self, request_id: str, request: Request, receiver: Receiver) -> None:
         """Continues with another request in the place of one: in the queue, and on the same
@@ -234,26 +263,52 @@ class Fleet:
         """
         if self.failure is not None:
             raise self.failure
-        following = InFlight(self, _with_seed(request, self._seeds), receiver)
-        same: list[int] = []
         inflight = self._in_flight.get(request_id)
+        journal = None if inflight is None else inflight.journal
+        following = InFlight(self, _with_seed(request, self._seeds), receiver, journal)
+        same: list[int] = []
         if inflight is not None:
             following.num_faults = inflight.num_faults
             same = [r.index for r in self._replicas if r.client is inflight.client]
         available = [index for index in same if index in self._available()]
         # Even if it is full: the other one's place becomes free.
         self.intake.replies.take(request.tenant)
-        # Before the other one ends: then its row is free, and this one is next.
-        self._start(following, available or self._available())
+        if inflight is not None and inflight is self._replaying:
+            self._register(following)
+            self._replaying = following
+        else:
+            # Before the other one ends: then its row is free, and this one is next.
+            self._start(following, available or self._available())
         self.abort(request_id)
 
     def _start(self, inflight: InFlight, available: list[int]) -> None:
-        """For a request that has a place in the queue."""
+        self._register(inflight)
+        self._place(inflight, available)
+
+    def _register(self, inflight: InFlight) -> None:
+        """A request that has a place in the queue."""
         request = inflight.request
         assert request.id not in self._in_flight, f"request id {request.id} is in use"
         self._in_flight[request.id] = inflight
         self._idle.clear()
-        self._place(inflight, available)
+
+    def _replay(self, inflight: InFlight, said: Said) -> None:
+        """Continues a reply of another server: its receiver takes what that one had said."""
+        journal = inflight.journal
+        assert journal is not None
+        self._replaying, journal.is_replaying = inflight, True
+        for place, token_ids in enumerate(said.deltas, 1):
+            one = self._replaying
+            if self._in_flight.get(one.request.id) is not one:
+                break  # it has ended, or its client has gone
+            try:
+                one.replay(token_ids, said.finish if place == len(said.deltas) else None)
+            except Exception as error:
+                one.give_up(error)
+        one, self._replaying, journal.is_replaying = self._replaying, None, False
+        if self._in_flight.get(one.request.id) is one:
+            self.num_moves += 1
+            self._place(one, self._available())
 
     def abort(self, request_id: str) -> None:
         """Its receiver gets no more deltas."""
@@ -512,12 +567,17 @@ def _reason_of(error: Exception) -> PenstockError:
     )
 
 
-def _with_seed(request: Request, seeds: random.Random) -> Request:
+def _with_seed(request: Request, seeds: random.Random, journal: Journal | None = None) -> Request:
     """Sets a seed if there is none: two engines must not sample alike, and a third may have to
     continue."""
-    if request.sampling.temperature == 0 or request.sampling.seed is not None:
-        return request
-    return replace(request, sampling=replace(request.sampling, seed=seeds.getrandbits(63)))
+    sampling = request.sampling
+    if sampling.temperature != 0 and sampling.seed is None:
+        seed = None if journal is None or journal.replayed is None else journal.replayed.seed
+        sampling = replace(sampling, seed=seeds.getrandbits(63) if seed is None else seed)
+        request = replace(request, sampling=sampling)
+    if journal is not None:
+        journal.begin(request)
+    return request
 
 
 def _unsurvived() -> EngineLossError:

@@ -19,6 +19,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.serve.journal import open_journal
 from penstock.serve.metrics import Metrics
 from penstock.serve.page.files import PAGE_PATHS
 from penstock.serve.text_stream import Usage
@@ -82,7 +83,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
-        reply_id = uuid.uuid4().hex
+        reply_id = scope.get("request_id") or uuid.uuid4().hex  # a relay resumes a reply
         brought = Headers(scope=scope).get("x-request-id", "")
         id = brought if _CLIENTS_ID.fullmatch(brought) else reply_id
         record = RequestRecord(id, reply_id, scope["method"], scope["path"])
@@ -91,6 +92,7 @@ class RequestLog:
             (b"request-id", id.encode()),
         ]  # the second is Anthropic's
         scope["request_id"] = reply_id
+        open_journal(scope)
         scope["record"] = record
 
         async def send_with_id(message: Message) -> None:

@@ -77,6 +77,7 @@ class StubEngine(Engine):
     def __init__(self, settings: RaySettings) -> None:
         self._batch_s = settings.batch_ms / 1e3
         self._queued_tokens = 0
+        self._key = "of-nobody"
         self._host, self._port = "127.0.0.1", STUB_PORT
 
     def __del__(self) -> None:

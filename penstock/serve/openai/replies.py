@@ -15,6 +15,7 @@ import msgspec
 from penstock.errors import PenstockError, RequestError
 from penstock.serve.answer import Choice, Pieces, Scores
 from penstock.serve.event_stream import HEARTBEAT_COMMENT
+from penstock.serve.journal import current_journal
 from penstock.serve.openai.output_options import PLAIN_OUTPUT, OutputOptions
 from penstock.serve.openai.scores import ChatScores, CompletionScores, PromptLogprobs
 from penstock.serve.text_stream import ReplyDelta, ReplyExtra, Usage
@@ -53,9 +54,10 @@ class OpenAIReplyFormat(ABC):
         output: OutputOptions = PLAIN_OUTPUT,
         fingerprint: str = "",
     ) -> None:
+        journal = current_journal()
         self._head = {
             "id": f"{self.id_prefix}-{request_id}",
-            "created": int(time.time()),
+            "created": (journal and journal.created) or int(time.time()),
             "model": model,
         }
         if fingerprint:

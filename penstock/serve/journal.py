@@ -1,0 +1,139 @@
+"""Replies that outlive their server: what a relay in front of it needs to continue them elsewhere.
+
+A relay, such as a door of `penstock.ray`, proves itself by a key. Between the events of its streams
+it finds marks: each says which tokens the events since the last mark were made of. If this server
+is lost, the relay forgets what came after the last mark, and asks another server the same with
+these tokens. That one lets its replies take the tokens as if an engine had said them, sends nothing
+of it, and continues behind them as `Fleet` does when an engine is lost. So the state of
+detokenizer, parser, stop strings and budgets is what it was, and so are numbers of tokens.
+
+Streams with several replies, or with scores of a prompt, have marks without tokens: they end with
+their server. So do those of /v1/responses, whose items have random ids.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import time
+from contextvars import ContextVar
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.types import FinishReason, Request, TokenDelta
+
+RELAY_HEADER = "x-penstock-relay"  # the key; to resume: the key, a reply's id, bytes of its tokens
+MARKS_HEADER = "x-penstock-marks"  # of an answer that has marks
+MARK_BEGIN, MARK_END = b"\x1e", b"\n"  # JSON has no such byte, and neither has any event
+UNRESUMABLE = ("/v1/responses",)
+_REPLY_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class Said(msgspec.Struct, omit_defaults=True):
+    """A reply so far; or, as a mark, what is new of it."""
+
+    id: str = ""
+    created: int = 0
+    seed: int | None = None
+    num_cached: int | None = None
+    deltas: list[list[int]] = []  # tokens that made events together
+    finish: FinishReason | None = None
+    is_lost: bool = False  # it cannot be resumed
+
+    def add(self, mark: Said) -> None:
+        self.id, self.created = mark.id or self.id, mark.created or self.created
+        self.seed = self.seed if mark.seed is None else mark.seed
+        self.num_cached = self.num_cached if mark.num_cached is None else mark.num_cached
+        self.deltas += mark.deltas
+        self.finish = mark.finish if mark.deltas else self.finish
+        self.is_lost |= mark.is_lost
+
+
+class Journal:
+    """Of one reply on this server."""
+
+    def __init__(self, reply_id: str) -> None:
+        self.replayed: Said | None = None
+        self.is_replaying = False
+        self.num_cached: int | None = None
+        self._new = Said(id=reply_id, created=int(time.time()))
+        self._tokens: list[int] = []  # since the last mark
+
+    @property
+    def created(self) -> int | None:
+        return None if self.replayed is None else self.replayed.created
+
+    def resume(self, data: bytes) -> None:
+        self.replayed = msgspec.json.decode(data, type=Said)
+        self.num_cached = self.replayed.num_cached
+        self._new = Said()
+
+    def give_up(self) -> None:
+        """There are several replies: none of them is resumed."""
+        self._new.is_lost = True
+
+    def begin(self, request: Request) -> None:
+        self._new.seed = request.sampling.seed
+        if request.sampling.prompt_logprobs is not None:
+            self.give_up()
+
+    def note(self, delta: TokenDelta) -> None:
+        """Before it becomes text."""
+        self._tokens += delta.token_ids
+        if self.num_cached is None:
+            self.num_cached = self._new.num_cached = delta.num_cached_tokens
+        self._new.finish = delta.finish
+
+    def marked(self, events: bytes) -> bytes:
+        """With what they were made of; nothing of what the client has."""
+        if self.is_replaying or not events:
+            return b""
+        return events + self.mark()
+
+    def mark(self) -> bytes:
+        new, self._new = self._new, Said()
+        new.deltas, self._tokens = [self._tokens] if self._tokens else [], []
+        return MARK_BEGIN + msgspec.json.encode(new) + MARK_END
+
+
+_JOURNAL: ContextVar[Journal | None] = ContextVar("journal", default=None)
+
+
+def current_journal() -> Journal | None:
+    """Of the request that this task answers; None: it came from no relay."""
+    return _JOURNAL.get()
+
+
+class Relayed:
+    """Gives requests of a relay their journal, and the id of the reply that they resume."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app = app
+        self._key = key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sent = ""
+        if self._key and scope["type"] == "http":
+            sent = Headers(scope=scope).get(RELAY_HEADER, "")
+        key, *resumed = sent.split(" ")
+        if self._key and hmac.compare_digest(key.encode(), self._key.encode()):
+            if len(resumed) == 2 and _REPLY_ID.fullmatch(resumed[0]) and resumed[1].isdigit():
+                scope["request_id"], scope["said_bytes"] = resumed[0], int(resumed[1])
+            scope["is_relayed"] = not scope["path"].startswith(UNRESUMABLE)
+        await self._app(scope, receive, send)
+
+
+def open_journal(scope: Scope) -> None:
+    """When the request has its id."""
+    _JOURNAL.set(Journal(scope["request_id"]) if scope.get("is_relayed") else None)
+
+
+def without_said(scope: Scope, body: bytes) -> bytes:
+    """The client's part of a body, without what a relay put before it."""
+    num_bytes: int = scope.get("said_bytes", 0)
+    journal = current_journal()
+    if num_bytes and journal is not None:
+        journal.resume(body[:num_bytes])
+    return body[num_bytes:]
