@@ -19,14 +19,14 @@ SCHEMA = {
 }
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 BODIES: dict[str, dict[str, Any]] = {
-    "greedy": {"max_tokens": 80},
+    "greedy": {"max_tokens": 40},
     "stop string": {"max_tokens": 80, "stop": ["####", "marbles ar"]},
-    "thinking budget": {"max_tokens": 60, **THINKING, "thinking": {"budget_tokens": 9}},
+    "thinking budget": {"max_tokens": 40, **THINKING, "thinking": {"budget_tokens": 9}},
     "thinking share": {"max_tokens": 40, **THINKING},
-    "drawn": {"max_tokens": 60, "temperature": 0.9, "seed": 5, "n": 3},
-    "log-probabilities": {"max_tokens": 30, "logprobs": True, "top_logprobs": 3},
-    "penalties": {"max_tokens": 40, "frequency_penalty": 0.8, "repetition_penalty": 1.2},
-    "logit bias": {"max_tokens": 30, "logit_bias": {"220": -5}},
+    "drawn": {"max_tokens": 24, "temperature": 0.9, "seed": 5, "n": 3},
+    "log-probabilities": {"max_tokens": 20, "logprobs": True, "top_logprobs": 3},
+    "penalties": {"max_tokens": 24, "frequency_penalty": 0.8, "repetition_penalty": 1.2},
+    "logit bias": {"max_tokens": 16, "logit_bias": {"220": -5}},
     "schema": {
         "max_tokens": 60,
         "response_format": {
