@@ -37,7 +37,7 @@ def drafting(path: Path, config: dict[str, Any] = LLAMA, **settings: Any) -> Eng
 
 def some_requests() -> list[Request]:
     free = [
-        request(f"r{n}", prompt(n, n), max_tokens=30, temperature=0.8 * (n % 2), seed=n)
+        request(f"r{n}", prompt(n, n), max_tokens=20, temperature=0.8 * (n % 2), seed=n)
         for n in (1, 4, 63, 64, 150)
     ]
     return [*free, constrained("person", token_ids=prompt(9))]

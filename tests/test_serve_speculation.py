@@ -44,7 +44,14 @@ def servers() -> Iterator[tuple[Server, Server]]:
         yield plain, drafting
 
 
-@pytest.mark.parametrize("name", BODIES)
+# The others are laws of test_speculation.py too; these are what a server adds.
+EVERYDAY = ("greedy", "stop string", "thinking budget", "drawn", "schema")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in BODIES],
+)
 def test_an_answer_with_drafts_is_the_answer_without(
     servers: tuple[Server, Server], name: str
 ) -> None:
