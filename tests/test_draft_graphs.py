@@ -114,7 +114,7 @@ def test_logits_of_fixed_steps_may_be_changed_by_any_option(
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("num_drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_fixed_steps_draft_what_the_head_drafts(num_drafts: int, overlap: bool) -> None:
     """The same drafts as steps of any size make, with chunks, hits and rows that come and go."""

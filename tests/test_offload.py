@@ -106,7 +106,6 @@ def convert(model: Path, output: Path, made_for: str = "cpu") -> Path:
     return output
 
 
-@pytest.mark.bitwise
 @pytest.mark.parametrize("name", some_formats("fp8", "int4", "gptq", "nvfp4", "mlx"))
 def test_files_say_what_the_resident_model_says(name: str, tmp_path: Path) -> None:
     """Converted files, with and without RAM of their own, and with room for all experts; and the
