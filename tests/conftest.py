@@ -29,10 +29,38 @@ if TYPE_CHECKING:
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `thinned`, few variants have every value of every parameter; the others of
+    the cross product are slow.
+    """
+    variants: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        is_rare = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
+        if item.get_closest_marker("thinned") and isinstance(item, pytest.Function) and not is_rare:
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in variants.values():
+        seen: set[tuple[str, str]] = set()
+        while group:
+            news = [_values_of(item) - seen for item in group]
+            best = max(range(len(group)), key=lambda place: len(news[place]))
+            if not news[best]:
+                break
+            seen |= news[best]
+            group.pop(best)
+        for item in group:
+            item.add_marker(pytest.mark.slow)
+
+
+def _values_of(item: pytest.Function) -> set[tuple[str, str]]:
+    return {(name, repr(value)) for name, value in item.callspec.params.items()}
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     # libraries and tests stay: to look through them again and again took an eighth of the time
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # few objects of a test are in cycles
 
 
 def pytest_sessionfinish() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -263,6 +264,13 @@ FORMATS = {
     "mxfp4": Format(_groups("mxfp4-pack-quantized", **_FP4, group_size=32), pack_mxfp4, "mxfp4"),
     "mlx": Format(_MLX, pack_mlx, "int4 g32", key="quantization", quantizes_vocabulary=True),
 }
+
+
+def some_formats(*everyday: str) -> list[Any]:
+    """Parameters of a test: all formats, of which the others are slow."""
+    assert FORMATS.keys() >= set(everyday)
+    slow = pytest.mark.slow
+    return [name if name in everyday else pytest.param(name, marks=slow) for name in FORMATS]
 
 
 def plain_state(config: dict[str, Any]) -> dict[str, Tensor]:

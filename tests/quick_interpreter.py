@@ -2,7 +2,8 @@
 every CPU.
 
 A launch puts the interpreter's functions in the place of the language's, and every device function
-that a kernel calls would do so again. A reduction or scan with a function of our own is done
+that a kernel calls would do so again. Every tensor would wrap its shape into new objects, and every
+operation list the types that numpy has for Triton's. A reduction or scan with a function of our own is done
 element by element, each wrapped into a tensor: a hundred thousand Python calls for one state of a
 DeltaNet head, where whole slices can be combined in the same order. Where an interpreter is made
 otherwise inside, nothing is replaced and the tests only take longer.
@@ -27,6 +28,9 @@ from triton.runtime import interpreter
 def quicken() -> None:
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+    if hasattr(interpreter, "_get_np_dtype"):
+        interpreter._get_np_dtype = _once_a_type(interpreter._get_np_dtype)
+    tl.tensor.__init__ = _once_a_shape(tl.tensor.__init__)
     for name, slow, quick in (
         ("ReduceOps", "generic_reduce", _reduce_slices),
         ("ScanOps", "generic_scan", _scan_slices),
@@ -52,6 +56,34 @@ def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return interpreter._LangPatchScope()  # of nothing: the launch restores what it has patched
 
     return patch_what_is_not
+
+
+def _once_a_type(numpy_type: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
+    known: dict[str, np.dtype] = {}
+
+    def known_or_found(dtype: Any) -> np.dtype:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = numpy_type(dtype)
+        return known[name]
+
+    return known_or_found
+
+
+def _once_a_shape(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init_with_known_shape(tensor: Any, handle: Any, type: Any) -> None:
+        shape = type.shape if type.is_block() else ()
+        if shape in known:
+            tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+            tensor.shape, tensor.numel = known[shape]
+            return
+        init(tensor, handle, type)
+        if vars(tensor).keys() == {"handle", "type", "dtype", "shape", "numel"}:
+            known[shape] = tensor.shape, tensor.numel
+
+    return init_with_known_shape
 
 
 def _running(ops: Any, parts: tuple[Any, ...], axis: int) -> list[tuple[np.ndarray, ...]]:

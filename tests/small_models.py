@@ -63,6 +63,15 @@ LLAMA: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 FAMILIES = {"hybrid_moe": HYBRID_MOE, "hybrid_dense": HYBRID_DENSE, "llama": LLAMA}
+# For laws of the engine, which take many steps: two layers with states, so that one could take the
+# other's, and one with keys.
+_FEW_LAYERS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+    "full_attention_interval": 3,
+}
+SHALLOW_MOE, SHALLOW_DENSE = HYBRID_MOE | _FEW_LAYERS, HYBRID_DENSE | _FEW_LAYERS
+SHALLOW_FAMILIES = {"hybrid_moe": SHALLOW_MOE, "hybrid_dense": SHALLOW_DENSE, "llama": LLAMA}
 
 
 def load_weights(path: Path, **settings: Any) -> Any:
@@ -76,6 +85,7 @@ def load_weights(path: Path, **settings: Any) -> Any:
 
 def make_engine(config: dict[str, Any], **settings: Any) -> Engine:
     given = {"random_weights": True, "device": "cpu", "deterministic": True, "max_model_len": 1024}
+    given["memory_gb"] = 0.02  # to zero a gigabyte takes longer than most tests
     engine_config = EngineConfig(**{**given, **settings})
     return Engine.from_source(ModelSource(name="small", path=None, config=config), engine_config)
 

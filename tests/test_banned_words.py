@@ -12,7 +12,7 @@ from penstock.errors import RequestError
 from penstock.text.prompt import build_requests
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Request, SamplingParams
-from small_models import FAMILIES, LLAMA, make_engine, prompt, request, run, tokens_of
+from small_models import LLAMA, SHALLOW_FAMILIES, make_engine, prompt, request, run, tokens_of
 from test_grammar_masks import ENDS, PERSON_GRAMMAR, engine_of
 from test_laws import tight_budget
 
@@ -30,13 +30,14 @@ def test_only_the_token_that_would_complete_a_word_is_forbidden() -> None:
     assert not BannedWords([])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("settings", [{}, {"overlap": True, "deterministic": False}])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SHALLOW_FAMILIES)
 def test_a_reply_goes_another_way_where_a_banned_word_would_come(
     family: str, settings: dict[str, Any]
 ) -> None:
     """Greedily, so that the reply without it is known; beside one that is free."""
-    engine = make_engine(FAMILIES[family], **settings)
+    engine = make_engine(SHALLOW_FAMILIES[family], **settings)
     free = request("free", prompt(70), max_tokens=30)
     said = tokens_of(run(engine, free)["free"])
     words = ((said[0],), tuple(said[10:13]), tuple(said[20:22]))

@@ -21,6 +21,7 @@ def said(engine: Any) -> list[Any]:
     return [logprobs_of(run(engine, one)[one.id]) for one in given]
 
 
+@pytest.mark.thinned
 @pytest.mark.bitwise
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("family", FAMILIES)

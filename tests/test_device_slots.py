@@ -64,6 +64,7 @@ def said(engine: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thinned
 @pytest.mark.bitwise
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 @pytest.mark.parametrize("size", [FEW, SOME, MOST])

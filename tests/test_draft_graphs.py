@@ -22,7 +22,7 @@ from penstock.engine.step_times import measure_steps
 from penstock.layers.inputs import StateCache
 from penstock.types import KeptState, RowPlan, StepPlan
 from scripted_drafter import EVERY_PLACE, drafting_engine
-from small_models import FAMILIES, LLAMA, make_engine, prompt, request, run, tokens_of
+from small_models import LLAMA, SHALLOW_FAMILIES, make_engine, prompt, request, run, tokens_of
 from test_gpu import prefill_rows, synchronising_is_an_error
 from test_speculation import WITH_HEAD, assert_same
 
@@ -73,8 +73,8 @@ def test_fixed_steps_say_what_plain_steps_say(name: str) -> None:
     ]
     requests = [dataclasses.replace(one, sampling=_without_logprobs(one)) for one in requests]
     settings: dict[str, Any] = {"max_rows": 6}
-    plain = run(make_engine(FAMILIES[name], **settings), *requests)
-    engine = drafting_engine(FAMILIES[name], plain, EVERY_PLACE, **settings)
+    plain = run(make_engine(SHALLOW_FAMILIES[name], **settings), *requests)
+    engine = drafting_engine(SHALLOW_FAMILIES[name], plain, EVERY_PLACE, **settings)
     drafts = with_fixed_steps(engine)
     assert_same(plain, run(engine, *requests), in_bits=False)
     assert drafts.num_replayed > 10
@@ -85,6 +85,7 @@ def _without_logprobs(one: Any) -> Any:
     return dataclasses.replace(one.sampling, logprobs=None)
 
 
+@pytest.mark.thinned
 @pytest.mark.bitwise
 @pytest.mark.parametrize(
     "sampling",
@@ -113,7 +114,7 @@ def test_logits_of_fixed_steps_may_be_changed_by_any_option(
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("num_drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_fixed_steps_draft_what_the_head_drafts(num_drafts: int, overlap: bool) -> None:
     """The same drafts as steps of any size make, with chunks, hits and rows that come and go."""

@@ -176,6 +176,7 @@ WORLDS = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", WORLDS)
 def test_drafts_are_never_slower_than_plain_by_more_than_two_per_cent(name: str, seed: int) -> None:

@@ -165,11 +165,11 @@ def test_greedy_text_is_that_of_transformers(llm: LLM, reference: Qwen3_5MoeForC
             tools=conversation.tools,
             enable_thinking=conversation.enable_thinking,
         )
-        ours = llm.generate(prompt, SamplingParams(max_tokens=48)).pop()
+        ours = llm.generate(prompt, SamplingParams(max_tokens=24)).pop()
         with torch.inference_mode():
             ids = reference.generate(
                 torch.tensor([prompt]),
-                max_new_tokens=48,
+                max_new_tokens=24,
                 do_sample=False,
                 eos_token_id=list(llm.tokenizer.eos_token_ids),
                 pad_token_id=0,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernel_checks import PLACES
-from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, write
+from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, some_formats, write
 from penstock.errors import ConfigError
 from penstock.models import build_model
 from penstock.ops.reference import moe as reference
@@ -68,7 +68,7 @@ PACKED = {**HYBRID_MOE, "moe_intermediate_size": 64, "shared_expert_intermediate
 PACKED |= {"linear_value_head_dim": 32}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", some_formats("fp8", "int8", "gptq", "nvfp4", "mlx"))
 def test_ranks_keep_whole_experts_of_a_packed_checkpoint(tmp_path: Path, name: str) -> None:
     form = FORMATS[name]
     packed, _ = pack_state(plain_state(PACKED), form)

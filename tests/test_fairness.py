@@ -43,6 +43,7 @@ def steps_until(world: World, name: str, most: int = 1000) -> int:
 # Short prompts and long ones
 
 
+@pytest.mark.thinned
 @KINDS
 @pytest.mark.parametrize("number", [1, 8])
 @pytest.mark.parametrize("num_before", [0, 3])
@@ -115,6 +116,7 @@ def plans_of(requests: list[Request], setup: Setup) -> list[list[tuple[int, int,
     return [[(row.row, row.start, row.num_tokens) for row in plan.rows] for plan in world.plans]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("length", [3, 16, 17, 40, 100])
 @pytest.mark.parametrize("mixed", [None, 8])
 def test_prompts_of_one_length_are_planned_in_order(
@@ -209,6 +211,7 @@ def test_alone_a_tenant_uses_every_row() -> None:
     assert world.scheduler.num_preemptions == 0
 
 
+@pytest.mark.thinned
 @KINDS
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_tenant_without_rows_gets_its_share_of_them(num_slots: int, depth: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.engine import Engine
 from penstock.text.grammar import json_schema_grammar, regex_grammar
 from penstock.types import Request, TokenDelta
-from small_models import HYBRID_MOE, LLAMA, drain, prompt, request, run, tokens_of
+from small_models import LLAMA, SHALLOW_MOE, drain, prompt, request, run, tokens_of
 from test_grammar_masks import ENDS, PERSON_GRAMMAR, VOCAB_SIZE, constrained, engine_of
 from test_laws import tight_budget
 
@@ -62,9 +62,10 @@ def num_sampled(engine: Engine, one: Request) -> int:
     return num_steps
 
 
-WITH_HEAD = {**HYBRID_MOE, "mtp_num_hidden_layers": 1}
+WITH_HEAD = {**SHALLOW_MOE, "mtp_num_hidden_layers": 1}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("speculate", ["mtp:2", "ngram:3"])
 def test_drafts_and_what_is_forced_take_turns(speculate: str, overlap: bool) -> None:
@@ -87,7 +88,8 @@ def test_drafts_and_what_is_forced_take_turns(speculate: str, overlap: bool) -> 
     assert alone[1] < 0.8 * alone[0]
 
 
-@pytest.mark.parametrize("config", [LLAMA, HYBRID_MOE], ids=["llama", "hybrid"])
+@pytest.mark.thinned
+@pytest.mark.parametrize("config", [LLAMA, SHALLOW_MOE], ids=["llama", "hybrid"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_is_said_in_fewer_steps(config: dict[str, Any], overlap: bool) -> None:
     """Greedy and drawn, beside others without a grammar, over boundaries of pages."""
@@ -161,11 +163,11 @@ def test_deterministic_engines_sample_every_token() -> None:
 
 def test_preempted_replies_and_aborted_ones_return_what_they_held() -> None:
     requests = [form(f"r{seed}", seed=seed, token_ids=prompt(60 + seed)) for seed in range(4)]
-    config = {**HYBRID_MOE, "vocab_size": VOCAB_SIZE}
+    config = {**SHALLOW_MOE, "vocab_size": VOCAB_SIZE}
     settings: dict[str, Any] = {"max_model_len": 192, "memory_gb": 1.2 * tight_budget(config)}
-    plain, forced = both(HYBRID_MOE, *requests, **settings)
+    plain, forced = both(SHALLOW_MOE, *requests, **settings)
     assert_same(plain, forced)
-    engine = engine_of(HYBRID_MOE, deterministic=False, **settings)
+    engine = engine_of(SHALLOW_MOE, deterministic=False, **settings)
     before = engine.stats()
     for one in requests:
         engine.submit(one)

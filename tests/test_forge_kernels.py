@@ -61,7 +61,7 @@ def kernel_design(**choices: str) -> Design:
     "design",
     [
         kernel_design(cache="pages", graphs="all"),
-        kernel_design(graphs="all", passes="all"),
+        pytest.param(kernel_design(graphs="all", passes="all"), marks=pytest.mark.slow),
         kernel_design(graphs="decode", prefill="looped", vector_rows="2"),
         pytest.param(kernel_design(projection="library"), marks=pytest.mark.slow),
     ],

@@ -30,7 +30,7 @@ from penstock.text.grammar import (
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Request, SamplingParams, TokenDelta
 from penstock.wire import Submit, encode_frame
-from small_models import HYBRID_MOE, LLAMA, drain, logprobs_of, prompt, request, run, tokens_of
+from small_models import LLAMA, SHALLOW_MOE, drain, logprobs_of, prompt, request, run, tokens_of
 from test_laws import tight_budget
 
 TOKENIZER = Tokenizer.load(None)
@@ -83,7 +83,7 @@ def assert_person(deltas: list[TokenDelta]) -> None:
     ("config", "knobs"),
     [
         (LLAMA, {}),
-        (HYBRID_MOE, {}),
+        (SHALLOW_MOE, {}),
         (LLAMA, {"temperature": 0.0}),
         pytest.param(LLAMA, {"temperature": 3.0}, marks=pytest.mark.slow),
         (LLAMA, {"top_k": 5, "top_p": 0.9}),
@@ -109,7 +109,7 @@ def test_rows_beside_constrained_ones_draw_what_they_draw_alone() -> None:
         assert tokens_of(together[one.id]) == tokens_of(alone)
 
 
-@pytest.mark.parametrize("config", [LLAMA, HYBRID_MOE], ids=["llama", "hybrid"])
+@pytest.mark.parametrize("config", [LLAMA, SHALLOW_MOE], ids=["llama", "hybrid"])
 def test_overlapped_steps_change_nothing(config: dict[str, Any]) -> None:
     requests = some_of_each()[: 5 if config is LLAMA else 2]
     plain = run(engine_of(config, overlap=False), *requests)

@@ -45,12 +45,12 @@ from penstock.types import (
     SamplingParams,
     StepPlan,
 )
-from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
+from small_models import SHALLOW_FAMILIES, make_engine, prompt, request, run, tokens_of
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=SHALLOW_FAMILIES)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return FAMILIES[request.param]
+    return SHALLOW_FAMILIES[request.param]
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 8, 9, 64, 100, 256])
@@ -129,7 +129,7 @@ def test_pages_that_kernels_cannot_read_are_refused_on_a_gpu() -> None:
 
 
 def test_steps_may_be_too_short_for_any_captured_prompt() -> None:
-    runner = make_engine(FAMILIES["llama"], max_rows=2).runner
+    runner = make_engine(SHALLOW_FAMILIES["llama"], max_rows=2).runner
     launches = PrefillGraphs(
         runner.model, runner.caches, runner.rows, True, max_step_tokens=32
     ).warmup
@@ -205,7 +205,7 @@ def test_an_excerpt_launches_whatever_the_model_launches(config: dict[str, Any])
 
 def test_layers_that_differ_in_a_number_are_of_two_kinds() -> None:
     """As where only some of them look back further than a window."""
-    config = FAMILIES["llama"] | {
+    config = SHALLOW_FAMILIES["llama"] | {
         "num_hidden_layers": 8,
         "use_sliding_window": True,
         "sliding_window": 32,
@@ -300,7 +300,7 @@ def test_one_table_says_how_a_step_is_launched(
     without: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runner = make_engine(FAMILIES["llama"], max_rows=2).runner
+    runner = make_engine(SHALLOW_FAMILIES["llama"], max_rows=2).runner
     needs = SamplingNeeds((SamplingParams(**sampling),), has_forbidden_ends=False)
     plan, launched = StepPlan(0, rows), []
     watched = [replace(way, launch=lambda *_, name=way.name: launched.append(name)) for way in WAYS]
@@ -344,6 +344,7 @@ def test_a_padded_step_draws_what_the_plain_step_draws(config: dict[str, Any], s
         assert tokens_of(seen[id]) == tokens_of(expected[id])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("num_decodes", [2, 4])
 @torch.inference_mode()
 def test_prompts_in_steps_of_a_fixed_size_give_what_plain_steps_give(

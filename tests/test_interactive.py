@@ -22,7 +22,7 @@ from penstock.eval.traces import poisson_arrivals
 from penstock.planning.engine import Reply
 from penstock.types import Request, StepPlan
 from scripted_server import scripted_server
-from small_models import HYBRID_MOE, make_engine, run, tokens_of
+from small_models import SHALLOW_MOE, make_engine, run, tokens_of
 from test_fairness import LONG, ROOMY, plans_of
 from test_plan import layout_of, node_of
 from test_scheduler import ask, prompt
@@ -197,6 +197,7 @@ CROWDS = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("crowd", CROWDS)
 @pytest.mark.parametrize("mixed", [None, 8])
 def test_where_bulk_and_short_ones_do_not_meet_plans_are_the_same(
@@ -219,7 +220,7 @@ def test_where_bulk_and_short_ones_do_not_meet_plans_are_the_same(
 def test_an_engine_that_pauses_bulk_says_the_same(overlap: bool) -> None:
     def replies(share: float) -> dict[str, list[int]]:
         engine = make_engine(
-            HYBRID_MOE, max_step_tokens=64, overlap=overlap, bulk_share=share, max_model_len=512
+            SHALLOW_MOE, max_step_tokens=64, overlap=overlap, bulk_share=share, max_model_len=512
         )
         requests: list[Request] = [
             ask(f"long{i}", prompt(200 + i, seed=i), max_tokens=12) for i in range(2)
@@ -233,7 +234,7 @@ def test_an_engine_that_pauses_bulk_says_the_same(overlap: bool) -> None:
 def test_an_engine_does_not_plan_behind_a_bulk_step_while_short_ones_come() -> None:
     """So a request that arrives during the step is in the next one."""
     engine = make_engine(
-        HYBRID_MOE, max_step_tokens=64, overlap=True, bulk_share=0.25, max_model_len=512
+        SHALLOW_MOE, max_step_tokens=64, overlap=True, bulk_share=0.25, max_model_len=512
     )
     engine.submit(ask("long", prompt(400), max_tokens=4))
     engine.submit(ask("short", prompt(9), max_tokens=60))

@@ -119,6 +119,7 @@ def use_processors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(decode_attention, "num_processors", lambda device: number)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("num_newest", [2, 4, 16])
@@ -133,6 +134,7 @@ def test_keys_of_drafts_are_read_after_the_kernel_that_writes_them(
     assert torch.equal(late, step.attend())
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(
@@ -152,6 +154,7 @@ def test_decode_is_its_reference_for_mixed_contexts(
     assert_near(decode.attend(), decode.expected(), dtype)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
@@ -177,6 +180,7 @@ def test_splits_can_be_merged_a_few_at_a_time(
     assert_near(decode.attend(), decode.expected(), dtype)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("window", [1, 64, 100, 129, 1000])
 @pytest.mark.parametrize("processors", [1, 16])
@@ -350,6 +354,7 @@ def check_store(
         assert_near(mine[projected.kv_index], theirs[projected.kv_index], dtype)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("normed", [False, True])

@@ -141,6 +141,7 @@ ROWS = [
 STARTED = (1, 5, 7, 11)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(
     ("heads", "ring"),
@@ -165,6 +166,7 @@ def test_decode_is_the_reference(
     assert_same_slots(seen, expected, ROWS)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("heads", HEADS[:2])
 def test_states_in_float16_are_the_reference(
@@ -179,6 +181,7 @@ def test_states_in_float16_are_the_reference(
     assert_same_slots(seen, expected, ROWS, dtype=torch.float16)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_states_too_large_for_float16_stay_numbers(

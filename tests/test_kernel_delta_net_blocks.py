@@ -269,6 +269,7 @@ def test_deterministic_rows_have_the_same_bits_in_any_step(device: str, dtype: t
     assert_same_bits(together, apart)
 
 
+@pytest.mark.thinned
 @pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("start", "splits"), [(0, (64, 66)), (60, (68, 62))])

@@ -126,7 +126,7 @@ def make(device: str, dtype: torch.dtype, heads: int, states: torch.dtype) -> Mi
     "states", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("heads", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("heads", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)), 2])
 def test_drafts_leave_what_plain_decodes_leave(
     heads: int, device: str, dtype: torch.dtype, states: torch.dtype
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_product_is_that_of_the_rounded_tokens(
     assert out[:, N:].isnan().all()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize(
     ("has_shared", "num_tokens", "channels"),

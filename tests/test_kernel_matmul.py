@@ -120,6 +120,7 @@ def test_sizes_need_not_fit_the_tiles(
     assert_near(case.run(), case.expected(), dtype)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
@@ -170,6 +171,7 @@ def test_weights_go_straight_to_the_tensor_cores(
 SKINNY: Tile = {"form": 3, "row_tiles": 1, "num_warps": 4, "held": 4, "blocks": 1}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("form", "device"),
     [
@@ -246,6 +248,7 @@ def test_a_wider_result_is_not_rounded_on_its_way(
     assert dtype == torch.float32 or (seen != seen.to(dtype).float()).float().mean() > 0.5
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("num_tokens", [1, 3, 64, 129, 300])
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize(

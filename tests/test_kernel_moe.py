@@ -285,6 +285,7 @@ def test_experts_are_the_weighted_sum_of_the_reference(
     assert_near(moe.sparse_mlp(*experts.arguments()), experts.expected(), dtype)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("has_shared", [True, False])
 @pytest.mark.parametrize("is_vector", [True, False])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

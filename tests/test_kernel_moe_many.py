@@ -95,6 +95,7 @@ def test_experts_of_many_tokens_are_the_weighted_sum_of_the_reference(
     assert_as_reference(arguments, dtype, height=64)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("height", [64, 128])
 @pytest.mark.parametrize("counts", [[0, 300, 0], [65, 0, 130, 1, 64]], ids=["one expert", "uneven"])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

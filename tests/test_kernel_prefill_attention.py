@@ -155,6 +155,7 @@ def use_processors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(prefill, "num_processors", lambda device: number)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 32), (6, 2, 24), (4, 1, 64)])

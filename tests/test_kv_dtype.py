@@ -22,7 +22,7 @@ from penstock.llm import Completion
 from penstock.ops.reference import attention as reference
 from penstock.ops.reference import kv_codes
 from penstock.ops.triton import attention
-from small_models import FAMILIES, logprobs_of, make_engine, prompt, request, run
+from small_models import SHALLOW_FAMILIES, logprobs_of, make_engine, prompt, request, run
 from test_kernel_attention import CONTEXTS, MAX_LEN, Projected, make_decode, make_projected
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -156,13 +156,17 @@ def test_attention_sees_the_codes_that_were_stored_just_before(
 # Engines
 
 
+@pytest.mark.thinned
 @NAMES
 @pytest.mark.parametrize("family", ["hybrid_moe", "llama"])
 def test_replies_do_not_depend_on_the_batch_or_the_cut_or_the_cache(
     family: str, kv_dtype: str
 ) -> None:
     """To the bit in deterministic mode: a page of codes is a function of its own tokens."""
-    config, requests = FAMILIES[family], [request(f"r{n}", prompt(n, n)) for n in (1, 65, 200)]
+    config, requests = (
+        SHALLOW_FAMILIES[family],
+        [request(f"r{n}", prompt(n, n)) for n in (1, 65, 200)],
+    )
     engine = make_engine(config, kv_dtype=kv_dtype)
     together = run(engine, *requests)
     again = run(engine, *(replace(one, id=f"{one.id} again") for one in requests))
@@ -179,10 +183,10 @@ def test_replies_do_not_depend_on_the_batch_or_the_cut_or_the_cache(
 def test_a_token_alone_reads_what_many_read(is_alone: bool, kv_dtype: str) -> None:
     """The two forms of a decode on a CPU; far nearer to each other than to float32."""
     one, settings = request("r", prompt(90, 1), max_tokens=8), {"deterministic": False}
-    plain = run(make_engine(FAMILIES["llama"], **settings), one)["r"]
+    plain = run(make_engine(SHALLOW_FAMILIES["llama"], **settings), one)["r"]
     others = [] if is_alone else [request("other", prompt(70, 2), max_tokens=8)]
-    engine = make_engine(FAMILIES["llama"], kv_dtype=kv_dtype, **settings)
-    exact = make_engine(FAMILIES["llama"], kv_dtype=kv_dtype)
+    engine = make_engine(SHALLOW_FAMILIES["llama"], kv_dtype=kv_dtype, **settings)
+    exact = make_engine(SHALLOW_FAMILIES["llama"], kv_dtype=kv_dtype)
     said, wanted = (
         [token.logprob for token in logprobs_of(run(e, one, *others)["r"])] for e in (engine, exact)
     )
@@ -202,10 +206,10 @@ def kv_bytes(engine: Engine) -> int:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"])
 def test_the_plan_counts_what_is_allocated(kv_dtype: str) -> None:
-    engine = make_engine(FAMILIES["llama"], kv_dtype=kv_dtype, memory_gb=0.01)
+    engine = make_engine(SHALLOW_FAMILIES["llama"], kv_dtype=kv_dtype, memory_gb=0.01)
     pages = engine.info.num_pages
     assert kv_bytes(engine) == engine.info.cache_bytes
-    plain = make_engine(FAMILIES["llama"], memory_gb=0.01).info
+    plain = make_engine(SHALLOW_FAMILIES["llama"], memory_gb=0.01).info
     head_dim = engine.runner.caches[0].keys.shape[-1]  # type: ignore[union-attr]
     element = {"auto": 4.0, "bfloat16": 2.0}.get(kv_dtype, 1 + 4 / head_dim)
     assert pages / plain.num_pages == pytest.approx(4 / element, rel=0.02)

@@ -14,8 +14,8 @@ from penstock.errors import RequestError
 from penstock.layers.inputs import StateCache
 from penstock.types import Request
 from small_models import (
-    FAMILIES,
-    HYBRID_MOE,
+    SHALLOW_FAMILIES,
+    SHALLOW_MOE,
     drain,
     logprobs_of,
     make_engine,
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.bitwise
 LENGTHS = (1, 63, 64, 65, 200)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=SHALLOW_FAMILIES)
 def every_config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return FAMILIES[request.param]
+    return SHALLOW_FAMILIES[request.param]
 
 
 # A hybrid of dense layers keeps its state as one of experts does: all laws of it come with `pytest
@@ -42,7 +42,7 @@ KINDS_OF_CACHE = ["hybrid_moe", pytest.param("hybrid_dense", marks=pytest.mark.s
 
 @pytest.fixture(params=KINDS_OF_CACHE)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return FAMILIES[request.param]
+    return SHALLOW_FAMILIES[request.param]
 
 
 def mixed_requests(**sampling: Any) -> list[Request]:
@@ -79,12 +79,12 @@ def test_restored_prefix_equals_fresh_prefill(config: dict[str, Any]) -> None:
 
 
 def test_divergent_prompt_restores_nearest_checkpoint() -> None:
-    engine = make_engine(HYBRID_MOE)
+    engine = make_engine(SHALLOW_MOE)
     run(engine, request("first", prompt(300), boundaries=(0, 70, 200)))
     one = request("second", prompt(300)[:150] + prompt(100, 1))
     deltas = run(engine, one)["second"]
     assert deltas[0].num_cached_tokens == 64  # the message start at 70, down to its page
-    assert logprobs_of(deltas) == alone(HYBRID_MOE, one, prefix_cache=False)
+    assert logprobs_of(deltas) == alone(SHALLOW_MOE, one, prefix_cache=False)
 
 
 def test_a_place_that_was_learned_gives_what_a_fresh_prefill_gives(config: dict[str, Any]) -> None:
@@ -101,10 +101,10 @@ def test_states_in_float16_hardly_change_what_is_said() -> None:
     """Nor where a prompt was cut or found in the cache, and states rested in between."""
     settings: dict[str, Any] = {"deterministic": False, "state_dtype": "float16"}
     engine, whole = (
-        make_engine(HYBRID_MOE, **settings),
-        make_engine(HYBRID_MOE, deterministic=False),
+        make_engine(SHALLOW_MOE, **settings),
+        make_engine(SHALLOW_MOE, deterministic=False),
     )
-    cut = make_engine(HYBRID_MOE, max_step_tokens=64, **settings)
+    cut = make_engine(SHALLOW_MOE, max_step_tokens=64, **settings)
     assert 2 * state_bytes(engine) == state_bytes(whole)
     for name in ("first", "again"):
         one = request(name, prompt(200, 3), max_tokens=4)
@@ -157,7 +157,7 @@ def tight_budget(config: dict[str, Any]) -> float:
         config[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim")
     )
     channels = 2 * config["linear_num_key_heads"] * k + heads * v
-    slot = 3 * 4 * (heads * k * v + 3 * channels)
+    slot = layers.count("linear_attention") * 4 * (heads * k * v + 3 * channels)
     return 2 * 6 * slot / 1e9 if 6 * slot > 6.5 * page else 13 * page / 1e9
 
 
@@ -171,7 +171,7 @@ def test_same_seed_same_text_whatever_the_batch(config: dict[str, Any]) -> None:
 
 
 def test_two_engines_in_one_process_do_not_meet() -> None:
-    first, second = make_engine(HYBRID_MOE), make_engine(HYBRID_MOE, weights_seed=1)
+    first, second = make_engine(SHALLOW_MOE), make_engine(SHALLOW_MOE, weights_seed=1)
     one = request("x", prompt(100))
     first.submit(one)
     second.submit(one)
@@ -181,7 +181,7 @@ def test_two_engines_in_one_process_do_not_meet() -> None:
     mine, theirs = drain(first)["x"], drain(second)["x"]
     assert (
         tokens_of(mine)
-        == tokens_of(run(make_engine(HYBRID_MOE), one)["x"])[-len(tokens_of(mine)) :]
+        == tokens_of(run(make_engine(SHALLOW_MOE), one)["x"])[-len(tokens_of(mine)) :]
     )
     assert tokens_of(mine) != tokens_of(theirs)
 

@@ -14,7 +14,7 @@ import torch
 from penstock import create_engine
 from penstock.engine.logits_engine import LogitsEngine
 from penstock.errors import CapacityError, ContextLengthError, RequestError
-from small_models import FAMILIES, HYBRID_MOE, prompt
+from small_models import SHALLOW_FAMILIES, SHALLOW_MOE, prompt
 
 
 def direct(config: dict[str, Any], **settings: Any) -> LogitsEngine:
@@ -26,9 +26,9 @@ def logits_alone(config: dict[str, Any], tokens: list[int]) -> torch.Tensor:
     return direct(config).prefill(["alone"], [torch.tensor(tokens)])[0]
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=SHALLOW_FAMILIES)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return FAMILIES[request.param]
+    return SHALLOW_FAMILIES[request.param]
 
 
 def test_decode_equals_prefill_of_the_same_tokens(config: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ def test_any_order_of_calls_keeps_every_request_right(config: dict[str, Any]) ->
 
 
 def test_errors_name_the_fault_and_leave_the_state_alone() -> None:
-    engine = direct(HYBRID_MOE, max_rows=2)
+    engine = direct(SHALLOW_MOE, max_rows=2)
     tokens = list(prompt(70))
     engine.prefill(["a"], [torch.tensor(tokens)])
     ones = torch.ones(1, dtype=torch.int64)
@@ -104,7 +104,9 @@ def test_errors_name_the_fault_and_leave_the_state_alone() -> None:
         with pytest.raises(error):
             call()
     logits = engine.decode(["a"], torch.tensor([5]))[0]
-    torch.testing.assert_close(logits, logits_alone(HYBRID_MOE, [*tokens, 5]), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits, logits_alone(SHALLOW_MOE, [*tokens, 5]), atol=2e-4, rtol=1e-4
+    )
 
 
 def test_plain_state_dict_folder_is_enough(tmp_path: Path) -> None:

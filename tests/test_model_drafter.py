@@ -15,7 +15,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.model_drafter import ModelDrafter
 from penstock.errors import ConfigError
 from penstock.types import Request
-from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, prompt, request, run
+from small_models import LLAMA, SHALLOW_DENSE, SHALLOW_MOE, prompt, request, run
 from test_grammar_masks import VOCAB_SIZE, constrained, engine_of
 from test_speculation import assert_same
 
@@ -37,7 +37,7 @@ def drafting(path: Path, config: dict[str, Any] = LLAMA, **settings: Any) -> Eng
 
 def some_requests() -> list[Request]:
     free = [
-        request(f"r{n}", prompt(n, n), max_tokens=30, temperature=0.8 * (n % 2), seed=n)
+        request(f"r{n}", prompt(n, n), max_tokens=20, temperature=0.8 * (n % 2), seed=n)
         for n in (1, 4, 63, 64, 150)
     ]
     return [*free, constrained("person", token_ids=prompt(9))]
@@ -47,9 +47,9 @@ def some_requests() -> list[Request]:
 @pytest.mark.parametrize(
     ("config", "draft"),
     [
-        pytest.param(HYBRID_MOE, LLAMA, id="a llama for a hybrid"),
-        pytest.param(LLAMA, HYBRID_DENSE, id="a hybrid for a llama"),
-        pytest.param(HYBRID_MOE, HYBRID_DENSE, id="hybrids", marks=pytest.mark.slow),
+        pytest.param(SHALLOW_MOE, LLAMA, id="a llama for a hybrid"),
+        pytest.param(LLAMA, SHALLOW_DENSE, id="a hybrid for a llama"),
+        pytest.param(SHALLOW_MOE, SHALLOW_DENSE, id="hybrids", marks=pytest.mark.slow),
         pytest.param(LLAMA, LLAMA, id="llamas", marks=pytest.mark.slow),
     ],
 )
@@ -84,7 +84,7 @@ def test_the_least_recent_sequence_gives_up_its_row_and_its_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_drafter, "MOST_ROWS", 2)
-    path = folder_of(tmp_path / "draft", HYBRID_DENSE)
+    path = folder_of(tmp_path / "draft", SHALLOW_DENSE)
     requests = [request(f"r{n}", prompt(60 + n, n), max_tokens=30) for n in range(5)]
     plain = run(engine_of(LLAMA), *requests)
     engine = drafting(path)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from gguf_files import random_state, write_embedded
-from packed_checkpoints import FORMATS, pack_state, plain_state, write
+from packed_checkpoints import FORMATS, pack_state, plain_state, some_formats, write
 from penstock.cli import main
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
@@ -30,8 +30,6 @@ from penstock.offload.load import load_with_experts
 from penstock.offload.store import ExpertStore
 from penstock.types import Request
 from small_models import HYBRID_MOE, load_weights, logprobs_of, make_engine, prompt, request, run
-
-pytestmark = pytest.mark.bitwise
 
 # An expert takes 24 kB in float32: three for a token, and not all eight of a layer.
 FEW, SOME, MOST = "75kB", "300kB", "700kB"
@@ -74,6 +72,8 @@ def assert_same(seen: dict[str, Any], expected: dict[str, Any], *, to_the_bit: b
         assert [one.logprob for one in own] == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.mark.bitwise
+@pytest.mark.thinned
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 def test_slots_change_no_token_and_no_bit(quantization: str, deterministic: bool) -> None:
@@ -106,7 +106,7 @@ def convert(model: Path, output: Path, made_for: str = "cpu") -> Path:
     return output
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", some_formats("fp8", "int4", "gptq", "nvfp4", "mlx"))
 def test_files_say_what_the_resident_model_says(name: str, tmp_path: Path) -> None:
     """Converted files, with and without RAM of their own, and with room for all experts; and the
     checkpoint's own files.
@@ -128,6 +128,7 @@ def test_files_say_what_the_resident_model_says(name: str, tmp_path: Path) -> No
         assert store_of(engine).stats()["disk_reads"] > 0
 
 
+@pytest.mark.bitwise
 def test_fused_experts_are_read_in_place(tmp_path: Path) -> None:
     state = {name: values.bfloat16() for name, values in random_state(HYBRID_MOE).items()}
     assert any(name.endswith("experts.gate_up_proj") for name in state)
@@ -137,6 +138,7 @@ def test_fused_experts_are_read_in_place(tmp_path: Path) -> None:
     assert logprobs_of(run(engine, one)["one"]) == logprobs_of(run(open_engine(model), one)["one"])
 
 
+@pytest.mark.bitwise
 @pytest.mark.slow
 def test_a_gguf_file_is_converted_too(tmp_path: Path) -> None:
     """The embedded model, whose routing was trained, with its tokenizer."""
@@ -154,6 +156,7 @@ def test_a_gguf_file_is_converted_too(tmp_path: Path) -> None:
         assert stats["disk_reads"] > 0
 
 
+@pytest.mark.bitwise
 def test_batches_prefixes_and_chunks_of_a_converted_checkpoint(
     checkpoint: Path, converted: Path
 ) -> None:
@@ -402,6 +405,7 @@ def test_the_bench_compares_tokens_and_counts_tiers(
     assert main(["bench", "step", "--runs", "2"]) == 2
 
 
+@pytest.mark.bitwise
 def test_a_drafting_head_has_its_experts_in_slots_too(tmp_path: Path) -> None:
     config = {**HYBRID_MOE, "mtp_num_hidden_layers": 1}
     model = write(tmp_path / "model", plain_state(config), config)

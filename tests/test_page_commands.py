@@ -8,7 +8,6 @@ import base64
 import io
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +128,6 @@ def test_where_there_is_no_browser_the_address_is_said(
 
 
 # top
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server() as running:
-        yield running
 
 
 def test_top_prints_the_numbers_of_a_server_once(

@@ -190,6 +190,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(CONFIGS[request.param], tmp_path_factory.mktemp("model") / "small")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("length", LENGTHS)
 def test_prefill_logits_are_those_of_transformers(pair: Pair, length: int) -> None:
     ids = tokens(length, seed=length)
@@ -205,6 +206,7 @@ def test_both_are_near_the_exact_logits(pair: Pair, length: int) -> None:
     assert_close(logits_of(pair.reference, ids, length), exact)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("length", [1, 2, 65])
 def test_decode_logits_are_those_of_transformers(pair: Pair, length: int) -> None:
     ids = tokens(length + NUM_DECODES, seed=length)
@@ -245,6 +247,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair, tmp_path:
     assert sum(error.max() for error in ours) <= sum(error.max() for error in theirs)
 
 
+@pytest.mark.thinned
 @pytest.mark.bitwise
 @pytest.mark.parametrize("lens", [(64,), (128, 64), (64, 64, 64)])
 def test_chunked_prefill_equals_one_prefill_bit_for_bit(pair: Pair, lens: tuple[int, ...]) -> None:

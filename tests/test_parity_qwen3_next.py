@@ -98,6 +98,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(CONFIGS[request.param], tmp_path_factory.mktemp("model") / "small")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("length", [1, 3, 64, 65, 200])
 def test_prefill_and_decode_logits_are_those_of_transformers(pair: Pair, length: int) -> None:
     ids = tokens(length + NUM_DECODES, seed=length)

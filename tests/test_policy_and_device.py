@@ -16,14 +16,14 @@ import torch
 from penstock.engine.graphs import DecodeGraphs, DecodeStep
 from penstock.engine.runner import Runner
 from penstock.types import PageUpdate, Pooling, Request, RowPlan, StepOutput, StepPlan
-from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
+from small_models import SHALLOW_FAMILIES, make_engine, prompt, request, run, tokens_of
 
 PLAIN = (int, float, str, bool, type(None))
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=SHALLOW_FAMILIES)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return FAMILIES[request.param]
+    return SHALLOW_FAMILIES[request.param]
 
 
 def require_plain(value: object) -> None:
@@ -38,6 +38,7 @@ def require_plain(value: object) -> None:
         assert isinstance(value, PLAIN), f"a plan holds {value!r}"
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_plan_sent_to_another_runner_gives_the_same_tokens_there(
     config: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +74,7 @@ def test_a_plan_sent_to_another_runner_gives_the_same_tokens_there(
         assert here == there
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("captured", [False, True])
 def test_one_decode_plan_serves_every_step_because_the_device_knows_where_it_starts(
     config: dict[str, Any], captured: bool
@@ -113,9 +115,9 @@ def test_the_device_decides_when_a_reply_is_long_enough_to_end() -> None:
     """The host only bounds it: a resumed reply has tokens that this engine never sampled."""
     ends = tuple(range(11, 320, 2))
     asked = request("a", prompt(20, 1), min_tokens=6, max_tokens=40, end_token_ids=ends)
-    reply = tokens_of(run(make_engine(FAMILIES["llama"]), asked)["a"])
+    reply = tokens_of(run(make_engine(SHALLOW_FAMILIES["llama"]), asked)["a"])
     assert 6 <= len(reply) < 11, "an end comes as soon as it may"
     resumed = dataclasses.replace(
         asked, token_ids=(*asked.token_ids, *reply[:5]), num_resumed_tokens=5
     )
-    assert tokens_of(run(make_engine(FAMILIES["llama"]), resumed)["a"]) == reply[5:]
+    assert tokens_of(run(make_engine(SHALLOW_FAMILIES["llama"]), resumed)["a"]) == reply[5:]

@@ -18,7 +18,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import CheckpointError, ContextLengthError, RequestError
 from penstock.types import Pooling, PoolingKind, Request, SamplingParams, TokenDelta
 from pooled_models import save_embedder, save_model, states_of, vector_of
-from small_models import FAMILIES, make_engine, run
+from small_models import SHALLOW_FAMILIES, make_engine, run
 
 LENGTHS = (1, 2, 63, 64, 65, 129, 300)
 KINDS: tuple[PoolingKind, ...] = ("last", "mean")
@@ -90,41 +90,44 @@ def test_the_first_dimensions_have_the_length_1_again(engine: Engine) -> None:
     assert_close(vector(engine, prompt(9), Pooling(dimensions=48)), whole)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SHALLOW_FAMILIES)
 def test_many_at_once_in_chunks_get_what_each_gets_alone(family: str, kind: PoolingKind) -> None:
     pooling = Pooling(kind=kind)
     prompts = [prompt(n, seed) for seed, n in enumerate((1, 5, 64, 130, 200, 257))]
-    alone = make_engine(FAMILIES[family], prefix_cache=False)
+    alone = make_engine(SHALLOW_FAMILIES[family], prefix_cache=False)
     expected = [vector(alone, token_ids, pooling) for token_ids in prompts]
     assert len({one.tobytes() for one in expected}) == len(prompts)
     for overlap in (False, True):
-        small = make_engine(FAMILIES[family], max_step_tokens=64, max_rows=3, overlap=overlap)
+        small = make_engine(
+            SHALLOW_FAMILIES[family], max_step_tokens=64, max_rows=3, overlap=overlap
+        )
         found = run(small, *(pooled(str(i), one, pooling) for i, one in enumerate(prompts)))
         for index, theirs in enumerate(expected):
             np.testing.assert_allclose(values(found[str(index)]), theirs, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SHALLOW_FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reused_prefix_changes_no_last_token_and_a_mean_reuses_none(
     family: str, kind: PoolingKind
 ) -> None:
     shared, own, pooling = prompt(192), prompt(30, seed=1), Pooling(kind=kind)
-    fresh = vector(make_engine(FAMILIES[family], prefix_cache=False), shared + own, pooling)
-    engine = make_engine(FAMILIES[family])
+    fresh = vector(make_engine(SHALLOW_FAMILIES[family], prefix_cache=False), shared + own, pooling)
+    engine = make_engine(SHALLOW_FAMILIES[family])
     for id, token_ids in (("first", shared), ("second", shared + own), ("third", shared + own)):
         deltas = run(engine, pooled(id, token_ids, pooling))[id]
     assert deltas[-1].num_cached_tokens == (192 if kind == "last" else 0)
     np.testing.assert_allclose(values(deltas), fresh, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SHALLOW_FAMILIES)
 def test_replies_beside_vectors_are_the_same_as_alone(family: str) -> None:
     def reply(id: str) -> Request:
         return Request(id=id, token_ids=prompt(70, seed=4), sampling=SamplingParams(max_tokens=12))
 
-    engine = make_engine(FAMILIES[family], prefix_cache=False, max_step_tokens=64)
+    engine = make_engine(SHALLOW_FAMILIES[family], prefix_cache=False, max_step_tokens=64)
     alone = [token for delta in run(engine, reply("alone"))["alone"] for token in delta.token_ids]
     pools = [
         pooled(f"{kind}{i}", prompt(100 + i, i), Pooling(kind=kind))
@@ -134,7 +137,7 @@ def test_replies_beside_vectors_are_the_same_as_alone(family: str) -> None:
     beside = run(engine, reply("beside"), *pools)
     assert [token for delta in beside["beside"] for token in delta.token_ids] == alone
     for request in pools:
-        expected = vector(make_engine(FAMILIES[family]), request.token_ids, request.pooling)
+        expected = vector(make_engine(SHALLOW_FAMILIES[family]), request.token_ids, request.pooling)
         np.testing.assert_allclose(values(beside[request.id]), expected, atol=1e-6)
 
 
@@ -145,10 +148,12 @@ def test_a_preempted_prompt_is_pooled_from_its_start() -> None:
         Request(id=f"r{i}", token_ids=prompt(60, i), sampling=SamplingParams(max_tokens=150))
         for i in range(4)
     ]
-    tight = make_engine(FAMILIES["llama"], max_step_tokens=64, memory_gb=0.0002, max_model_len=256)
+    tight = make_engine(
+        SHALLOW_FAMILIES["llama"], max_step_tokens=64, memory_gb=0.0002, max_model_len=256
+    )
     found = run(tight, *replies, *requests)
     assert tight.stats().num_preemptions
-    roomy = make_engine(FAMILIES["llama"])
+    roomy = make_engine(SHALLOW_FAMILIES["llama"])
     for request in requests:
         np.testing.assert_allclose(
             values(found[request.id]), vector(roomy, request.token_ids, request.pooling), atol=1e-6
@@ -156,6 +161,7 @@ def test_a_preempted_prompt_is_pooled_from_its_start() -> None:
     assert tight.stats().num_free_pages == tight.stats().num_pages - 1
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("num_slots", [0, 9])
 def test_any_history_gives_vectors_of_exactly_their_prompts(depth: int, num_slots: int) -> None:

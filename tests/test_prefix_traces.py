@@ -95,6 +95,7 @@ def share_reused(
     return cache.counters["tokens_reused"] / possible
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize(
     ("num_pages", "max_checkpoints"), [(7000, 64), (14_000, 128), (28_000, 256)]

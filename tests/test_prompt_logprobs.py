@@ -11,15 +11,15 @@ from penstock.engine import scheduler
 from penstock.engine.logits_engine import LogitsEngine
 from penstock.serve.fleet import resumed
 from penstock.types import TokenDelta, TokenLogprob
-from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
+from small_models import SHALLOW_FAMILIES, make_engine, prompt, request, run, tokens_of
 from test_laws import tight_budget
 
 NUM_TOP = 3
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=SHALLOW_FAMILIES)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return FAMILIES[request.param]
+    return SHALLOW_FAMILIES[request.param]
 
 
 def decoded_logprobs(
@@ -32,6 +32,7 @@ def decoded_logprobs(
     return torch.cat(logits).log_softmax(-1)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "settings", [{"max_step_tokens": 64}, {"overlap": True, "deterministic": False}]
 )
@@ -82,6 +83,7 @@ def test_scores_come_with_each_chunk_in_small_parts(
     assert steps[-1][-1].finish == "length"
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("num_scored", [1, 63, 64, 100, 149])
 def test_an_engine_that_takes_over_sends_only_the_scores_that_have_not_come(
     config: dict[str, Any], num_scored: int
@@ -95,7 +97,9 @@ def test_an_engine_that_takes_over_sends_only_the_scores_that_have_not_come(
     assert not scores_of(run(engine, resumed(one, tokens_of(whole)[:1], 149))["r"])
 
 
-def test_a_preempted_prompt_is_scored_once(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["hybrid_moe", "llama"])
+def test_a_preempted_prompt_is_scored_once(name: str) -> None:
+    config = SHALLOW_FAMILIES[name]
     requests = [
         request(f"r{n}", prompt(60 + n, n), max_tokens=100, logprobs=None, prompt_logprobs=0)
         for n in range(4)

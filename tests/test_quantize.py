@@ -123,6 +123,7 @@ def values_of(folder: Path) -> dict[str, Tensor]:
     return {t.name: t.load().float() for t in open_weights(source, find_format(source))}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_the_same_values_and_computes_the_same(
@@ -145,6 +146,7 @@ def test_transformers_reads_the_same_values_and_computes_the_same(
             assert torch.equal(module.weight.float(), ours[f"{name}.weight"]), name
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_our_loader_computes_what_the_report_measured(

@@ -120,6 +120,7 @@ def logits_of(model: nn.Module, length: int) -> Tensor:
     return logits
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_packed_model_is_the_one_of_its_expanded_weights(

@@ -163,6 +163,7 @@ def test_a_weight_may_be_rows_of_several_kinds(
     assert_near(normed, expected)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["int4", "fp8"])
 @pytest.mark.parametrize("config", [LLAMA, WIDE_MOE], ids=["llama", "hybrid_moe"])
 def test_an_engine_keeps_a_checkpoint_s_codes_and_says_what_its_values_say(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_a_random_file_is_read_by_others_and_runs(architecture: str, tmp_path: Path) -> None:
+def test_a_random_file_is_read_by_others_and_runs(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, file = CONFIGS[architecture], tmp_path / "random.gguf"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, SCRIPT, tmp_path, "-o", file, "--with-drafting-head"]
-    subprocess.run(command, check=True, capture_output=True)
+    words = [str(SCRIPT), str(tmp_path), "-o", str(file), "--with-drafting-head"]
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(str(SCRIPT), run_name="__main__")
     reader = gguf.GGUFReader(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     assert tensors["output.weight"].tensor_type.name == "Q6_K"

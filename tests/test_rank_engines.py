@@ -62,6 +62,7 @@ def bytes_of(delta: TokenDelta) -> list[float]:
     return torch.frombuffer(bytearray(delta.vector), dtype=torch.float32).tolist()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["llama", "hybrid moe"])
 @pytest.mark.parametrize("speculate", ["off", "ngram:3"])
 def test_every_option_gives_what_one_rank_gives(name: str, speculate: str) -> None:

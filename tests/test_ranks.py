@@ -49,8 +49,17 @@ PACKED = {**HYBRID_MOE, "moe_intermediate_size": 64, "shared_expert_intermediate
 PACKED = {**PACKED, "linear_value_head_dim": 32, "mtp_num_hidden_layers": 1}
 
 
+GROUPED = ("fp8", "int4", "gptq", "mxfp4", "mlx")
+
+
 @pytest.mark.parametrize(
-    ("name", "size"), [*((name, 4) for name in FORMATS), ("fp8", 2), ("gptq", 2)]
+    ("name", "size"),
+    [
+        *((name, 4) for name in GROUPED),
+        ("fp8", 2),
+        ("gptq", 2),
+        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in FORMATS if name not in GROUPED),
+    ],
 )
 def test_ranks_keep_the_numbers_of_a_packed_checkpoint(
     tmp_path: Path, name: str, size: int

@@ -11,7 +11,7 @@ from penstock.serve.fleet import resumed
 from penstock.text.dialects.dialect import Thinking
 from penstock.text.grammar import json_schema_grammar, with_blank_start
 from penstock.types import Request, TokenDelta
-from small_models import HYBRID_MOE, LLAMA, make_engine, prompt, request, run, tokens_of
+from small_models import LLAMA, SHALLOW_MOE, make_engine, prompt, request, run, tokens_of
 from test_grammar_masks import (
     PERSON_GRAMMAR,
     THINK_END,
@@ -24,9 +24,9 @@ from test_grammar_masks import (
 ENDS = tuple(range(0, 320, 9))
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
 KNOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "greedy": (HYBRID_MOE, {"logprobs": 2}),
+    "greedy": (SHALLOW_MOE, {"logprobs": 2}),
     "drawn, with penalties": (
-        HYBRID_MOE,
+        SHALLOW_MOE,
         {"temperature": 1.0, "top_p": 0.9, "seed": 3, **PENALTIES},
     ),
     "with end tokens": (LLAMA, {"temperature": 1.5, "seed": 5, "end_token_ids": ENDS}),

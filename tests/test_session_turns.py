@@ -98,6 +98,7 @@ def text_of(answer: httpx.Response) -> str:
     )
 
 
+@pytest.mark.thinned
 @APIS
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
 def test_only_the_new_message_is_sent_and_the_name_is_known(

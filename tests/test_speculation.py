@@ -31,10 +31,10 @@ from scripted_drafter import (
     run_both,
 )
 from small_models import (
-    FAMILIES,
-    HYBRID_DENSE,
-    HYBRID_MOE,
     LLAMA,
+    SHALLOW_DENSE,
+    SHALLOW_FAMILIES,
+    SHALLOW_MOE,
     drain,
     logprobs_of,
     make_engine,
@@ -46,14 +46,14 @@ from small_models import (
 from test_grammar_masks import constrained, engine_of
 from test_laws import tight_budget
 
-WITH_HEAD = {**HYBRID_MOE, "mtp_num_hidden_layers": 1}
+WITH_HEAD = {**SHALLOW_MOE, "mtp_num_hidden_layers": 1}
 CONFIGS = ["hybrid_moe", "llama"]
 Replies = dict[str, list[TokenDelta]]
 
 
 @pytest.fixture(params=CONFIGS)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return FAMILIES[request.param]
+    return SHALLOW_FAMILIES[request.param]
 
 
 def assert_same(plain: Replies, drafted: Replies, *, in_bits: bool = True) -> None:
@@ -65,12 +65,13 @@ def assert_same(plain: Replies, drafted: Replies, *, in_bits: bool = True) -> No
             assert logprobs_of(drafted[id]) == logprobs_of(deltas)
 
 
+@pytest.mark.thinned
 @pytest.mark.bitwise
 @pytest.mark.parametrize("wrong", [0, 1, 2, ALWAYS_RIGHT])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SHALLOW_FAMILIES)
 def test_a_rejection_at_every_place(name: str, wrong: int) -> None:
     one = request("x", prompt(60), max_tokens=20)  # over a boundary of pages and blocks
-    plain, drafted = run_both(FAMILIES[name], one, script=[wrong])
+    plain, drafted = run_both(SHALLOW_FAMILIES[name], one, script=[wrong])
     assert_same(plain, drafted)
     # The first token is the prompt's; every step brings one, and the drafts that were right.
     assert len(drafted["x"]) == 1 + -(-19 // (1 + min(wrong, NUM_DRAFTS)))
@@ -90,6 +91,7 @@ def test_any_mixture_of_rows_with_and_without_drafts(config: dict[str, Any]) -> 
         assert logprobs_of(alone[one.id]) == logprobs_of(drafted[one.id])
 
 
+@pytest.mark.thinned
 @pytest.mark.bitwise
 @pytest.mark.parametrize(
     "sampling",
@@ -116,6 +118,7 @@ def test_n_replies_of_one_prompt(config: dict[str, Any]) -> None:
     assert_same(*run_both(config, *siblings))
 
 
+@pytest.mark.thinned
 @pytest.mark.bitwise
 @pytest.mark.parametrize("script", [[ALWAYS_RIGHT], EVERY_PLACE], ids=["right", "mixed"])
 def test_a_reply_ends_inside_a_draft(config: dict[str, Any], script: list[int]) -> None:
@@ -144,7 +147,7 @@ def test_a_restored_checkpoint_and_a_prompt_in_chunks(config: dict[str, Any]) ->
     assert_same(said, drafted)
 
 
-@pytest.mark.parametrize("config", [HYBRID_MOE, LLAMA], ids=CONFIGS)
+@pytest.mark.parametrize("config", [SHALLOW_MOE, LLAMA], ids=CONFIGS)
 def test_a_state_is_kept_where_a_draft_passed_a_page(config: dict[str, Any]) -> None:
     """The next turn goes on from the reply, at a boundary that no step started at."""
     one = request("one", prompt(60), max_tokens=90)
@@ -209,6 +212,7 @@ def test_a_state_is_kept_though_the_host_does_not_know_which_step_passes_it(over
     assert tokens_of(again) == tokens_of(fresh)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_rows_come_back(config: dict[str, Any], overlap: bool) -> None:
     requests = [
@@ -235,6 +239,7 @@ def test_a_reply_that_another_engine_began(config: dict[str, Any]) -> None:
     assert tokens_of(run(engine, resumed)["x"]) == reply[13:]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("overlap", [False, True])
 def test_aborts_return_every_page_and_slot(config: dict[str, Any], overlap: bool) -> None:
     requests = [request(f"r{n}", prompt(n, n), max_tokens=50) for n in (3, 62, 130)]
@@ -259,7 +264,7 @@ def test_aborts_return_every_page_and_slot(config: dict[str, Any], overlap: bool
 def test_states_in_float16_round_as_plain_steps_round_them() -> None:
     settings: dict[str, Any] = {"deterministic": False, "state_dtype": "float16"}
     one = request("x", prompt(60), max_tokens=40)
-    plain, drafted = run_both(HYBRID_MOE, one, **settings)
+    plain, drafted = run_both(SHALLOW_MOE, one, **settings)
     assert tokens_of(plain["x"]) == tokens_of(drafted["x"])
     for seen, expected in zip(logprobs_of(drafted["x"]), logprobs_of(plain["x"]), strict=True):
         assert seen.logprob == pytest.approx(expected.logprob, abs=2e-3)
@@ -371,8 +376,8 @@ def test_a_flag_that_says_something_else_is_refused(text: str) -> None:
 
 def test_a_checkpoint_without_a_head_is_refused_by_name_and_auto_does_without() -> None:
     with pytest.raises(ConfigError, match="no drafting head"):
-        make_engine(HYBRID_DENSE, speculate="mtp")
-    source = ModelSource(name="small", path=None, config=HYBRID_DENSE)
+        make_engine(SHALLOW_DENSE, speculate="mtp")
+    source = ModelSource(name="small", path=None, config=SHALLOW_DENSE)
     given = EngineConfig(random_weights=True, device="cpu", speculate="auto")
     assert Engine.from_source(source, given).policy.speculator.decode_tokens == 1
 

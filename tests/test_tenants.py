@@ -12,6 +12,7 @@ import pytest
 from penstock.digests import extend_digests
 from penstock.text.pieces import PieceEncoder
 from serving import Server, start_server
+from two_layers import two_layers
 
 KEYS = ("sk-of-ann", "sk-of-ben")
 SYSTEM = "You know rivers, their banks, their deltas and the weirs that people build in them. " * 3
@@ -26,7 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     file: Path = tmp_path_factory.mktemp("prompt") / "system.txt"
     file.write_text(SYSTEM)
     settings: dict[str, Any] = {"api_key": KEYS, "system_prompt_file": str(file)}
-    with start_server({"max_rows": 16}, settings) as server:
+    with start_server({"model": two_layers(), "max_rows": 16}, settings) as server:
         yield server
 
 

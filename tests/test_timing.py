@@ -8,15 +8,15 @@ import re
 import pytest
 
 from penstock.engine import timing
-from small_models import FAMILIES, HYBRID_MOE, make_engine, prompt, request, run, tokens_of
+from small_models import SHALLOW_FAMILIES, SHALLOW_MOE, make_engine, prompt, request, run, tokens_of
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SHALLOW_FAMILIES)
 def test_phases_are_named_and_tokens_stay(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "LINE_S", 0.0)
     given = [request("a", prompt(40)), request("b", prompt(3))]
-    plain = run(make_engine(FAMILIES[family]), *given)
-    engine = make_engine(FAMILIES[family], timing=True)
+    plain = run(make_engine(SHALLOW_FAMILIES[family]), *given)
+    engine = make_engine(SHALLOW_FAMILIES[family], timing=True)
     timer, lines = engine.runner.timer, io.StringIO()
     assert timer is not None
     timer.to = lines
@@ -34,7 +34,7 @@ def test_phases_are_named_and_tokens_stay(family: str, monkeypatch: pytest.Monke
 
 
 def test_experts_and_their_fetches_are_phases() -> None:
-    engine = make_engine(HYBRID_MOE, timing=True, expert_cache="300kB")
+    engine = make_engine(SHALLOW_MOE, timing=True, expert_cache="300kB")
     timer = engine.runner.timer
     assert timer is not None
     run(engine, request("a", prompt(30)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from command_line import penstock
+from command_line import fails
 from penstock.commands.tune import _candidates, _table_to_write, cut_layers
 from penstock.errors import ConfigError
 from penstock.models.source import find_model
@@ -73,12 +73,13 @@ def test_a_cut_model_keeps_its_widths() -> None:
     assert len(whole["layer_types"]) == 40
 
 
-def test_there_is_nothing_to_tune_on_a_cpu() -> None:
+def test_there_is_nothing_to_tune_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     """Which is said before a model is loaded, or found too large to be."""
-    done = penstock("tune", "-m", "Qwen3.5-35B-A3B", "--device", "cpu", "--batch", "1,2,4")
-    assert done.returncode == 1
-    assert "error: There is nothing to tune on a CPU" in done.stderr
-    assert "weights" not in done.stderr
+    words = ("tune", "-m", "Qwen3.5-35B-A3B", "--device", "cpu", "--batch", "1,2,4")
+    exit_code, said = fails(capsys, *words)
+    assert exit_code == 1
+    assert "error: There is nothing to tune on a CPU" in said
+    assert "weights" not in said
 
 
 TILE = {"block_n": 4}

@@ -408,11 +408,10 @@ class Cache:
         used = Counter(page for sequence in self._owners for page in sequence.pages)
         free, idle = self._pages.free_pages(), self._index.idle_pages() | self._index.kept_pages()
         for page in range(1, self.num_pages):
-            assert self._pages.num_users(page) == used[page], (
-                f"page {page} has a wrong number of users"
-            )
-            assert (page in free) + (page in idle) + (used[page] > 0) == 1, f"page {page} leaked"
-            assert used[page] < 2 or self._index.holds(page), (
+            users = used.get(page, 0)
+            assert self._pages.num_users(page) == users, f"page {page} has a wrong number of users"
+            assert (page in free) + (page in idle) + (users > 0) == 1, f"page {page} leaked"
+            assert users < 2 or self._index.holds(page), (
                 f"page {page} is shared, but not registered"
             )
         assert 0 not in used, "a sequence owns the reserved page"

@@ -11,6 +11,7 @@ orphan.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -308,4 +309,8 @@ def handle(message: ToEngine, engine: Engine, channel: EngineChannel) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    atexit._run_exitfuncs()  # ranks end, temporary files go
+    sys.stderr.flush()
+    # To take torch apart as well would hold up the server's end by half a second.
+    os._exit(exit_code)
