@@ -97,7 +97,9 @@ def test_an_engine_that_takes_over_sends_only_the_scores_that_have_not_come(
     assert not scores_of(run(engine, resumed(one, tokens_of(whole)[:1], 149))["r"])
 
 
-@pytest.mark.parametrize("name", ["hybrid_moe", "llama"])
+@pytest.mark.parametrize(
+    "name", ["hybrid_moe", "llama", pytest.param("hybrid_dense", marks=pytest.mark.slow)]
+)
 def test_a_preempted_prompt_is_scored_once(name: str) -> None:
     config = SHALLOW_FAMILIES[name]
     requests = [
