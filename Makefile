@@ -21,8 +21,9 @@ AS_AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUC
 # Kernels are compiled with this one: what it understands, newer ones have understood too.
 OLDEST_TRITON := 3.6.0
 
-# Hundreds of processes start, which read compiled modules only where one of them may write these.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
+# Three workers for two cores: many tests wait for processes that they start. Hundreds of these do,
+# and read compiled modules only where one of them may write these.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-page test-ray page
