@@ -211,7 +211,7 @@ def test_the_live_view_moves_under_load(page: Any, server: Server) -> None:
 
 @pytest.mark.everyday
 def test_the_live_view_shows_drafts_and_experts_of_a_server_that_has_them(
-    open_page: Callable[..., Any], page: Any, server: Server
+    open_page: Callable[..., Any],
 ) -> None:
     titles = (
         "Tokens a step brings a request",
@@ -244,10 +244,12 @@ def test_the_live_view_shows_drafts_and_experts_of_a_server_that_has_them(
         live.wait_for_function(f"(first) => ({found})() !== first", arg=live.evaluate(found))
         assert live.locator("td", has_text="on the device").count() == 1
         live.goto("about:blank")  # before the server ends
-    page.goto(f"{server.url}/#live")  # which neither drafts nor offloads
-    page.wait_for_selector(".tiles b")
-    for title in titles:
-        assert page.locator("figcaption", has_text=title).filter(visible=True).count() == 0
+    with start_server({"speculate": "off"}) as plain:
+        live = open_page(f"{plain.url}/#live")
+        live.wait_for_selector(".tiles b")
+        for title in titles:
+            assert live.locator("figcaption", has_text=title).filter(visible=True).count() == 0
+        live.goto("about:blank")
 
 
 def test_the_template_of_a_conversation_has_its_tools_and_its_thinking(page: Any) -> None:
