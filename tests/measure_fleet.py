@@ -14,20 +14,17 @@ last line, one JSON object.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import functools
 import json
 import os
-import queue
 import selectors
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,19 +35,8 @@ from penstock.commands.provenance import provenance
 from penstock.config import EngineConfig, ServeConfig
 from penstock.progress import OnPhase
 from penstock.serve.client import EngineClient
-from penstock.types import EngineInfo, TokenDelta
-from penstock.wire import (
-    Abort,
-    Deltas,
-    EngineChannel,
-    Ping,
-    Pong,
-    Ready,
-    ServerChannel,
-    Shutdown,
-    Submit,
-    ToEngine,
-)
+from penstock.types import Request
+from stub_engine import launch_stub, run_stub
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "The river carries water from the hills to the sea, and nobody asks it why it does so. "
@@ -67,79 +53,27 @@ def step_of_h200(num_rows: int) -> float:
 # The engine process
 
 
-@dataclass(slots=True)
-class Row:
-    stream: int
-    num_left: int
-    sent_s: list[float] = field(default_factory=list)
-
-
 def run_engine(socket_path: str, step_s: float, ids: list[int], record: Path) -> None:
-    """Takes part in a server as an engine does; its device only takes time."""
-    channel = EngineChannel.connect(socket_path)
-    inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+    """Writes down when it sent each token, by the seed of the request."""
+    sent_s: defaultdict[str, list[float]] = defaultdict(list)  # by request
+    seeds: dict[str, int | None] = {}
 
-    def read() -> None:
-        while (message := channel.receive()) is not None:
-            if isinstance(message, Ping):
-                channel.send(Pong(0.0))
-            else:
-                inbox.put(message)
-        os._exit(0)
+    def next_token(request: Request) -> int:
+        times = sent_s[request.id]
+        times.append(time.monotonic())
+        seeds[request.id] = request.sampling.seed
+        return ids[(len(times) - 1) % len(ids)]
 
-    threading.Thread(target=read, daemon=True).start()
-    channel.send(Ready(EngineInfo("stub", "none", "none", 2**20, 2**31, 512, 64, 1, 1, 1, 1)))
-    rows: dict[str, Row] = {}
-    done: list[Row] = []
-    due_s = 0.0
-    while True:
-        while not (rows and inbox.empty()):
-            is_first = not rows
-            match inbox.get():
-                case Submit(request):
-                    assert request.sampling.max_tokens is not None
-                    assert request.sampling.seed is not None
-                    rows[request.id] = Row(request.sampling.seed, request.sampling.max_tokens)
-                    due_s = time.monotonic() if is_first else due_s
-                case Abort(request_id):
-                    rows.pop(request_id, None)
-                case Shutdown():
-                    return
-        # A GPU keeps its pace while the host is late, up to the one step that is planned ahead.
-        due_s = max(due_s + step_s, time.monotonic() - step_s)
-        time.sleep(max(0.0, due_s - time.monotonic()))
-        deltas = []
-        now_s = time.monotonic()
-        for id, row in list(rows.items()):
-            row.num_left -= 1
-            token_id = ids[len(row.sent_s) % len(ids)]
-            row.sent_s.append(now_s)
-            finish = None if row.num_left else "length"
-            deltas.append(TokenDelta(id, (token_id,), finish=finish))  # type: ignore[arg-type]
-            if finish:
-                done.append(rows.pop(id))
-        channel.send(Deltas(deltas))
-        if not rows:
-            path = record / f"{os.getpid()}.json"
-            path.with_suffix(".part").write_text(json.dumps({r.stream: r.sent_s for r in done}))
-            path.with_suffix(".part").rename(path)
+    def write_down() -> None:
+        path = record / f"{os.getpid()}.json"
+        found = {seed: sent_s[id] for id, seed in seeds.items()}
+        path.with_suffix(".part").write_text(json.dumps(found))
+        path.with_suffix(".part").rename(path)
+
+    run_stub(socket_path, step_s, next_token, write_down)
 
 
 # The server process
-
-
-async def launch_engine(on_phase: OnPhase, words: list[str]) -> EngineClient:
-    loop = asyncio.get_running_loop()
-    connected: asyncio.Future[ServerChannel] = loop.create_future()
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "engine.sock")
-        listener = await loop.create_unix_server(lambda: ServerChannel(connected.set_result), path)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, "--engine", path, *words
-        )
-        channel = await connected
-        listener.close()
-    return EngineClient(process, channel, on_phase)
 
 
 async def serve(port: int, num_engines: int, step_s: float, record: str) -> None:
@@ -152,7 +86,10 @@ async def serve(port: int, num_engines: int, step_s: float, record: str) -> None
     path = default_model()
     text = load_text(path)
     ids = json.dumps(text[0].encode(TEXT))
-    launch = functools.partial(launch_engine, words=[str(step_s), ids, record])
+
+    def launch(on_phase: OnPhase) -> Coroutine[Any, Any, EngineClient]:
+        return launch_stub(on_phase, __file__, str(step_s), ids, record)
+
     fleet = Fleet([launch] * num_engines, config, lambda _: None)
     try:
         await serve_http(
@@ -332,7 +269,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--engine"]:
+    if sys.argv[1:2] == ["--stub"]:
         path, step, ids, folder = sys.argv[2:]
         run_engine(path, float(step), json.loads(ids), Path(folder))
     elif sys.argv[1:2] == ["--server"]:

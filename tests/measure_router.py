@@ -19,10 +19,7 @@ import asyncio
 import json
 import os
 import platform
-import queue
 import sys
-import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,81 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from penstock.config import ServeConfig
 from penstock.progress import OnPhase
-from penstock.serve.client import EngineClient
 from penstock.serve.fleet import Fleet
-from penstock.types import EngineInfo, Request, SamplingParams, TokenDelta
-from penstock.wire import (
-    Abort,
-    Deltas,
-    EngineChannel,
-    Ping,
-    Pong,
-    Ready,
-    ServerChannel,
-    Shutdown,
-    Submit,
-    ToEngine,
-)
+from penstock.types import Request, SamplingParams, TokenDelta
+from stub_engine import launch_stub, run_stub
 
-INFO = EngineInfo("stub", "none", "none", 2**20, 2**31, 512, 64, 1, 1, 1, 1)
 PROMPT_TOKENS = 1024
 
 
 def now_us() -> int:
     return time.monotonic_ns() // 1000 % 2**31
-
-
-def run_stub(socket_path: str, step_s: float) -> None:
-    """An engine process that computes nothing."""
-    channel = EngineChannel.connect(socket_path)
-    inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        while (message := channel.receive()) is not None:
-            if isinstance(message, Ping):
-                channel.send(Pong(0.0))
-            else:
-                inbox.put(message)
-        os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    channel.send(Ready(INFO))
-    rows: dict[str, int] = {}  # tokens that are left
-    due_s = 0.0
-    while True:
-        while not (rows and inbox.empty()):
-            match inbox.get():
-                case Submit(request):
-                    rows[request.id] = request.sampling.max_tokens or 1
-                case Abort(request_id):
-                    rows.pop(request_id, None)
-                case Shutdown():
-                    return
-        # A GPU keeps its pace while the host is late, up to the one step that is planned ahead.
-        due_s = max(due_s + step_s, time.monotonic() - step_s)
-        time.sleep(max(0.0, due_s - time.monotonic()))
-        deltas = []
-        for id in list(rows):
-            rows[id] -= 1
-            is_last = rows[id] == 0
-            if is_last:
-                del rows[id]
-            deltas.append(TokenDelta(id, (now_us(),), finish="length" if is_last else None))
-        channel.send(Deltas(deltas))
-
-
-async def launch_stub(on_phase: OnPhase, step_s: float) -> EngineClient:
-    loop = asyncio.get_running_loop()
-    connected: asyncio.Future[ServerChannel] = loop.create_future()
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "engine.sock")
-        listener = await loop.create_unix_server(lambda: ServerChannel(connected.set_result), path)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, "--stub", path, str(step_s)
-        )
-        channel = await connected
-        listener.close()
-    return EngineClient(process, channel, on_phase)
 
 
 class Recorder:
@@ -132,7 +63,7 @@ async def measure(
     """One round of one path."""
 
     def launch(on_phase: OnPhase) -> Any:
-        return launch_stub(on_phase, step_s)
+        return launch_stub(on_phase, __file__, str(step_s))
 
     if num_engines:
         settings = ServeConfig(max_queue=10**6)
@@ -233,6 +164,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--stub"]:
-        run_stub(sys.argv[2], float(sys.argv[3]))
+        run_stub(sys.argv[2], float(sys.argv[3]), lambda _: now_us())
     else:
         sys.exit(main())
