@@ -253,17 +253,16 @@ def join_widened(parts: list[Part]) -> list[Part]:
     them 8: tiles have 4 or 8 anyway. Only where a product with one part less is quicker than
     reading the bits that this adds. The numbers stay the same.
     """
-    joined: list[Part] = []
+    wide: list[Part] = []
     for _, group in itertools.groupby(parts, key=_kind_to_widen):
         own = list(group)
         rows = [part for part in own if isinstance(part, QuantizedRows)]
         added = sum(part.num_rows * part.num_columns // 2 for part in rows if part.bits <= 4)
-        if len(rows) == len(own) > 1 and added <= LAUNCH_BYTES * (len(own) - 1):
-            wide = (replace(part, bits=8, low=_bytes(part), high=None) for part in rows)
-            joined.append(QuantizedRows.join(wide, sum(part.num_rows for part in rows)))
-        else:
-            joined += own
-    return joined
+        pays = len(own) > 1 and added <= LAUNCH_BYTES * (len(own) - 1)
+        wide += (
+            [replace(part, bits=8, low=_bytes(part), high=None) for part in rows] if pays else own
+        )
+    return _joined(wide)
 
 
 def _bytes(part: QuantizedRows) -> Tensor:
