@@ -168,6 +168,7 @@ def _measure(cases: Sequence[Case], settings: dict[str, Any]) -> dict[str, Any]:
 
             with timed("tiers", phases):
                 speeds = measure_speeds(store, store.num_experts // store.num_layers)
+    _forget_peak(engine.info.device)
     rows = []
     for case, known in zip(cases, resident, strict=True):
         expected = None if known is None else known.tokens
@@ -242,13 +243,22 @@ def _check_cpu(engine: Engine, case: Case, expected: Tokens | None) -> dict[str,
     }
 
 
+def _forget_peak(device: str) -> None:
+    """Of the start, when weights were made."""
+    if device != "cpu":
+        import torch
+
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def _gpu_gb(device: str) -> float | None:
-    """The most that tensors took so far."""
+    """The most that tensors took since then."""
     if device == "cpu":
         return None
     import torch
 
-    return round(torch.cuda.max_memory_reserved() / 1e9, 2)
+    return round(torch.cuda.max_memory_allocated() / 1e9, 2)
 
 
 def _run_resident(source: ModelSource, config: EngineConfig, cases: Sequence[Case]) -> list[Run]:

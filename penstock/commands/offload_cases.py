@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GPU_SHARE = {"memory_gb": 3.0, "max_step_tokens": 4096}  # what a small card would have left
+SHORT = {"memory_gb": 1.6, "max_step_tokens": 1024}  # for short prompts: more is left for experts
 BOTH = {**GPU_SHARE, "expert_misses": "auto"}
 
 
@@ -36,21 +37,18 @@ class Case:
 CASES = {
     case.name: case
     for case in (
-        Case("35B-A3B int4 6GB batch 1", "Qwen3.5-35B-A3B", "6GB", against_resident=True),
-        Case(
-            "35B-A3B int4 6GB batch 8",
-            "Qwen3.5-35B-A3B",
-            "6GB",
-            batch=8,
-            context=256,
-            against_resident=True,
-        ),
-        Case(
-            "35B-A3B int4 6GB batch 1, link and CPU",
-            "Qwen3.5-35B-A3B",
-            "6GB",
-            against_resident=True,
-            settings=BOTH,
+        *(
+            Case(
+                f"35B-A3B int4 6GB batch {batch}{name}",
+                "Qwen3.5-35B-A3B",
+                "6GB",
+                batch=batch,
+                context=4096 if batch == 1 else 256,
+                against_resident=True,
+                settings=settings,
+            )
+            for settings, name in ((BOTH, ""), (GPU_SHARE, ", all fetched"))
+            for batch in (1, 8)
         ),
         Case(
             "35B-A3B int4 all cached batch 1",
@@ -63,12 +61,12 @@ CASES = {
         Case(
             "122B-A10B int4 24GB batch 8",
             "Qwen3.5-122B-A10B",
-            "11GB",
+            "16.5GB",
             batch=8,
             context=256,
             new_tokens=32,
             runs=2,
-            settings=BOTH,
+            settings={**SHORT, "expert_misses": "auto"},
         ),
         Case(
             "397B-A17B int4 RAM projected",

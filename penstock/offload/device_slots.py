@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,8 @@ class DeviceSlots:
         }
 
     def close(self) -> None:
+        if self.products is not None:
+            self.products.close()
         self._unpin()
         if self.log is not None:
             self.log.close()
@@ -234,7 +236,7 @@ class LayerSlots:
         parts = []
         for own in token_chunks(len(x), self._at_once):
             given = Chunk.of(own, len(x), x, weights, ids, residual, shared_weight)
-            slots, slot_weights, added = self._fetch(given.x, given.weights, given.ids)
+            slots, slot_weights, add_rest = self._fetch(given.x, given.weights, given.ids)
             out = sparse_mlp(
                 given.x,
                 slot_weights,
@@ -248,29 +250,28 @@ class LayerSlots:
                 counters,
                 deterministic=deterministic,
             )
-            if added is not None:
-                assert self.store.products is not None
-                self.store.products.join()
-                out.add_(added)
+            if add_rest is not None:
+                add_rest(out)
             parts.append(out[: own.stop - own.start])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _fetch(
         self, x: Tensor, weights: Tensor, ids: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Slots and weights, and what the CPU will have added up. Threads that launch at the same
-        time, as at the start, must not fetch between another's choice and its copies.
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor], None] | None]:
+        """Slots and weights, and what adds the CPU's sums. Threads that launch at the same time, as
+        at the start, must not fetch between another's choice and its copies.
         """
-        store, added = self.store, None
+        store, add_rest = self.store, None
         tables = (self.slot_of, self.scores, self.marks, store.counts, store.host_share)
         with store.lock:
+            ids = ids.contiguous()
             slots, slot_weights, host_weights, wanted = take_slots(
-                ids.contiguous(), weights.contiguous(), *tables, self.num_slots
+                ids, weights.contiguous(), *tables, self.num_slots
             )
             if store.products is not None:
-                added = store.products.launch(self, x, ids, host_weights)
+                add_rest = store.products.launch(self, x, ids, host_weights)
             fetch_experts(wanted, self.sources, self.targets, self.table)
-        return slots, slot_weights, added
+        return slots, slot_weights, add_rest
 
     def held(self) -> Tensor:  # [1 + 2 * S] int32
         """All that slots hold, as a list for `fetch_experts`: it changes nothing."""

@@ -1,13 +1,13 @@
 r"""Missing experts that the CPU multiplies with, out of RAM, while the device fetches others.
 
-    device        take_slots ---> fetch_experts ---> sparse_mlp ------+--> sum
+    device        take_slots ---> fetch_experts ---> sparse_mlp ---> add_answer
        \                                                             /
-        copy stream   x, ids, weights ---> CPU: run_experts ---> sums
+        ask_host: x, ids, weights ---> CPU: run_experts ---> sums --+
 
-All of it is in the stream, and so in the graph of a step: the driver calls the CPU's function when
-its inputs have arrived, and the device waits for its sums. Which share of the missing experts the
-CPU gets is a number on the device; it follows from the speeds of both, measured while both run, and
-then from what the CPU's calls take.
+All of it is in the stream, and so in the graph of a step: a kernel writes the CPU's inputs to its
+memory and tells it so, and a later one waits for its sums (`ops/cuda/host_calls.py`). Which share
+of the missing experts the CPU gets is a number on the device; it follows from the speeds of both,
+measured while both run, and then from what the CPU's calls take.
 
 The CPU sums in float32 in another order than the GPU: results are those of a resident model up to
 the tolerance of kernels, not to the bit.
@@ -15,25 +15,26 @@ the tolerance of kernels, not to the bit.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import time
-from collections.abc import Sequence
-from ctypes import c_void_p
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from penstock.ops import Weight, fetch_experts
-from penstock.ops.cpu.tiled_experts import Job, Spent, can_run
+from penstock.ops.cpu.tiled_experts import Desk, Job, Spent, can_run
+from penstock.ops.cuda.host_calls import CallBox, add_answer, ask_host
+from penstock.ops.cuda.program import is_available
 
 if TYPE_CHECKING:
     from penstock.layers.mlp import SparseMLP
     from penstock.offload.device_slots import DeviceSlots, LayerSlots
 
-CALL_S = 40e-6  # that the driver takes to call the CPU and to go on, about, if not measured
+CALL_S = 10e-6  # until the CPU starts and until the device goes on, about, if not measured
+MOST_JOBS = 1 << 16  # layers x sizes of steps; no more have a number
 MEASURED_CALLS = 16
 ADAPT_CALLS = 128  # after so many, the share follows what they took
 SMOOTHING = 0.5
@@ -42,6 +43,7 @@ LEAST_GAIN = 1.1  # of both together over the link alone, for the CPU to take pa
 MEASURED_S = 0.03
 REPEATS = 3  # the best counts: threads that are not awake yet, or others', make it worse
 MEASURED_EXPERTS = 4  # in a call
+MEASURED_BYTES = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,6 @@ class Buffers:
     ids: Tensor  # [T, k] int32
     weights: Tensor  # [T, k] float32
     out: Tensor  # [T, H] float32
-    on_device: Tensor  # [T, H] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,10 @@ class Split:
 class HostProducts:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[tuple[int, ...], Buffers] = {}
-        self._jobs: dict[tuple[int, ...], Job] = {}
+        self._jobs: dict[tuple[int, ...], tuple[Job, int]] = {}  # and its number
+        self._box = CallBox(device, MOST_JOBS)
+        self._desk = Desk(self._box.calls, self._box.answered)
         self.spent = Spent.nothing()
         self._seen = (0.0, 0, 0)
         self.split: Split | None = None  # None: the share is fixed
@@ -80,8 +82,10 @@ class HostProducts:
         self._at_start: Split | None = None
         self._seen_at = time.monotonic()
 
-    def launch(self, layer: LayerSlots, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The CPU's sums, once the stream has waited for them (`join`)."""
+    def launch(
+        self, layer: LayerSlots, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Callable[[Tensor], None]:
+        """The CPU starts; what is returned adds its sums to a tensor, once they are there."""
         size = (*ids.shape, x.shape[1])
         if size not in self._buffers:
             self._buffers[size] = self._new_buffers(*size)
@@ -89,22 +93,20 @@ class HostProducts:
         key = (layer.layer, *size)
         if key not in self._jobs:
             rows = layer.host_rows
-            self._jobs[key] = Job(*rows, own.x, own.ids, own.weights, own.out, self.spent)
-        job = self._jobs[key]
-        if self._stream is None:
-            own.x.copy_(x)
-            own.ids.copy_(ids)
-            own.weights.copy_(weights)
-            job.run()
-            return own.out
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            own.x.copy_(x, non_blocking=True)
-            own.ids.copy_(ids, non_blocking=True)
-            own.weights.copy_(weights, non_blocking=True)
-            _call_from(self._stream, job)
-            own.on_device.copy_(own.out, non_blocking=True)
-        return own.on_device
+            job = Job(*rows, own.x, own.ids, own.weights, own.out, self.spent)
+            self._jobs[key] = job, self._desk.add(job)
+        job, number = self._jobs[key]
+        given, targets = (x.contiguous(), ids.int(), weights), (own.x, own.ids, own.weights)
+        if self.device.type == "cuda":
+            ask_host(self._box, number, given, targets)
+            return lambda out: add_answer(self._box, number, out, own.out)
+        for tensor, target in zip(given, targets, strict=True):
+            target.copy_(tensor)
+        job.run()
+        return lambda out: _add(out, own.out)
+
+    def close(self) -> None:
+        self._desk.close()
 
     def describe(self) -> str:
         """For the start of an engine."""
@@ -115,10 +117,6 @@ class HostProducts:
             f"{self.split.compute / 1e9:.0f} GB/s, the link brings the others at "
             f"{self.split.fetch / 1e9:.0f} GB/s; a call takes {1e6 * self.call_s:.0f} us more"
         )
-
-    def join(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def adapt(self) -> float | None:
         """The share of missing experts that the CPU should have from now on; None: as it is."""
@@ -148,14 +146,22 @@ class HostProducts:
         return self.split.host_share
 
     def _new_buffers(self, num_tokens: int, k: int, width: int) -> Buffers:
-        new = functools.partial(torch.empty, pin_memory=self._stream is not None)
+        new = functools.partial(torch.empty, pin_memory=self.device.type == "cuda")
         return Buffers(
             new(num_tokens, width, dtype=self.dtype),
             new(num_tokens, k, dtype=torch.int32),
             new(num_tokens, k, dtype=torch.float32),
             new(num_tokens, width, dtype=torch.float32),
-            torch.empty(num_tokens, width, dtype=torch.float32, device=self.device),
         )
+
+
+def _add(out: Tensor, sums: Tensor) -> None:
+    out.add_(sums)
+
+
+def can_ask(device: torch.device) -> bool:
+    """Whether a stream of the device can call the CPU."""
+    return device.type == "cpu" or is_available(device)
 
 
 def can_multiply(gate_up: Weight, down: Weight, dtype: torch.dtype) -> bool:
@@ -224,8 +230,7 @@ def measure_call(products: HostProducts, layer: LayerSlots) -> float:
     weights = torch.zeros(1, layer.experts_per_token, device=device)
 
     def call() -> None:
-        products.launch(layer, x, ids, weights)
-        products.join()
+        products.launch(layer, x, ids, weights)(x)
 
     call()
     torch.cuda.synchronize(device)
@@ -272,26 +277,18 @@ def largest_difference(store: DeviceSlots, mlps: Sequence[SparseMLP], num_tokens
 
 
 def _measuring_calls(store: DeviceSlots, dtype: torch.dtype) -> tuple[list[Job], Spent]:
-    """One token with experts of all layers in turn: more than any cache of the CPU holds."""
-    spent, calls = Spent.nothing(), []
-    for layer in store.layers:
-        gate_up, down = layer.host_rows
-        count = min(MEASURED_EXPERTS, layer.num_experts)
-        ids = torch.arange(layer.num_experts - count, layer.num_experts, dtype=torch.int32)[None]
-        x = torch.ones(1, gate_up.num_columns, dtype=dtype)
-        out = torch.empty(1, down.num_rows)
-        calls.append(Job(gate_up, down, x, ids, torch.ones(1, count), out, spent))
+    """One token with a few experts of each layer in turn, again and again with others: more than
+    any cache of the CPU holds.
+    """
+    spent, calls, count = Spent.nothing(), [], min(MEASURED_EXPERTS, store.layers[0].num_experts)
+    num_bytes, last = 0, min(layer.num_experts for layer in store.layers)
+    while last >= count and num_bytes < MEASURED_BYTES:
+        for layer in store.layers:
+            gate_up, down = layer.host_rows
+            ids = torch.arange(last - count, last, dtype=torch.int32)[None]
+            x = torch.ones(1, gate_up.num_columns, dtype=dtype)
+            out = torch.empty(1, down.num_rows)
+            calls.append(Job(gate_up, down, x, ids, torch.ones(1, count), out, spent))
+            num_bytes += count * layer.expert_bytes
+        last -= count
     return calls, spent
-
-
-@functools.cache
-def _driver() -> Any:
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuLaunchHostFunc.argtypes = [c_void_p, c_void_p, c_void_p]
-    return driver
-
-
-def _call_from(stream: torch.cuda.Stream, job: Job) -> None:
-    """The stream calls the CPU's function when it gets there; in a capture, the graph does."""
-    code = _driver().cuLaunchHostFunc(stream.cuda_stream, job.function, job.given)
-    assert code == 0, f"cuLaunchHostFunc returned {code}"

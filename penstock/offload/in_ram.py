@@ -17,7 +17,7 @@ from penstock.layers.mlp import SparseMLP
 from penstock.offload.device_slots import use_device_slots
 from penstock.offload.files import Index
 from penstock.offload.host import FiledExperts
-from penstock.offload.host_products import can_multiply
+from penstock.offload.host_products import can_ask, can_multiply
 from penstock.offload.layout import ExpertLayout, stack_tensors
 from penstock.offload.pinned import large_addresses, new_pinned, pinned_copy, unpin
 from penstock.ops import Weight
@@ -50,12 +50,14 @@ def give_device_slots(
                 target.copy_(source, non_blocking=True)
         unpin(large_addresses(tensor for stack in stacks for tensor in stack))
         return
-    can_compute = all(can_multiply(mlp.gate_up, mlp.down, model.dtype) for mlp in mlps)
+    can_compute = can_ask(model.device) and all(
+        can_multiply(mlp.gate_up, mlp.down, model.dtype) for mlp in mlps
+    )
     if config.expert_misses == "cpu" and not can_compute:
         raise ConfigError(
             "expert_misses is cpu, and the CPU has no kernel for these experts",
             "It multiplies with 4-bit codes that have one scale for 128 columns or more, and no "
-            "zero points, and needs a C++ compiler.",
+            "zero points, and needs a C++ compiler and NVRTC.",
             "Use --expert-misses fetch, or --quantization int4.",
         )
     store = use_device_slots(model, mlps, layouts, stacks, slot_bytes)

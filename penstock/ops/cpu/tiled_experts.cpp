@@ -32,6 +32,7 @@ using u16 = uint16_t;
 constexpr int STEP = 128, ROWS = 16, LANES = 16, TILE_BYTES = 1024, ZERO = 8;
 constexpr int AHEAD = 4096; // bytes
 constexpr auto LONGEST_SPIN = std::chrono::milliseconds(2);
+constexpr auto LONGEST_SLEEP = std::chrono::microseconds(500);
 
 struct Spin {
     int count = 0;
@@ -378,4 +379,48 @@ extern "C" void run_experts(void* given) {
     job.spent[0] += std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count();
     job.spent[1] += each * long(work->experts.size());
     job.spent[2] += 1;
+}
+
+// Answers the calls that a GPU's stream makes (ops/cuda/host_calls.cu), in a thread of its own. It
+// spins while calls come, one a layer, and sleeps ever longer while none do.
+struct Desk {
+    const std::atomic<uint64_t>* calls; // [num_calls]  number << 16 | job
+    std::atomic<uint64_t>* answered;    // [jobs]
+    void* const* jobs;
+    uint64_t num_calls;
+    std::atomic<bool> is_open{true};
+    std::thread thread;
+
+    void serve() {
+        for (uint64_t number = 1;; number++) {
+            const std::atomic<uint64_t>& place = calls[number % num_calls];
+            uint64_t call = 0;
+            auto started = std::chrono::steady_clock::now();
+            for (long i = 1; (call = place.load(std::memory_order_acquire)) >> 16 != number; i++) {
+                _mm_pause();
+                if (i % 256 != 0) continue;
+                if (!is_open.load(std::memory_order_relaxed)) return;
+                auto waited = std::chrono::steady_clock::now() - started;
+                if (waited > LONGEST_SPIN)
+                    std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
+                        waited / 100, std::chrono::microseconds(20), LONGEST_SLEEP));
+            }
+            run_experts(jobs[call & 0xffff]);
+            answered[call & 0xffff].store(number, std::memory_order_release);
+        }
+    }
+};
+
+extern "C" void* open_desk(void* calls, void* answered, void* jobs, uint64_t num_calls) {
+    auto* desk = new Desk{(const std::atomic<uint64_t>*)calls, (std::atomic<uint64_t>*)answered,
+                          (void* const*)jobs, num_calls};
+    desk->thread = std::thread([desk] { desk->serve(); });
+    return desk;
+}
+
+extern "C" void close_desk(void* given) {
+    auto* desk = (Desk*)given;
+    desk->is_open = false;
+    desk->thread.join();
+    delete desk;
 }
