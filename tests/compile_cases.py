@@ -446,7 +446,7 @@ def moe_grouped_gemm_cases() -> list[CompileCase]:
     first.
     """
     types = dict.fromkeys(("source", "experts", "shared", "result"), "*bf16")
-    types |= {"order": "*i32", "tiles": "*i32"}
+    types |= {"order": "*i32", "tiles": "*i32", "first": "i32", "last": "i32"}
     total = dict.fromkeys(("outputs", "residual", "out"), "*bf16")
     total |= dict.fromkeys(("weights", "shared_weight"), "*fp32")
     cases: list[CompileCase] = [
@@ -466,7 +466,8 @@ def moe_grouped_gemm_cases() -> list[CompileCase]:
     ):
         for name in ("gate_up", "down"):
             blocks, options = _split_tile(rules[name])
-            form = {**dims, "IS_DOWN": name == "down", **rules["list"], **blocks}
+            form = {**dims, "IS_PART": False, "IS_DOWN": name == "down"}
+            form |= {**rules["list"], **blocks}
             cases.append((moe_grouped_gemm.grouped_kernel, types, form, options))
     return cases
 

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from kernel_checks import FULL_SIZE, PLACES, assert_near, random
 from penstock.ops.reference import moe as reference
-from penstock.ops.triton import moe, moe_permute
+from penstock.ops.tiles import tile
+from penstock.ops.triton import moe, moe_grouped_gemm, moe_permute
 from penstock.ops.triton.tuning import Question, trials
-from penstock.ops.weight import Weight
+from penstock.ops.weight import Weight, map_part
+from penstock.weights.on_the_fly import round_to
+from penstock.weights.packing import pack
 
 H, I, SHARED_I = 48, 24, 40
 EPS = 1e-6
@@ -105,6 +108,47 @@ def test_experts_may_have_any_number_of_tokens(
     """None, a whole tile, one more; tiles of which the last is low and tiles of which it is not."""
     arguments = sparse_inputs(uneven_ids(counts), len(counts), device, dtype)
     assert_as_reference(arguments, dtype, height)
+
+
+@pytest.mark.parametrize("shared_width", [128, 0])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_packed_experts_are_expanded_in_groups(
+    device: str, dtype: torch.dtype, shared_width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose number changes no bit, down to one expert at a time."""
+    num_experts, k, width, inner = 5, 2, 128, 128
+    ids = some_ids(90, num_experts, k).to(device, torch.int32)
+
+    def some(*shape: int, seed: int) -> Weight:
+        values = random(*shape, dtype=torch.float32, device="cpu", seed=seed)
+        weight = Weight(values.to(device, dtype))
+        rows = tile(pack(round_to(values * shape[-1] ** -0.5, "int4")))
+        weight.parts = (map_part(rows, lambda tensor: tensor.to(device)),)
+        return weight
+
+    shared: tuple[Any, ...] = (None, None, None)
+    if shared_width:
+        shared_weight = torch.rand(len(ids), 1).to(device)
+        shared = (shared_weight, some(2 * inner, width, seed=6), some(width, inner, seed=7))
+    arguments = (
+        random(len(ids), width, dtype=dtype, device=device, seed=2),
+        torch.rand(ids.shape).to(device),
+        ids,
+        some(num_experts, 2 * inner, width, seed=3),
+        some(num_experts, width, inner, seed=4),
+        random(len(ids), width, dtype=dtype, device=device, seed=5),
+        *shared,
+    )
+    whole = moe.sparse_mlp(*arguments)
+    x, weights, _, *rest = (
+        Weight(given.parts[0].dequantize().to(dtype)) if isinstance(given, Weight) else given
+        for given in arguments
+    )
+    assert_near(whole, reference.sparse_mlp(x, weights, ids.long(), *rest), dtype)
+    for num_together in (3, 1):
+        most = num_together * 2 * inner * width * dtype.itemsize
+        monkeypatch.setattr(moe_grouped_gemm, "MOST_EXPANDED", most)
+        assert torch.equal(moe.sparse_mlp(*arguments), whole)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

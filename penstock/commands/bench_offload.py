@@ -49,8 +49,13 @@ CPU_TOLERANCE = 2e-2  # of the largest value, as of any kernel in bfloat16
 class Run:
     tokens: Tokens
     prompt_s: float
-    decode_s: float
-    counts: dict[str, int]  # of the store, while tokens were decoded
+    decode_s: float  # from when all requests have a token
+    num_decoded: int  # tokens since then
+    counts: dict[str, int]  # of the store, meanwhile
+
+    @property
+    def decoded_per_s(self) -> float:
+        return self.num_decoded / max(self.decode_s, 1e-9)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -177,7 +182,7 @@ def _measure(cases: Sequence[Case], settings: dict[str, Any]) -> dict[str, Any]:
             runs = [_run(engine, case) for _ in range(case.runs + 1)]
         row = {**_summarize(case, runs, speeds, expected, projection), **check}
         if known is not None:
-            row["resident_tok_s"] = _new_tokens(known) / max(known.decode_s, 1e-9)
+            row["resident_tok_s"] = known.decoded_per_s
         rows.append(row)
     title = f"offload: {source.name}, {engine.info.dtype}, {gpu_name() or cpu_name()}"
     print_table(COLUMNS, [_as_row(row) for row in rows], title)
@@ -292,26 +297,23 @@ def _run(engine: Engine, case: Case) -> Run:
         engine.submit(Request(id=str(row), token_ids=prompt, sampling=sampling))
         tokens[str(row)] = []
     started = time.perf_counter()
-    first_at, before = None, dict[str, int]()
+    first_at, before, num_first = None, dict[str, int](), 0
     while engine.has_work:
         for delta in engine.step():
             tokens[delta.request_id] += delta.token_ids
         if first_at is None and all(tokens.values()):
             first_at, before = time.perf_counter(), _counts(engine)
+            num_first = sum(map(len, tokens.values()))
     ended = time.perf_counter()
     assert first_at is not None
     counts = {name: count - before.get(name, 0) for name, count in _counts(engine).items()}
-    return Run(tokens, first_at - started, ended - first_at, counts)
+    num_decoded = sum(map(len, tokens.values())) - num_first
+    return Run(tokens, first_at - started, ended - first_at, num_decoded, counts)
 
 
 def _counts(engine: Engine) -> dict[str, int]:
     store = engine.expert_store
     return {} if store is None else dict(getattr(store, "stats_now", store.stats)())
-
-
-def _new_tokens(run: Run) -> int:
-    """Without the first ones, which prompts gave."""
-    return sum(len(tokens) - 1 for tokens in run.tokens.values())
 
 
 def _summarize(
@@ -322,8 +324,8 @@ def _summarize(
     projection: float,
 ) -> dict[str, Any]:
     """The first run fills the slots, and is not timed."""
-    timed_runs, num_new = runs[1:], _new_tokens(runs[0])
-    rates = [projection * num_new / max(one.decode_s, 1e-9) for one in timed_runs]
+    timed_runs = runs[1:]
+    rates = [projection * one.decoded_per_s for one in timed_runs]
 
     def total(name: str) -> int:
         return sum(one.counts.get(name, 0) for one in timed_runs)

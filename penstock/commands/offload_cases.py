@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GPU_SHARE = {"memory_gb": 3.0, "max_step_tokens": 4096}  # what a small card would have left
-SHORT = {"memory_gb": 1.6, "max_step_tokens": 1024}  # for short prompts: more is left for experts
 BOTH = {**GPU_SHARE, "expert_misses": "auto"}
 
 
@@ -57,21 +56,21 @@ CASES = {
             against_resident=True,
             is_cached=True,
         ),
-        Case("122B-A10B int4 24GB batch 1", "Qwen3.5-122B-A10B", "11GB", runs=2, settings=BOTH),
+        Case("122B-A10B int4 24GB batch 1", "Qwen3.5-122B-A10B", "17GB", runs=2, settings=BOTH),
         Case(
             "122B-A10B int4 24GB batch 8",
             "Qwen3.5-122B-A10B",
-            "16.5GB",
+            "17GB",
             batch=8,
             context=256,
             new_tokens=32,
             runs=2,
-            settings={**SHORT, "expert_misses": "auto"},
+            settings=BOTH,
         ),
         Case(
             "397B-A17B int4 RAM projected",
             "Qwen3.5-397B-A17B",
-            "9.3GB",
+            "10.1GB",
             context=1024,
             new_tokens=32,
             runs=2,

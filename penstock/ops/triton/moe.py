@@ -79,16 +79,18 @@ def sparse_mlp(
             else:
                 _run_quantized(out, experts, x, weights, ids, residual, shared_weight, counters)
             return out
-    values = [_plain_values(weight, x.dtype) for weight in stored]
-    shared = (shared_weight, values[2], values[3])
-    arguments = (out, x, weights, ids, values[0], values[1], residual, *shared)
     form = SMALL_GEMM if deterministic else _choose_form(x, ids, down)
+    plain = [_plain_values(weight, x.dtype) for weight in (shared_gate_up, shared_down)]
+    shared = (shared_weight, plain[0], plain[1])
+    if form == GROUPED_GEMM:  # which expands packed experts itself, some at a time
+        moe_grouped_gemm.run(out, x, weights, ids, gate_up, down, residual, *shared, counters)
+        return out
+    values = [_plain_values(weight, x.dtype) for weight in (gate_up, down)]
+    arguments = (out, x, weights, ids, values[0], values[1], residual, *shared)
     if form == GEMV:
         moe_gemv.run(*arguments)
-    elif form == SMALL_GEMM:
-        moe_small_gemm.run(*arguments, deterministic=deterministic)
     else:
-        moe_grouped_gemm.run(*arguments, counters)
+        moe_small_gemm.run(*arguments, deterministic=deterministic)
     return out
 
 
@@ -150,11 +152,14 @@ def _run_quantized(
 
 
 def _choose_form(x: Tensor, ids: Tensor, down: Weight) -> int:
+    """Of experts in plain numbers. Packed ones of many tokens are never expanded all at once."""
     num_experts, width, inner_width = down.shape
     num_tokens, k = ids.shape
     rule = SMALL_GEMM if bucket(num_tokens) * k <= SMALL_GEMM_PAIRS * num_experts else GROUPED_GEMM
     if num_tokens <= GEMV_TOKENS:
         rule = GEMV
+    elif down.parts:
+        return GROUPED_GEMM
     shape = (num_experts, k, inner_width, width)
     return choose("sparse_mlp", shape, num_tokens, {"form": rule}, x.device)["form"]
 

@@ -8,16 +8,24 @@ needs, and those past the list's end are done at once. Tiles of an expert are ne
 its weights come from memory once. A tile of few pairs, as most experts' last one is, takes a lower
 product in the same program.
 
-A pair's numbers do not depend on which pairs share its tile, and no sum depends on the order of
-programs.
+Packed experts are expanded a group at a time, and each group's products launched by themselves: all
+of a layer would take gigabytes.
+
+A pair's numbers do not depend on which pairs share its tile, nor on groups, and no sum depends on
+the order of programs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import itemgetter
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.cuda import quantized
 from penstock.ops.triton.activation import silu
 from penstock.ops.triton.launch import (
     cdiv,
@@ -29,7 +37,9 @@ from penstock.ops.triton.launch import (
 )
 from penstock.ops.triton.moe_permute import list_pairs, load_tile
 from penstock.ops.triton.tuning import Tile, bucket, choose
+from penstock.ops.weight import Weight, map_part
 
+MOST_EXPANDED = 1200 * 10**6  # bytes of packed experts at a time
 LOW_PAIRS = tl.constexpr(64)  # rows of a warp group; fewer leave tensor cores idle
 TALL_PAIRS = 64  # per expert, on average: above, tiles of twice the height read weights less often
 
@@ -39,8 +49,8 @@ def run(
     x: Tensor,  # [T, H]
     weights: Tensor,  # [T, k] float32
     ids: Tensor,  # [T, k]  those of a token differ
-    gate_up: Tensor,  # [E, 2I, H]
-    down: Tensor,  # [E, H, I]
+    gate_up: Weight,  # [E, 2I, H]
+    down: Weight,  # [E, H, I]
     residual: Tensor,  # [T, H]
     shared_weight: Tensor | None,  # [T, 1] float32
     shared_gate_up: Tensor | None,  # [2I', H]
@@ -76,12 +86,28 @@ def run(
         ("down", inner, down, shared_down, outputs, width),
     ):
         tile = choose(f"moe_{name}_grouped_gemm", shape, num_tokens, rules[name], x.device)
-        some = experts if shared is None else shared
         constants = {**dims, "IS_DOWN": name == "down", **tile, **options}
         grid = (cdiv(num_columns, tile["BLOCK_N"]), len(tiles))
-        grouped_kernel[grid](source, order, tiles, experts, some, result, **constants)
+        for first, values in _groups(experts, x.dtype):
+            last, is_part = first + len(values), len(values) < num_experts
+            last += last == num_experts  # with the shared one
+            given = (source, order, tiles, values, values if shared is None else shared, result)
+            grouped_kernel[grid](*given, first, last, IS_PART=is_part, **constants)
 
     add_pairs(out, outputs, weights, shared_weight, residual)
+
+
+def _groups(experts: Weight, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Experts in plain numbers, with the number of the first: all of them, or some at a time."""
+    if not experts.parts:
+        yield 0, experts.values
+        return
+    num_experts, N, K = experts.shape
+    most = max(1, MOST_EXPANDED // (N * K * dtype.itemsize))
+    for first in range(0, num_experts, most):
+        some = itemgetter(slice(first, first + most))
+        parts = tuple(map_part(part, some) for part in experts.parts)
+        yield first, quantized.expand_parts(parts, dtype)
 
 
 def add_pairs(
@@ -215,14 +241,17 @@ def _multiply_tile(
         tl.store(result + places[:, None] * INNER + columns[None, :], b_inner, mask=is_inner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last"])
 def grouped_kernel(
     source,
     order,
     tiles,
-    experts,
+    experts,  # all, or those from first up to last
     shared,
     result,
+    first,
+    last,
+    IS_PART: tl.constexpr,
     IS_DOWN: tl.constexpr,
     E: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -244,13 +273,16 @@ def grouped_kernel(
     PADDED: tl.constexpr = I % BLOCK_K + SHARED_I % BLOCK_K if IS_DOWN else H % BLOCK_K
     IS_WHOLE: tl.constexpr = PADDED == 0
     expert, place, row, num_pairs = load_tile(tiles)
-    own, width = order + place, I
+    own, width, index = order + place, I, expert
+    if IS_PART:
+        num_pairs = tl.where((expert >= first) & (expert < last), num_pairs, 0)
+        index = expert - first
     if IS_DOWN:
         source += row.to(tl.int64) * INNER
-        weights = experts + expert * (H * I)
+        weights = experts + index * (H * I)
     else:
         result += row.to(tl.int64) * INNER
-        weights = experts + expert * (2 * I * H)
+        weights = experts + index * (2 * I * H)
     if SHARED_I > 0:
         weights = tl.where(expert == E, shared, weights)
         if SHARED_I != I:
