@@ -1,7 +1,7 @@
 """What drafts bring: tokens a second of the embedded model, with drafts and without.
 
     OMP_NUM_THREADS=1 python scripts/measure_speculation.py [--rounds 3] [--problems 24]
-    python scripts/measure_speculation.py --device cuda --tasks "word problems"
+    python scripts/measure_speculation.py --device cuda --tasks "word problems" --drafters mtp:2
 
 Two tasks, one request at a time. Word problems are held out from training, and answered freely. For
 copy editing the reply is a text of the prompt with one in thirty words replaced; the model is too
@@ -197,16 +197,17 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=24)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tasks", default="word problems,copy editing")
+    parser.add_argument("--drafters", default="mtp:1,mtp:2,mtp:3,ngram:7,suffix:7")
     given = parser.parse_args()
     tokenizer = Tokenizer.load(None)
     ends = tokenizer.eos_token_ids
-    heads = [Setup(f"mtp:{number}") for number in (1, 2, 3)]
+    drafters = [Setup(name) for name in given.drafters.split(",")]
     rows: list[Any] = []
     if "word problems" in given.tasks:
         rows += measure(
             "word problems",
             word_problems(given.problems, ends),
-            [Setup("off"), *heads, Setup("ngram:7"), Setup("suffix:7")],
+            [Setup("off"), *drafters],
             given.rounds,
             given.device,
         )

@@ -19,14 +19,15 @@ from penstock.ops.weight import Part, Weight
 
 DTYPES = (torch.bfloat16, torch.float16)
 FIRST_CAPABILITY = (8, 9)
-LIBRARY_CAPABILITY = (9, 0)  # the only one on which cuBLAS takes scales of blocks
+HOPPER = (9, 0)  # the only one on which cuBLAS takes scales of blocks
 LARGEST = 448.0
 LEAST = 1e-12  # of the largest number of a block
 # Up to so many tokens meet the codes unrounded (`ops/cuda/quantized.py`); fewer if rows are many,
 # which the library reads twice as fast from there on.
 FEW_TOKENS, WIDE_FEW_TOKENS = 64, 32
 WIDE_ROWS = 8192
-FEW_PAIRS = 8  # of a token and an expert, for each expert
+# Of a token and an expert, for each expert; fewer where both are multiplied asynchronously.
+FEW_PAIRS, HOPPER_FEW_PAIRS = 8, 4
 
 
 def round_tokens(x: Tensor) -> Tensor:  # [..., K] -> float32
@@ -52,7 +53,7 @@ def can_use_library(rows: TiledRows, dtype: torch.dtype, device: torch.device) -
         and is_whole
         and dtype == torch.bfloat16
         and device.type == "cuda"
-        and _capability(device) == LIBRARY_CAPABILITY
+        and _capability(device) == HOPPER
     )
 
 
@@ -82,7 +83,10 @@ def rounded_experts(
     """The rows of gate and up and of down, if products with so many pairs round tokens, and those
     of the shared expert, if they are stored alike. Empty: they do not.
     """
-    if num_pairs <= FEW_PAIRS * routed[1].shape[0] or not _is_able(x):
+    if not _is_able(x):
+        return ()
+    few = HOPPER_FEW_PAIRS if _capability(x.device) == HOPPER else FEW_PAIRS
+    if num_pairs <= few * routed[1].shape[0]:
         return ()
     rows = [part for weight in routed for part in weight.parts]
     if len(rows) != 2 or not all(can_take(part) for part in rows):

@@ -196,8 +196,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 }
 
 #else
+constexpr int GATE_TILES = ROW_TILES / 2, GATE_ROWS = 16 * GATE_TILES; // of GATE_UP
+
 // Block (n, i): of the i-th pair, or tile of pairs, of one expert.
-//   GATE_UP: 16 columns of the inner width; row tile 0 is the gate's, 1 the up's
+//   GATE_UP: GATE_ROWS columns of the inner width: the gate's row tiles, then the up's
 //   DOWN_PAIRS: ROWS outputs
 // Pairs that are not listed: the shared expert's, one a token, then slot j of token t at t * routed
 // + j. The list is older than GATE_UP, so DOWN_PAIRS, which follows it, reads it before its wait.
@@ -239,9 +241,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     RowTiles rows;
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile) {
-        const int row_tile = MODE == GATE_UP
-                                 ? blockIdx.x + tile * (num_tiles / 2)
-                                 : min((int)blockIdx.x * ROW_TILES + tile, num_tiles - 1);
+        int row_tile = min((int)blockIdx.x * ROW_TILES + tile, num_tiles - 1);
+        if constexpr (MODE == GATE_UP)
+            row_tile = tile / GATE_TILES * (num_tiles / 2) +
+                       min((int)blockIdx.x * GATE_TILES + tile % GATE_TILES, num_tiles / 2 - 1);
         rows.point(tile, own_codes, own_records, row_tile);
     }
     Step held[HELD_STEPS];
@@ -259,12 +262,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __syncthreads();
 #if MODE == GATE_UP
     const int width = num_tiles * 8;
-    for (int i = threadIdx.x; i < 16 * num_pairs; i += THREADS) {
-        const int row = i % 16, token = i / 16;
+    for (int i = threadIdx.x; i < GATE_ROWS * num_pairs; i += THREADS) {
+        const int row = i % GATE_ROWS, token = i / GATE_ROWS, place = blockIdx.x * GATE_ROWS + row;
+        if (place >= width) continue;
         const float value =
-            silu(whole_sum(shared, token, row)) * whole_sum(shared, token, 16 + row);
-        ((u16*)out)[(long long)(first_row + token) * width + blockIdx.x * 16 + row] =
-            (u16)pack(value, 0.0f);
+            silu(whole_sum(shared, token, row)) * whole_sum(shared, token, GATE_ROWS + row);
+        ((u16*)out)[(long long)(first_row + token) * width + place] = (u16)pack(value, 0.0f);
     }
 #else
     const int width = num_tiles * 16;

@@ -168,15 +168,23 @@ def linear_rule(rows: TiledRows, token_tiles: int, num_processors: int) -> Tile:
     much: its warps take rows of their own, so that it is read for as many as possible.
     """
     steps, tiles = cdiv(rows.num_columns, STEP), cdiv(rows.num_rows, TILE_ROWS)
-    is_wide = tiles >= 4 * num_processors
+    is_wide, is_widest = tiles >= 4 * num_processors, tiles >= 8 * num_processors
+    has_bytes = rows.bits == 8  # a step is twice as much then, and fewer are on their way
     if is_wide and token_tiles >= 4:
         return _tile(2, min(4, 2 * steps), 2, 1, 1)
+    if is_wide and token_tiles > 1:
+        return _tile(1, 4, 1, 4, 3)
     if is_wide:
-        return _tile(1, min(4, steps), 1, 2, 6) if token_tiles == 1 else _tile(1, 4, 1, 4, 3)
-    if token_tiles == 1:
-        fits_once = tiles <= num_processors
-        return _tile(1, min(16, steps), 1, 2 if fits_once else 1, 1 if fits_once else 2)
-    return _tile(1, min(8, steps), 1, 4, 2 if token_tiles == 2 else 1)
+        if steps % 8 == 0 and not is_widest:
+            return _tile(2, 8, 1, 1, 3)
+        return _tile(1, min(4, steps), 1, 2 if is_widest and not rows.is_float8 else 1, 6)
+    if token_tiles > 1:
+        return _tile(1, min(8, steps), 1, 4, 2 if token_tiles == 2 else 1)
+    if tiles <= num_processors:
+        return _tile(1, min(16, steps), 1, 1 if has_bytes else 2, 1)
+    if not has_bytes and tiles <= 2 * num_processors:
+        return _tile(2, min(16, steps), 1, 2, 1)
+    return _tile(1, min(8, steps), 1, 1, 2) if has_bytes else _tile(1, min(16, steps), 1, 1, 2)
 
 
 def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile:
@@ -188,8 +196,11 @@ def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile
         return _tile(1, slots, 1, 4, 1) if num_tokens == 1 else _tile(1, slots, 1, 2, 2)
     if mode == DOWN_PAIRS:
         return _tile(4, min(4, steps), 1, 1, 4)
+    if num_tokens == 1:
+        return _tile(2, min(16, steps), 1, 1, 2)
     if num_tokens <= MAX_STAGED:
-        return _tile(2, min(8, steps), 1, 1, 3)
+        has_bytes = rows.bits == 8
+        return _tile(2, min(8, steps), 1, 1 if has_bytes else 2, 3 if has_bytes else 2)
     return _tile(2, min(4, steps), 1, 1, 6)
 
 
@@ -319,7 +330,7 @@ class Experts:
             mode,
             rows,
             source,
-            (num_tiles // 2 if is_gate_up else cdiv(num_tiles, tile["ROW_TILES"]), count),
+            (cdiv(num_tiles, tile["ROW_TILES"]), count),
             tile,
             constants,
             source,
