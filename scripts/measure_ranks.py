@@ -31,13 +31,15 @@ RUNS = [
     ("Qwen3.5-397B-A17B", 8),
 ]
 SCHEMES = {"bf16": "none", "fp8": "fp8"}
-BATCHES, CONTEXT = "1,8,64", "1536"
+CONTEXT = "1536"
 
 
-def measure(model: str, tp: int, scheme: str, repeats: int, us: float) -> dict[str, Any] | None:
+def measure(
+    model: str, tp: int, scheme: str, batches: str, repeats: int, us: float
+) -> dict[str, Any] | None:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         words = ["bench", "step", "-m", model, "--tp", str(tp), "--random-weights"]
-        words += ["--quantization", SCHEMES[scheme], "--batch", BATCHES, "--context", CONTEXT]
+        words += ["--quantization", SCHEMES[scheme], "--batch", batches, "--context", CONTEXT]
         words += ["--repeats", str(repeats), "--all-reduce-us", str(us), "--json", file.name]
         done = subprocess.run([sys.executable, "-m", "penstock", *words])
         if done.returncode:
@@ -51,6 +53,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="", help="models whose name has this in it")
     parser.add_argument("--scheme", choices=SCHEMES, help="bf16 or fp8 (default: both)")
+    parser.add_argument("--batch", default="1,8,64")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--all-reduce-us", type=float, default=10.0)
     arguments = parser.parse_args()
@@ -62,7 +65,8 @@ def main() -> int:
         for scheme in [arguments.scheme] if arguments.scheme else SCHEMES:
             if arguments.only not in model:
                 continue
-            found = measure(model, tp, scheme, arguments.repeats, arguments.all_reduce_us)
+            given = (arguments.batch, arguments.repeats, arguments.all_reduce_us)
+            found = measure(model, tp, scheme, *given)
             if found is None:
                 failed.append(f"{model} tp {tp} {scheme}")
                 continue

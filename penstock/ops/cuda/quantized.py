@@ -163,45 +163,49 @@ def multiply(
 
 
 def linear_rule(rows: TiledRows, token_tiles: int, num_processors: int) -> Tile:
-    """Of a few tokens, where rows are few, many warps share the columns of each; else blocks are
-    small, so that those of the next kernel find room as they end. Of many tokens a block reads
-    much: its warps take rows of their own, so that it is read for as many as possible.
+    """Where rows are few, many warps share the columns of each; else blocks are small, so that
+    those of the next kernel find room as they end. Of several token tiles, a warp takes two row
+    tiles, so that it reads tokens once for both, and holds one step of each.
     """
     steps, tiles = cdiv(rows.num_columns, STEP), cdiv(rows.num_rows, TILE_ROWS)
     is_wide, is_widest = tiles >= 4 * num_processors, tiles >= 8 * num_processors
     has_bytes = rows.bits == 8  # a step is twice as much then, and fewer are on their way
-    if is_wide and token_tiles >= 4:
-        return _tile(2, min(4, 2 * steps), 2, 1, 1)
-    if is_wide and token_tiles > 1:
-        return _tile(1, 4, 1, 4, 3)
-    if is_wide:
+    if is_wide and token_tiles == 1:
         if steps % 8 == 0 and not is_widest:
             return _tile(2, 8, 1, 1, 3)
         return _tile(1, min(4, steps), 1, 2 if is_widest and not rows.is_float8 else 1, 6)
+    if is_wide and token_tiles <= 4:
+        return _tile(2, min(4, steps), 1, 1, 3)
+    if is_wide:
+        return (
+            _tile(2, min(4, 2 * steps), 2, 1, 1) if has_bytes else _tile(1, min(4, steps), 1, 1, 2)
+        )
     if token_tiles > 1:
-        return _tile(1, min(8, steps), 1, 4, 2 if token_tiles == 2 else 1)
+        return _tile(1, min(8, steps), 1, 2 if token_tiles <= 4 else 1, 1)
     if tiles <= num_processors:
         return _tile(1, min(16, steps), 1, 1 if has_bytes else 2, 1)
-    if not has_bytes and tiles <= 2 * num_processors:
-        return _tile(2, min(16, steps), 1, 2, 1)
-    return _tile(1, min(8, steps), 1, 1, 2) if has_bytes else _tile(1, min(16, steps), 1, 1, 2)
+    if has_bytes:
+        return _tile(1, min(8, steps), 1, 1, 2)
+    half_fits = tiles <= 2 * num_processors
+    return _tile(2 if half_fits else 1, min(16, steps), 1, *((2, 1) if half_fits else (1, 2)))
 
 
 def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile:
     """A warp for each of a token's experts, or several that share an expert's columns. One token
-    asks for all of its experts' last rows at once; of more, small blocks take turns.
+    asks for all of its experts' last rows at once; of more, small blocks take turns, the smallest
+    in the last product, whose columns are few: one warp needs no other's sums.
     """
-    steps = cdiv(rows.num_columns, STEP)
+    steps, has_bytes = cdiv(rows.num_columns, STEP), rows.bits == 8
     if mode == DOWN_TOKEN:
         return _tile(1, slots, 1, 4, 1) if num_tokens == 1 else _tile(1, slots, 1, 2, 2)
     if mode == DOWN_PAIRS:
-        return _tile(4, min(4, steps), 1, 1, 4)
+        warps = min(4, max(1, steps // 4))
+        return _tile(4, warps, 1, 1, 16 // warps)
     if num_tokens == 1:
         return _tile(2, min(16, steps), 1, 1, 2)
     if num_tokens <= MAX_STAGED:
-        has_bytes = rows.bits == 8
         return _tile(2, min(8, steps), 1, 1 if has_bytes else 2, 3 if has_bytes else 2)
-    return _tile(2, min(4, steps), 1, 1, 6)
+    return _tile(2, min(4, steps), 1, 1, 6) if has_bytes else _tile(4, min(4, steps), 1, 1, 4)
 
 
 def _tile(row_tiles: int, warps: int, row_warps: int, held: int, blocks: int) -> Tile:
