@@ -181,7 +181,8 @@ def linear_rule(rows: TiledRows, token_tiles: int, num_processors: int) -> Tile:
             _tile(2, min(4, 2 * steps), 2, 1, 1) if has_bytes else _tile(1, min(4, steps), 1, 1, 2)
         )
     if token_tiles > 1:
-        return _tile(1, min(8, steps), 1, 2 if token_tiles <= 4 else 1, 1)
+        held = 1 if token_tiles > 4 else 4 if has_bytes else 2
+        return _tile(1, min(8, steps), 1, held, 1)
     if tiles <= num_processors:
         return _tile(1, min(16, steps), 1, 1 if has_bytes else 2, 1)
     if has_bytes:
@@ -205,7 +206,7 @@ def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile
         return _tile(2, min(16, steps), 1, 1, 2)
     if num_tokens <= MAX_STAGED:
         return _tile(2, min(8, steps), 1, 1 if has_bytes else 2, 3 if has_bytes else 2)
-    return _tile(2, min(4, steps), 1, 1, 6) if has_bytes else _tile(4, min(4, steps), 1, 1, 4)
+    return _tile(4, min(4, steps), 1, 1, 4)
 
 
 def _tile(row_tiles: int, warps: int, row_warps: int, held: int, blocks: int) -> Tile:
