@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_checks import ON_GPU
+from kernel_checks import INTERPRETED, ON_GPU
 from penstock.ops.cuda import fp8_experts
 from penstock.ops.float8 import can_take, round_tokens
 from penstock.ops.quantized import QuantizedRows
@@ -16,7 +16,7 @@ from penstock.weights.codes import Codes, Scales
 from penstock.weights.packing import pack
 
 DEVICES = [
-    pytest.param("cpu", torch.float16, id="interpreted-fp16"),
+    pytest.param("cpu", torch.float16, marks=INTERPRETED, id="interpreted-fp16"),
     pytest.param("cuda", torch.bfloat16, marks=ON_GPU, id="compiled-bf16"),
 ]
 

@@ -26,6 +26,10 @@ MAX_TOKENS = 64  # at a time
 MAX_LOGITS = 256  # tokens: codes of a head are read again for each 64, which expansion would exceed
 MAX_STAGED = 4  # tokens that blocks norm or activate themselves: of more, each would do too much
 STAGED_BYTES = 36 * 1024  # of them, beside a block's sums
+STAGED_MORE = (
+    2 * 32 + 4 * 16
+)  # of each token: so that they start in different banks, and its squares
+SHARED = 48 * 1024  # bytes that a block may have
 MAX_WARPS = 16
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -125,10 +129,15 @@ def multiply(
 ) -> None:
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
     token_tiles = 1 << max(0, cdiv(num_tokens, TOKENS) - 1).bit_length()
-    tile = tile or linear_rule(rows, token_tiles, num_processors(x.device))
+    num_staged = 1 << (num_tokens - 1).bit_length() if num_tokens <= MAX_STAGED else 1
+    is_staged = swiglu or norm_weight is not None
+    staged = (
+        num_staged * (2 * cdiv(rows.num_columns, STEP) * STEP + STAGED_MORE) if is_staged else 0
+    )
+    tile = tile or linear_rule(rows, token_tiles, num_processors(x.device), staged)
     constants = {
         "TOKEN_TILES": token_tiles,
-        "STAGED_TOKENS": 1 << (num_tokens - 1).bit_length() if num_tokens <= MAX_STAGED else 1,
+        "STAGED_TOKENS": num_staged,
         "HAS_NORM": int(norm_weight is not None),
         "IS_SWIGLU": int(swiglu),
         "HAS_BIAS": int(bias is not None),
@@ -162,7 +171,9 @@ def multiply(
     )
 
 
-def linear_rule(rows: TiledRows, token_tiles: int, num_processors: int) -> Tile:
+def linear_rule(
+    rows: TiledRows, token_tiles: int, num_processors: int, staged_bytes: int = 0
+) -> Tile:
     """Where rows are few, many warps share the columns of each; else blocks are small, so that
     those of the next kernel find room as they end. Of several token tiles, a warp takes two row
     tiles, so that it reads tokens once for both, and holds one step of each.
@@ -170,16 +181,18 @@ def linear_rule(rows: TiledRows, token_tiles: int, num_processors: int) -> Tile:
     steps, tiles = cdiv(rows.num_columns, STEP), cdiv(rows.num_rows, TILE_ROWS)
     is_wide, is_widest = tiles >= 4 * num_processors, tiles >= 8 * num_processors
     has_bytes = rows.bits == 8  # a step is twice as much then, and fewer are on their way
+    if rows.group < STEP:
+        return _small_group_rule(steps, tiles, token_tiles, num_processors)
     if is_wide and token_tiles == 1:
         if steps % 8 == 0 and not is_widest:
             return _tile(2, 8, 1, 1, 3)
         return _tile(1, min(4, steps), 1, 2 if is_widest and not rows.is_float8 else 1, 6)
     if is_wide and token_tiles <= 4:
         return _tile(2, min(4, steps), 1, 1, 3)
+    if is_wide and has_bytes:
+        return _tile(2, min(4, 2 * steps), 2, 1, 1)
     if is_wide:
-        return (
-            _tile(2, min(4, 2 * steps), 2, 1, 1) if has_bytes else _tile(1, min(4, steps), 1, 1, 2)
-        )
+        return _tile(1, min(4, steps), 1, 1, 2)
     if token_tiles > 1:
         held = 1 if token_tiles > 4 else 4 if has_bytes else 2
         return _tile(1, min(8, steps), 1, held, 1)
@@ -187,8 +200,31 @@ def linear_rule(rows: TiledRows, token_tiles: int, num_processors: int) -> Tile:
         return _tile(1, min(16, steps), 1, 1 if has_bytes else 2, 1)
     if has_bytes:
         return _tile(1, min(8, steps), 1, 1, 2)
-    half_fits = tiles <= 2 * num_processors
-    return _tile(2 if half_fits else 1, min(16, steps), 1, *((2, 1) if half_fits else (1, 2)))
+    half = _tile(2, min(16, steps), 1, 2, 1)
+    if tiles <= 2 * num_processors and shared_bytes(half, token_tiles) <= SHARED - staged_bytes:
+        return half
+    return _tile(1, min(16, steps), 1, 1, 2)
+
+
+def _small_group_rule(steps: int, tiles: int, token_tiles: int, num_processors: int) -> Tile:
+    """Several scales a step take registers: one row tile, but of many tokens, whose warps take rows
+    of their own.
+    """
+    is_wide = tiles >= 4 * num_processors
+    if is_wide and token_tiles >= 4:
+        return _tile(2, min(4, 2 * steps), 2, 1, 1)
+    if is_wide:
+        return _tile(1, min(4, steps), 1, 2, 6) if token_tiles == 1 else _tile(1, 4, 1, 4, 3)
+    if token_tiles == 1:
+        fits_once = tiles <= num_processors
+        return _tile(1, min(16, steps), 1, 2 if fits_once else 1, 1 if fits_once else 2)
+    return _tile(1, min(8, steps), 1, 4, 2 if token_tiles == 2 else 1)
+
+
+def shared_bytes(tile: Tile, token_tiles: int) -> int:
+    """Of a block of LINEAR, for the sums of its warps."""
+    rows = TILE_ROWS * tile["ROW_TILES"] * tile["ROW_WARPS"]
+    return 4 * tile["WARPS"] // tile["ROW_WARPS"] * TOKENS * token_tiles * (rows + 1)
 
 
 def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile:
@@ -197,16 +233,21 @@ def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile
     in the last product, whose columns are few: one warp needs no other's sums.
     """
     steps, has_bytes = cdiv(rows.num_columns, STEP), rows.bits == 8
+    has_small_groups = rows.group < STEP  # several scales a step, which take registers
     if mode == DOWN_TOKEN:
         return _tile(1, slots, 1, 4, 1) if num_tokens == 1 else _tile(1, slots, 1, 2, 2)
     if mode == DOWN_PAIRS:
-        warps = min(4, max(1, steps // 4))
-        return _tile(4, warps, 1, 1, 16 // warps)
-    if num_tokens == 1:
-        return _tile(2, min(16, steps), 1, 1, 2)
-    if num_tokens <= MAX_STAGED:
-        return _tile(2, min(8, steps), 1, 1 if has_bytes else 2, 3 if has_bytes else 2)
-    return _tile(4, min(4, steps), 1, 1, 4)
+        warps = min(4, steps if has_small_groups else max(1, steps // 4))
+        return _tile(4, warps, 1, 1, 4 if has_small_groups else 16 // warps)
+    if num_tokens > MAX_STAGED:
+        return _tile(
+            2 if has_small_groups else 4, min(4, steps), 1, 1, 6 if has_small_groups else 4
+        )
+    if has_bytes or has_small_groups:
+        return _tile(2, min(8, steps), 1, 1, 3)
+    return (
+        _tile(2, min(16, steps), 1, 1, 2) if num_tokens == 1 else _tile(2, min(8, steps), 1, 2, 2)
+    )
 
 
 def _tile(row_tiles: int, warps: int, row_warps: int, held: int, blocks: int) -> Tile:
