@@ -70,10 +70,10 @@ def main() -> int:
             if found is None:
                 failed.append(f"{model} tp {tp} {scheme}")
                 continue
-            own = (model, tp, scheme)
+            own, goal = (model, tp, scheme), GOALS.get((model, scheme, tp))
             kept = [row for row in table["rows"] if (row["model"], row["tp"], row["scheme"]) != own]
             rows = [
-                {**row, "commit": found["commit"], "goal_ms": GOALS.get((model, scheme, tp))}
+                {**row, "commit": found["commit"], "goal_ms": goal if row["batch"] == 1 else None}
                 for row in found["rows"]
             ]
             table = {

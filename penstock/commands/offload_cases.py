@@ -56,11 +56,11 @@ CASES = {
             against_resident=True,
             is_cached=True,
         ),
-        Case("122B-A10B int4 24GB batch 1", "Qwen3.5-122B-A10B", "17GB", runs=2, settings=BOTH),
+        Case("122B-A10B int4 24GB batch 1", "Qwen3.5-122B-A10B", "13.5GB", runs=2, settings=BOTH),
         Case(
             "122B-A10B int4 24GB batch 8",
             "Qwen3.5-122B-A10B",
-            "17GB",
+            "13.5GB",
             batch=8,
             context=256,
             new_tokens=32,

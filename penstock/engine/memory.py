@@ -49,6 +49,7 @@ class MemoryPlan:
     step_bytes: int = 0  # the largest step, with every sampling option
     graph_bytes: int = 0
     reserve_bytes: int = 0
+    lane_bytes: int = 0  # of experts in RAM, on their way to the products of prompts
     kv_dtype: str = "auto"
 
     @property
@@ -60,6 +61,7 @@ class MemoryPlan:
         kept_in = "" if self.kv_dtype == "auto" else f", in {self.kv_dtype}"
         uses = [
             ("weights", self.weight_bytes, ""),
+            ("expert lanes", self.lane_bytes, "two layers at a time, for prompts"),
             ("state slots", pools.num_slots * pools.slot_bytes, slots),
             (
                 "KV pages",
@@ -167,9 +169,15 @@ def plan_memory(
         step_bytes=step.num_bytes,
         graph_bytes=graph_bytes,
         reserve_bytes=reserve,
+        lane_bytes=_lane_bytes(model),
         kv_dtype=config.kv_dtype,
     )
     return plan, draft
+
+
+def _lane_bytes(model: Any) -> int:
+    lanes = getattr(getattr(model, "expert_store", None), "lanes", None)
+    return 0 if lanes is None else int(lanes.num_bytes)
 
 
 def first_pools(model: Any, config: EngineConfig, name: str, more_bytes: int = 0) -> PoolSizes:
