@@ -19,8 +19,8 @@ class SlowIntake:
     steps.
     """
 
-    def __init__(self, inbox: queue.SimpleQueue[ToEngine], num_running: int) -> None:
-        self._inbox = inbox
+    def __init__(self, inbox: queue.SimpleQueue[ToEngine], num_running: int, slow_s: float) -> None:
+        self._inbox, self._slow_s = inbox, slow_s
         self._num_left = num_running
         self.num_submitted: list[int] = [0]  # before each step
 
@@ -29,7 +29,7 @@ class SlowIntake:
         return self._num_left > 0
 
     def submit(self, request: Request) -> None:
-        time.sleep(SLOW_S)
+        time.sleep(self._slow_s)
         self._num_left += 1
         self.num_submitted[-1] += 1
 
@@ -41,11 +41,13 @@ class SlowIntake:
         return []
 
 
-def submitted_before_each_step(num_running: int, num_requests: int) -> list[int]:
+def submitted_before_each_step(
+    num_running: int, num_requests: int, slow_s: float = SLOW_S
+) -> list[int]:
     inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
     for number in range(num_requests):
         inbox.put(Submit(Request(id=str(number), token_ids=(1,))))
-    engine: Any = SlowIntake(inbox, num_running)
+    engine: Any = SlowIntake(inbox, num_running, slow_s)
     channel: Any = None
     serve(engine, channel, inbox, StepClock())
     counts: list[int] = engine.num_submitted
@@ -59,5 +61,5 @@ def test_a_crowd_is_taken_in_bit_by_bit_while_replies_go_on() -> None:
 
 
 def test_an_idle_engine_takes_in_what_has_come_before_it_steps() -> None:
-    counts = submitted_before_each_step(num_running=0, num_requests=3)
+    counts = submitted_before_each_step(num_running=0, num_requests=3, slow_s=0.0)
     assert counts[0] >= 2
