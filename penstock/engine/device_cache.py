@@ -5,6 +5,7 @@ never moved.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from penstock.config import Speculation
 from penstock.layers.inputs import KVCache, LayerCache, StateCache
 from penstock.ops import Journal
+from penstock.ops.cpu.memory import zeros_on_demand
 from penstock.types import CacheSpec, KVSpec, StateSpec
 
 _KV_DTYPES = {
@@ -63,6 +65,7 @@ def allocate_caches(
     num_rows: int = 0,  # of journals
     num_drafts: int = 0,
 ) -> list[LayerCache]:
+    zeros = functools.partial(zeros_on_demand, device=device)
     caches: list[LayerCache] = []
     has_scales = kv_dtype.itemsize == 1
     for spec in specs:
@@ -70,9 +73,9 @@ def allocate_caches(
             shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
             caches.append(
                 KVCache(
-                    keys=torch.zeros(shape, dtype=kv_dtype, device=device),
-                    values=torch.zeros(shape, dtype=kv_dtype, device=device),
-                    scales=torch.zeros((2, *shape[:3]), device=device) if has_scales else None,
+                    keys=zeros(shape, dtype=kv_dtype),
+                    values=zeros(shape, dtype=kv_dtype),
+                    scales=zeros((2, *shape[:3]), dtype=torch.float32) if has_scales else None,
                 )
             )
         else:
@@ -80,8 +83,8 @@ def allocate_caches(
             conv_shape = (num_slots, spec.conv_width, spec.conv_channels)
             caches.append(
                 StateCache(
-                    recurrent=torch.zeros(state_shape, dtype=state_dtype, device=device),
-                    conv=torch.zeros(conv_shape, dtype=dtype, device=device),
+                    recurrent=zeros(state_shape, dtype=state_dtype),
+                    conv=zeros(conv_shape, dtype=dtype),
                     journal=_new_journal(spec, num_rows, num_drafts, device),
                 )
             )

@@ -100,9 +100,11 @@ def main() -> int:
     inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
     clock = StepClock()
     threading.Thread(target=_read_messages, args=(channel, inbox, clock), daemon=True).start()
+    gc.disable()  # while imports and weights make objects that stay
     try:
         engine = start_engine(sys.stdin.buffer.read(), channel)
         channel.send(Ready(engine.info))
+        gc.enable()
         gc.collect()
         # A collection that scans all of torch's objects again would delay a step by a tenth of a
         # second.

@@ -1,5 +1,8 @@
-"""Memory for large weights on huge pages, if the system has them. A step reads all weights once,
-and with 4 KB pages at least a tenth of its time goes into address translation.
+"""Large memory of a CPU, directly from the system.
+
+Weights lie on huge pages, if there are any: a step reads all of them once, and with 4 KB pages at
+least a tenth of its time goes into address translation. Caches are zeros that take no memory, and
+no time, before they are used.
 """
 
 from __future__ import annotations
@@ -29,3 +32,14 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
         .view(dtype)
         .view(shape)
     )
+
+
+def zeros_on_demand(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """On a CPU, the system finds a page when it is first written."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or num_bytes < HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes).view(dtype).view(shape)
