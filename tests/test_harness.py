@@ -189,6 +189,7 @@ def test_throughput_sends_what_it_says_and_counts_what_came(
     baseline.write_text('{"levels": [{"concurrency": 3, "verified_tok_s": 100.0}]}')
     with judged_server() as server:
         levels = ["--concurrency", "1", "3", "--output", str(written), "--baseline", str(baseline)]
+        levels += ["--seed", "1"]  # a problem that is asked beside may be as long as a prompt
         exit_code, report, said = measure(
             capsys, "throughput", "--base-url", server.url, *SMALL_LOAD, *WITH_TOKENIZER, *levels
         )
