@@ -179,20 +179,20 @@ class Attention(nn.Module):
         )
         k = self.k_proj(x).unflatten(-1, (config.num_kv_heads, -1))
         v = self.v_proj(x).unflatten(-1, (config.num_kv_heads, -1))
-        q = _rotate(self.q_norm(q), rope).to(x.dtype)
-        k = _rotate(self.k_norm(k), rope).to(x.dtype)
+        q = rotate(self.q_norm(q), rope).to(x.dtype)
+        k = rotate(self.k_norm(k), rope).to(x.dtype)
         if state is None or window is None:
-            out = _attend(q, k, v, None)
+            out = attend(q, k, v, None)
         else:
             rows = torch.arange(len(x), device=x.device)[:, None]
             state.keys[rows, window.positions] = k
             state.values[rows, window.positions] = v
             slots = torch.arange(state.keys.shape[1], device=x.device)
-            out = _attend(q, state.keys, state.values, slots <= window.positions[..., None])
+            out = attend(q, state.keys, state.values, slots <= window.positions[..., None])
         return self.o_proj((out * gate.sigmoid()).flatten(-2))
 
 
-def _rotate(x: Tensor, rope: Rope) -> Tensor:  # [B, T, H, D]
+def rotate(x: Tensor, rope: Rope) -> Tensor:  # [B, T, H, D]
     half = rope.cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
     return torch.cat(
@@ -200,7 +200,7 @@ def _rotate(x: Tensor, rope: Rope) -> Tensor:  # [B, T, H, D]
     )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     """[B, T, Hq, D] over [B, S, Hkv, D]; `visible` [B, T, S], or None for causal rows that start at
     zero.
     """
