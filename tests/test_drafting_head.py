@@ -22,8 +22,9 @@ from penstock.errors import CapacityError, CheckpointError
 from penstock.models.source import find_model
 from penstock.parallel.ranks import ALONE
 from penstock.progress import Phase
-from penstock.types import KVSpec, StateSpec
+from penstock.types import KVSpec
 from small_models import prompt, request, run, tokens_of
+from test_memory import QWEN3_5_35B
 
 TIGHT = {"memory_gb": 0.06, "max_model_len": 8192}  # room for the context, but not for a head's KV
 
@@ -106,14 +107,13 @@ def gpu_model(free_gb: float, monkeypatch: pytest.MonkeyPatch) -> Any:
     device = SimpleNamespace(type="cuda", free=int(free_gb * GB))
     weight = SimpleNamespace(is_meta=False, numel=lambda: 845_000_000, element_size=lambda: 2)
     head = SimpleNamespace(cache_spec=KVSpec(2, 256), modules=tuple, parameters=lambda: [weight])
-    specs = [KVSpec(2, 256)] * 10 + [StateSpec(32, 128, 128, 8192, 4)] * 30
     monkeypatch.setattr(memory, "free_bytes", lambda device: device.free)
     return SimpleNamespace(
         device=device,
         dtype=torch.bfloat16,
         max_position=262_144,
         ranks=ALONE,
-        cache_specs=lambda: specs,
+        cache_specs=lambda: QWEN3_5_35B,
         mtp=head,
     )
 

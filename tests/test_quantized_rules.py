@@ -9,7 +9,7 @@ import torch
 
 from penstock.ops.cuda import quantized
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc, read_source
-from penstock.ops.cuda.quantized import SHARED, STAGED_BYTES, STAGED_MORE, TOKENS, Tile
+from penstock.ops.cuda.quantized import SHARED, STAGED_BYTES, TOKENS, Tile
 from penstock.ops.tiles import TiledRows, tile
 from penstock.weights.on_the_fly import round_to
 from penstock.weights.packing import pack
@@ -31,7 +31,7 @@ def staged_bytes(num_tokens: int, num_columns: int) -> int:
     """As `can_stage` allows it."""
     num_staged = 1 << (num_tokens - 1).bit_length()
     is_little = num_tokens <= quantized.MAX_STAGED and 2 * num_columns * num_staged <= STAGED_BYTES
-    return num_staged * (2 * num_columns + STAGED_MORE) if is_little else 0
+    return quantized.staged_bytes(num_tokens, num_columns) if is_little else 0
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int4 of 32", "int8", "fp8"])

@@ -13,7 +13,7 @@ from penstock.offload import host_products
 from penstock.offload.host_products import HostProducts, Split
 from penstock.ops import Weight
 from penstock.ops.cpu import tiled_experts
-from penstock.ops.cpu.tiled_experts import Desk, Job, Spent, can_run
+from penstock.ops.cpu.tiled_experts import HostWorker, Job, Spent, can_run
 from penstock.ops.reference.expert_cache import take_slots
 from penstock.ops.tiles import TiledRows, tile
 from penstock.weights.on_the_fly import round_to
@@ -122,14 +122,14 @@ def test_the_cpu_adds_what_the_device_leaves_to_it() -> None:
     )
 
 
-def test_a_desk_answers_calls_in_turn() -> None:
+def test_a_host_worker_answers_calls_in_turn() -> None:
     """As a GPU's stream makes them: inputs, then one store that tells the call and its job."""
     num_experts, k, width = 6, 3, 256
     gate_up, down = tiles(num_experts, 256, width, 1), tiles(num_experts, width, 128, 2)
     if not can_run(gate_up, down, torch.bfloat16):
         pytest.skip("there is no compiler")
     calls, answered = torch.zeros(4, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
-    desk, spent = Desk(calls, answered), Spent.nothing()
+    worker, spent = HostWorker(calls, answered), Spent.nothing()
     jobs = []
     for num_tokens in (1, 3):
         inputs = (
@@ -138,7 +138,7 @@ def test_a_desk_answers_calls_in_turn() -> None:
             torch.empty(num_tokens, k),
         )
         out = torch.full((num_tokens, width), torch.nan)
-        number = desk.add(Job(gate_up, down, *inputs, out, spent))
+        number = worker.number_of(Job(gate_up, down, *inputs, out, spent))
         jobs.append((number, inputs, out))
     assert [number for number, _, _ in jobs] == [0, 1]
     for call in range(1, 12):  # more than there are places
@@ -147,7 +147,7 @@ def test_a_desk_answers_calls_in_turn() -> None:
         ids.copy_(torch.stack([torch.randperm(num_experts)[:k] for _ in x]))
         weights.copy_(torch.rand(weights.shape))
         if call == 6:
-            time.sleep(0.01)  # long enough for the desk to sleep
+            time.sleep(0.01)  # long enough for the worker to sleep
         calls[call % len(calls)] = call << 16 | number
         late = time.monotonic() + 20
         while int(answered[number]) != call:
@@ -155,7 +155,7 @@ def test_a_desk_answers_calls_in_turn() -> None:
         wanted = expected(x, ids, weights, gate_up, down)
         assert (out - wanted).abs().max() < 5e-3 * wanted.abs().max()
         assert spent.num_calls == call
-    desk.close()
+    worker.close()
     calls[12 % len(calls)] = 12 << 16
     time.sleep(0.005)
     assert spent.num_calls == 11, "it is closed"

@@ -257,7 +257,7 @@ class LayerSlots:
 
     def _fetch(
         self, x: Tensor, weights: Tensor, ids: Tensor
-    ) -> tuple[Tensor, Tensor, Callable[[Tensor], None] | None]:
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor], object] | None]:
         """Slots and weights, and what adds the CPU's sums. Threads that launch at the same time, as
         at the start, must not fetch between another's choice and its copies.
         """

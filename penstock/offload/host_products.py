@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from penstock.ops import Weight, fetch_experts
-from penstock.ops.cpu.tiled_experts import Desk, Job, Spent, can_run
-from penstock.ops.cuda.host_calls import CallBox, add_answer, ask_host
+from penstock.ops.cpu.tiled_experts import HostWorker, Job, Spent, can_run
+from penstock.ops.cuda.host_calls import Mailbox, add_answer, ask_host
 from penstock.ops.cuda.program import is_available
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ class HostProducts:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self._buffers: dict[tuple[int, ...], Buffers] = {}
-        self._jobs: dict[tuple[int, ...], tuple[Job, int]] = {}  # and its number
-        self._box = CallBox(device, MOST_JOBS)
-        self._desk = Desk(self._box.calls, self._box.answered)
+        self._jobs: dict[tuple[int, ...], Job] = {}
+        self._mailbox = Mailbox(device, MOST_JOBS)
+        self._worker = HostWorker(self._mailbox.calls, self._mailbox.answered)
         self.spent = Spent.nothing()
         self._seen = (0.0, 0, 0)
         self.split: Split | None = None  # None: the share is fixed
@@ -84,7 +84,7 @@ class HostProducts:
 
     def launch(
         self, layer: LayerSlots, x: Tensor, ids: Tensor, weights: Tensor
-    ) -> Callable[[Tensor], None]:
+    ) -> Callable[[Tensor], object]:
         """The CPU starts; what is returned adds its sums to a tensor, once they are there."""
         size = (*ids.shape, x.shape[1])
         if size not in self._buffers:
@@ -93,20 +93,20 @@ class HostProducts:
         key = (layer.layer, *size)
         if key not in self._jobs:
             rows = layer.host_rows
-            job = Job(*rows, own.x, own.ids, own.weights, own.out, self.spent)
-            self._jobs[key] = job, self._desk.add(job)
-        job, number = self._jobs[key]
+            self._jobs[key] = Job(*rows, own.x, own.ids, own.weights, own.out, self.spent)
+        job = self._jobs[key]
         given, targets = (x.contiguous(), ids.int(), weights), (own.x, own.ids, own.weights)
         if self.device.type == "cuda":
-            ask_host(self._box, number, given, targets)
-            return lambda out: add_answer(self._box, number, out, own.out)
+            number = self._worker.number_of(job)
+            ask_host(self._mailbox, number, given, targets)
+            return lambda out: add_answer(self._mailbox, number, out, own.out)
         for tensor, target in zip(given, targets, strict=True):
             target.copy_(tensor)
         job.run()
-        return lambda out: _add(out, own.out)
+        return lambda out: out.add_(own.out)
 
     def close(self) -> None:
-        self._desk.close()
+        self._worker.close()
 
     def describe(self) -> str:
         """For the start of an engine."""
@@ -153,10 +153,6 @@ class HostProducts:
             new(num_tokens, k, dtype=torch.float32),
             new(num_tokens, width, dtype=torch.float32),
         )
-
-
-def _add(out: Tensor, sums: Tensor) -> None:
-    out.add_(sums)
 
 
 def can_ask(device: torch.device) -> bool:

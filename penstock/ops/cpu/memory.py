@@ -27,11 +27,7 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
     pages = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE
-    return (
-        torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
-        .view(dtype)
-        .view(shape)
-    )
+    return _tensor_in(pages, start, shape, dtype)
 
 
 def zeros_on_demand(
@@ -42,4 +38,10 @@ def zeros_on_demand(
     if torch.device(device).type != "cpu" or num_bytes < HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes).view(dtype).view(shape)
+    return _tensor_in(pages, 0, shape, dtype)
+
+
+def _tensor_in(pages: mmap.mmap, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    values = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
+    return values.view(dtype).view(shape)

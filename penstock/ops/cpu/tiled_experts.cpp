@@ -383,12 +383,12 @@ extern "C" void run_experts(void* given) {
 
 // Answers the calls that a GPU's stream makes (ops/cuda/host_calls.cu), in a thread of its own. It
 // spins while calls come, one a layer, and sleeps ever longer while none do.
-struct Desk {
+struct HostWorker {
     const std::atomic<uint64_t>* calls; // [num_calls]  number << 16 | job
     std::atomic<uint64_t>* answered;    // [jobs]
     void* const* jobs;
     uint64_t num_calls;
-    std::atomic<bool> is_open{true};
+    std::atomic<bool> is_wanted{true};
     std::thread thread;
 
     void serve() {
@@ -399,7 +399,7 @@ struct Desk {
             for (long i = 1; (call = place.load(std::memory_order_acquire)) >> 16 != number; i++) {
                 _mm_pause();
                 if (i % 256 != 0) continue;
-                if (!is_open.load(std::memory_order_relaxed)) return;
+                if (!is_wanted.load(std::memory_order_relaxed)) return;
                 auto waited = std::chrono::steady_clock::now() - started;
                 if (waited > LONGEST_SPIN)
                     std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
@@ -411,16 +411,17 @@ struct Desk {
     }
 };
 
-extern "C" void* open_desk(void* calls, void* answered, void* jobs, uint64_t num_calls) {
-    auto* desk = new Desk{(const std::atomic<uint64_t>*)calls, (std::atomic<uint64_t>*)answered,
-                          (void* const*)jobs, num_calls};
-    desk->thread = std::thread([desk] { desk->serve(); });
-    return desk;
+extern "C" void* start_worker(void* calls, void* answered, void* jobs, uint64_t num_calls) {
+    auto* worker = new HostWorker{(const std::atomic<uint64_t>*)calls,
+                                  (std::atomic<uint64_t>*)answered,
+                                  (void* const*)jobs, num_calls};
+    worker->thread = std::thread([worker] { worker->serve(); });
+    return worker;
 }
 
-extern "C" void close_desk(void* given) {
-    auto* desk = (Desk*)given;
-    desk->is_open = false;
-    desk->thread.join();
-    delete desk;
+extern "C" void stop_worker(void* given) {
+    auto* worker = (HostWorker*)given;
+    worker->is_wanted = false;
+    worker->thread.join();
+    delete worker;
 }

@@ -1,7 +1,7 @@
 """The experts of a few tokens on a CPU, out of the tiles of a GPU's kernels (`tiled_experts.cpp`).
 
-A call is a struct of addresses, so that a GPU's stream can ask for it: a `Desk` takes such calls
-and answers them.
+A call is a struct of addresses, so that a GPU's stream can ask for it: a `HostWorker` takes such
+calls and answers them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Job:
         self._library.run_experts(self.given)
 
 
-class Desk:
+class HostWorker:
     """A thread that runs jobs by their numbers, as `calls` asks for them: a place of `calls` holds
     call << 16 | job, where calls count from 1 and take places in turn. `answered` then has the
     call's number in the job's place. Jobs are of one dtype.
@@ -99,24 +99,24 @@ class Desk:
 
     def __init__(self, calls: Tensor, answered: Tensor) -> None:  # int64, pinned for a GPU
         self._calls, self._answered = calls, answered
-        self._jobs: list[Job] = []
+        self._jobs: dict[Job, int] = {}  # and their numbers
         self._table = (c_void_p * len(answered))()
         self._close: Callable[[], None] | None = None
 
-    def add(self, job: Job) -> int:
-        """Its number."""
-        number = len(self._jobs)
-        self._jobs.append(job)
-        self._table[number] = job.given
+    def number_of(self, job: Job) -> int:
+        """By which it is asked for; the first job starts the worker."""
+        if job not in self._jobs:
+            number = self._jobs[job] = len(self._jobs)
+            self._table[number] = job.given
         if self._close is None:
-            self._open(job._library)
-        return number
+            self._start(job._library)
+        return self._jobs[job]
 
-    def _open(self, library: ctypes.CDLL) -> None:
+    def _start(self, library: ctypes.CDLL) -> None:
         addresses = (self._calls.data_ptr(), self._answered.data_ptr())
         table = ctypes.addressof(self._table)
-        handle = library.open_desk(*addresses, table, len(self._calls))
-        self._close = weakref.finalize(self, _close_desk, library, handle, self._calls.is_pinned())
+        handle = library.start_worker(*addresses, table, len(self._calls))
+        self._close = weakref.finalize(self, _stop_worker, library, handle, self._calls.is_pinned())
 
     def close(self) -> None:
         """Waits for what was asked; nobody may ask any more."""
@@ -124,11 +124,11 @@ class Desk:
             self._close()
 
 
-def _close_desk(library: ctypes.CDLL, handle: int, is_for_gpu: bool) -> None:
+def _stop_worker(library: ctypes.CDLL, handle: int, is_for_gpu: bool) -> None:
     if is_for_gpu:
         with suppress(RuntimeError):  # of a GPU that has failed, which asks for nothing more
             torch.cuda.synchronize()
-    library.close_desk(handle)
+    library.stop_worker(handle)
 
 
 def can_run(gate_up: object, down: object, dtype: torch.dtype) -> bool:
@@ -172,9 +172,9 @@ def _library(dtype: torch.dtype, scale: torch.dtype) -> ctypes.CDLL | None:
     if loaded is None:
         return None
     loaded.run_experts.argtypes, loaded.run_experts.restype = [c_void_p], None
-    loaded.open_desk.argtypes = [c_void_p, c_void_p, c_void_p, c_uint64]
-    loaded.open_desk.restype = c_void_p
-    loaded.close_desk.argtypes, loaded.close_desk.restype = [c_void_p], None
+    loaded.start_worker.argtypes = [c_void_p, c_void_p, c_void_p, c_uint64]
+    loaded.start_worker.restype = c_void_p
+    loaded.stop_worker.argtypes, loaded.stop_worker.restype = [c_void_p], None
     loaded.hire_threads.argtypes, loaded.hire_threads.restype = [c_int], c_int
     loaded.hire_threads(num_threads())
     return loaded

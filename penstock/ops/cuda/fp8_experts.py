@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.ops.cuda.program import is_available, num_processors, program
+from penstock.ops.cuda.program import current_stream, is_available, num_processors, program
 from penstock.ops.tiles import STEP, TiledRows
 
 PAIRS, ROWS = 128, 256  # of a piece of work
@@ -75,7 +75,7 @@ def multiply(
     program(*kernel).launch(
         num_processors(device),
         NUM_THREADS,
-        torch._C._cuda_getCurrentRawStream(device.index or 0),
+        current_stream(device),
         _Given(*(tensor.data_ptr() for tensor in pointers), *counts),
     )
 

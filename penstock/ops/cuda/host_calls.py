@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.ops.cuda.program import Program, program
+from penstock.ops.cuda.program import Program, current_stream, program
 
 SOURCE = Path(__file__).with_name("host_calls.cu")
 NUM_CALLS = 1024  # that may be open at the same time: a stream has one
@@ -36,7 +36,7 @@ class _Answer(ctypes.Structure):
     )
 
 
-class CallBox:
+class Mailbox:
     """What the device and the CPU tell each other. `calls` and `answered` are pinned."""
 
     def __init__(self, device: torch.device, num_jobs: int) -> None:
@@ -48,7 +48,7 @@ class CallBox:
 
 
 def ask_host(
-    box: CallBox,
+    mailbox: Mailbox,
     job: int,
     given: tuple[Tensor, Tensor, Tensor],  # x [T, H], ids [T, k] int32, weights [T, k] float32
     targets: tuple[Tensor, Tensor, Tensor],  # the same, pinned
@@ -59,15 +59,18 @@ def ask_host(
     assert all(tensor.is_contiguous() for tensor in (*given, *targets))
     assert ids.dtype == torch.int32
     assert x.nbytes % 16 == 0
-    tensors = (*given, *targets, box.calls, box.num_calls, box.number_of)
+    tensors = (*given, *targets, mailbox.calls, mailbox.num_calls, mailbox.number_of)
     addresses = [tensor.data_ptr() for tensor in tensors]
     _program("ask_host", x).launch(
-        1, NUM_THREADS, _stream(x), _Asked(*addresses, x.nbytes // 16, ids.numel(), job)
+        1,
+        NUM_THREADS,
+        current_stream(x.device),
+        _Asked(*addresses, x.nbytes // 16, ids.numel(), job),
     )
 
 
 def add_answer(
-    box: CallBox,
+    mailbox: Mailbox,
     job: int,
     out: Tensor,  # [T, H]
     sums: Tensor,  # [T, H] float32, pinned
@@ -75,11 +78,11 @@ def add_answer(
     """Waits for the job's last call that this stream made."""
     assert out.is_contiguous()
     num_pairs = out.numel() // 2
-    tensors = (out, sums, box.answered, box.number_of)
+    tensors = (out, sums, mailbox.answered, mailbox.number_of)
     _program("add_answer", out).launch(
         -(-num_pairs // NUM_THREADS),
         NUM_THREADS,
-        _stream(out),
+        current_stream(out.device),
         _Answer(*(tensor.data_ptr() for tensor in tensors), num_pairs, job),
     )
 
@@ -90,7 +93,3 @@ def kernel_constants(dtype: torch.dtype) -> dict[str, int]:
 
 def _program(name: str, like: Tensor) -> Program:
     return program(SOURCE, name, tuple(kernel_constants(like.dtype).items()), like.device)
-
-
-def _stream(tensor: Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(tensor.device.index or 0)

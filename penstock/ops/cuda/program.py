@@ -62,6 +62,11 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def current_stream(device: torch.device) -> int:
+    """As the driver knows it."""
+    return torch._C._cuda_getCurrentRawStream(device.index or 0)
+
+
 class Program:
     """One kernel on one device. Arguments are ctypes values, in the order of its signature."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.ops.cuda.program import is_available, num_processors, program
+from penstock.ops.cuda.program import current_stream, is_available, num_processors, program
 from penstock.ops.product import Product
 from penstock.ops.tiles import NO_TYPE, STEP, TILE_ROWS, TYPES, TiledRows
 from penstock.ops.weight import Part
@@ -26,9 +26,8 @@ MAX_TOKENS = 64  # at a time
 MAX_LOGITS = 256  # tokens: codes of a head are read again for each 64, which expansion would exceed
 MAX_STAGED = 4  # tokens that blocks norm or activate themselves: of more, each would do too much
 STAGED_BYTES = 36 * 1024  # of them, beside a block's sums
-STAGED_MORE = (
-    2 * 32 + 4 * 16
-)  # of each token: so that they start in different banks, and its squares
+# Of each staged token, beside its columns: so that they start in different banks, and its squares.
+STAGED_MORE = 2 * 32 + 4 * 16
 SHARED = 48 * 1024  # bytes that a block may have
 MAX_WARPS = 16
 DTYPES = (torch.bfloat16, torch.float16)
@@ -55,7 +54,7 @@ def can_stage(parts: tuple[Part, ...], product: Product) -> bool:
     tiled rows whose columns are in order.
     """
     num_tokens = product.num_tokens
-    staged = 2 * product.shape[1] << max(0, num_tokens - 1).bit_length()
+    staged = 2 * product.shape[1] * _num_staged(num_tokens)
     launches = [part for part, plain in _launches(parts)]
     are_in_order = all(isinstance(one, TiledRows) and one.columns is None for one in launches)
     return num_tokens <= MAX_STAGED and staged <= STAGED_BYTES and are_in_order
@@ -129,15 +128,12 @@ def multiply(
 ) -> None:
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
     token_tiles = 1 << max(0, cdiv(num_tokens, TOKENS) - 1).bit_length()
-    num_staged = 1 << (num_tokens - 1).bit_length() if num_tokens <= MAX_STAGED else 1
     is_staged = swiglu or norm_weight is not None
-    staged = (
-        num_staged * (2 * cdiv(rows.num_columns, STEP) * STEP + STAGED_MORE) if is_staged else 0
-    )
+    staged = staged_bytes(num_tokens, rows.num_columns) if is_staged else 0
     tile = tile or linear_rule(rows, token_tiles, num_processors(x.device), staged)
     constants = {
         "TOKEN_TILES": token_tiles,
-        "STAGED_TOKENS": num_staged,
+        "STAGED_TOKENS": _num_staged(num_tokens) if num_tokens <= MAX_STAGED else 1,
         "HAS_NORM": int(norm_weight is not None),
         "IS_SWIGLU": int(swiglu),
         "HAS_BIAS": int(bias is not None),
@@ -221,6 +217,16 @@ def _small_group_rule(steps: int, tiles: int, token_tiles: int, num_processors: 
     return _tile(1, min(8, steps), 1, 4, 2 if token_tiles == 2 else 1)
 
 
+def _num_staged(num_tokens: int) -> int:
+    """That a kernel is compiled for: a power of two."""
+    return 1 << max(0, num_tokens - 1).bit_length()
+
+
+def staged_bytes(num_tokens: int, num_columns: int) -> int:
+    """Of tokens that a block norms or activates itself."""
+    return _num_staged(num_tokens) * (2 * cdiv(num_columns, STEP) * STEP + STAGED_MORE)
+
+
 def shared_bytes(tile: Tile, token_tiles: int) -> int:
     """Of a block of LINEAR, for the sums of its warps."""
     rows = TILE_ROWS * tile["ROW_TILES"] * tile["ROW_WARPS"]
@@ -236,18 +242,20 @@ def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile
     has_small_groups = rows.group < STEP  # several scales a step, which take registers
     if mode == DOWN_TOKEN:
         return _tile(1, slots, 1, 4, 1) if num_tokens == 1 else _tile(1, slots, 1, 2, 2)
+    if mode == DOWN_PAIRS and has_small_groups:
+        return _tile(4, min(4, steps), 1, 1, 4)
     if mode == DOWN_PAIRS:
-        warps = min(4, steps if has_small_groups else max(1, steps // 4))
-        return _tile(4, warps, 1, 1, 4 if has_small_groups else 16 // warps)
+        warps = min(4, max(1, steps // 4))
+        return _tile(4, warps, 1, 1, 16 // warps)
+    if num_tokens > MAX_STAGED and has_small_groups:
+        return _tile(2, min(4, steps), 1, 1, 6)
     if num_tokens > MAX_STAGED:
-        return _tile(
-            2 if has_small_groups else 4, min(4, steps), 1, 1, 6 if has_small_groups else 4
-        )
+        return _tile(4, min(4, steps), 1, 1, 4)
     if has_bytes or has_small_groups:
         return _tile(2, min(8, steps), 1, 1, 3)
-    return (
-        _tile(2, min(16, steps), 1, 1, 2) if num_tokens == 1 else _tile(2, min(8, steps), 1, 2, 2)
-    )
+    if num_tokens == 1:
+        return _tile(2, min(16, steps), 1, 1, 2)
+    return _tile(2, min(8, steps), 1, 2, 2)
 
 
 def _tile(row_tiles: int, warps: int, row_warps: int, held: int, blocks: int) -> Tile:
@@ -452,7 +460,7 @@ def _launch(
 ) -> None:
     constants = kernel_constants(mode, rows, like.dtype) | tile | switches
     device = like.device
-    stream = torch._C._cuda_getCurrentRawStream(device.index or 0)
+    stream = current_stream(device)
     program(SOURCE, "quantized", tuple(constants.items()), device).launch(
         num_blocks, 32 * tile["WARPS"], stream, *(_argument(one) for one in arguments)
     )

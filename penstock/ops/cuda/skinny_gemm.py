@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.ops.cuda.program import is_available, program
+from penstock.ops.cuda.program import current_stream, is_available, program
 from penstock.ops.product import Product, Tile
 
 MAX_TOKENS = 8
@@ -66,7 +66,7 @@ def multiply_skinny(product: Product, tile: Tile) -> Tensor:
     program(SOURCE, "skinny_gemm", tuple(constants.items()), device).launch(
         -(-N // (TILE_ROWS * tile["row_tiles"])),
         32 * tile["num_warps"],
-        torch._C._cuda_getCurrentRawStream(device.index or 0),
+        current_stream(device),
         _address(product.x),
         _address(product.norm_weight),
         _address(product.weight),
