@@ -22,7 +22,8 @@ __all__ = ["candidates", "norm_route", "own_experts", "sparse_mlp"]
 
 GEMV, SMALL_GEMM, GROUPED_GEMM = 0, 1, 2  # the "form" of a tile
 
-GEMV_TOKENS = 4  # of more, so many choose the same experts that reading those once is better
+# Of more tokens, so many choose the same experts that reading those once is better.
+GEMV_TOKENS = quantized.PAIR_TOKENS
 SMALL_GEMM_PAIRS = 16  # of an expert, on average: more fill tiles whose height is theirs
 MAX_TOKENS = 32768  # at a time: what the pairs leave in between stays below two GB
 
@@ -143,11 +144,13 @@ def _run_quantized(
     if len(x) <= GEMV_TOKENS:
         experts.run_pairs(out, x, weights, ids, residual, shared_weight)
         return
-    order, tiles = list_pairs(ids, experts.num_experts, experts.slots, quantized.TOKENS, counters)
-    outputs = torch.empty(
-        len(x) * experts.slots, experts.width, dtype=torch.float32, device=x.device
-    )
-    experts.run_listed(x, order, tiles, outputs)
+    slots, num_experts = experts.slots, experts.num_experts
+    outputs = torch.empty(len(x) * slots, experts.width, dtype=torch.float32, device=x.device)
+    if experts.can_scan(ids):
+        experts.run_scanned(x, ids, outputs)
+    else:
+        order, tiles = list_pairs(ids, num_experts, slots, quantized.TOKENS, counters)
+        experts.run_listed(x, order, tiles, outputs)
     moe_grouped_gemm.add_pairs(out, outputs, weights, shared_weight, residual)
 
 
