@@ -45,8 +45,8 @@ constexpr int ADDED_ROWS = ROWS / CLUSTER; // whose sums a block adds up, four o
 constexpr int OUTPUTS = (TOKENS * ADDED_ROWS / 4 + THREADS - 1) / THREADS; // of a thread
 
 // One scale a row multiplies whole sums.
-constexpr bool ARE_SCALES_LAST = GROUP >= COLUMNS && !NEEDS_SUMS;
-// A zero point of four bits is at most 16, which MAGIC and bf16's eight bits hold.
+constexpr bool ARE_SCALES_LAST = GROUP >= COLUMNS && OFFSET_KIND == NO_OFFSETS;
+// A zero point of four bits is at most 16: bf16 holds its sum with MAGIC, and the difference.
 constexpr bool IS_CENTRED =
     BITS == 4 && (OFFSET_KIND == NO_OFFSETS || (OFFSET_KIND == ZEROS && OFFSET_TYPE == UINT8));
 constexpr bool ADDS_OFFSETS = NEEDS_SUMS && !IS_CENTRED;
@@ -361,7 +361,8 @@ struct PlainRows {
 };
 #endif
 
-// Block n has the rows of block n / CLUSTER, those that are not quantised after all others.
+// Block n takes a part of the columns (n % CLUSTER) of ROWS rows (n / CLUSTER); those that are not
+// quantised come last.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #if CLUSTER > 1
     __cluster_dims__(CLUSTER, 1, 1)

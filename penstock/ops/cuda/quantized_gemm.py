@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
+
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 
 Tile = dict[str, int]
@@ -18,7 +20,7 @@ MAX_CLUSTER = 4  # blocks that share the columns, on cards that have clusters
 CLUSTER_CAPABILITY = (9, 0)
 MAX_STAGES = 4
 # Of a thread: sums, those of a group of columns, and sums of tokens. More would be spilled.
-MAX_SUMS, MAX_FLOAT8_SUMS = 112, 128
+MAX_SUMS, MAX_FLOAT8_SUMS = 96, 128
 # ROW_TILES, ROW_WARPS, TOKEN_WARPS, COLUMN_WARPS: eight warps, two for each quarter of a
 # multiprocessor.
 SHAPES = (
@@ -60,10 +62,9 @@ class Rows:
 
     @staticmethod
     def of(rows: TiledRows, num_plain: int = 0) -> Rows:
-        is_small = rows.fields.are_zeros and rows.fields.offset is not None
-        is_small = is_small and rows.fields.offset.itemsize == 1  # type: ignore[union-attr]
-        has_offsets = rows.fields.offset is not None and not (rows.bits == 4 and is_small)
-        scales_last = rows.group >= rows.num_columns and rows.bits == 8 and not has_offsets
+        fields = rows.fields
+        is_centred = rows.bits == 4 and fields.are_zeros and fields.offset == torch.uint8
+        are_scales_last = rows.group >= rows.num_columns and fields.offset is None
         return Rows(
             num_tiles=-(-rows.num_rows // TILE_ROWS),
             num_plain=num_plain,
@@ -71,8 +72,8 @@ class Rows:
             bits=rows.bits,
             step_bytes=rows.bits // 4 * 1024 + TILE_ROWS * rows.records.shape[-1],
             padding=32 if rows.is_narrow else 16 if rows.is_row_major else 64,
-            sums=1 if scales_last else 2,
-            has_offsets=has_offsets,
+            sums=1 if are_scales_last else 2,
+            has_offsets=fields.offset is not None and not is_centred,
             max_sums=MAX_FLOAT8_SUMS if rows.is_float8 else MAX_SUMS,
         )
 
