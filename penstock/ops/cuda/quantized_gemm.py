@@ -20,7 +20,8 @@ MAX_CLUSTER = 4  # blocks that share the columns, on cards that have clusters
 CLUSTER_CAPABILITY = (9, 0)
 MAX_STAGES = 4
 # Of a thread: sums, those of a group of columns, and sums of tokens. More would be spilled.
-MAX_SUMS, MAX_FLOAT8_SUMS = 96, 128
+MAX_SUMS, MAX_FLOAT8_SUMS, MAX_OFFSET_SUMS = 96, 128, 84
+MANY_COLUMN_WARPS, FEWER_SUMS = 4, 80  # a thread then copies more to a stage, by more addresses
 # ROW_TILES, ROW_WARPS, TOKEN_WARPS, COLUMN_WARPS: eight warps, two for each quarter of a
 # multiprocessor.
 SHAPES = (
@@ -64,7 +65,9 @@ class Rows:
     def of(rows: TiledRows, num_plain: int = 0) -> Rows:
         fields = rows.fields
         is_centred = rows.bits == 4 and fields.are_zeros and fields.offset == torch.uint8
+        has_offsets = fields.offset is not None and not is_centred
         are_scales_last = rows.group >= rows.num_columns and fields.offset is None
+        most = MAX_FLOAT8_SUMS if rows.is_float8 else MAX_SUMS
         return Rows(
             num_tiles=-(-rows.num_rows // TILE_ROWS),
             num_plain=num_plain,
@@ -73,8 +76,8 @@ class Rows:
             step_bytes=rows.bits // 4 * 1024 + TILE_ROWS * rows.records.shape[-1],
             padding=32 if rows.is_narrow else 16 if rows.is_row_major else 64,
             sums=1 if are_scales_last else 2,
-            has_offsets=fields.offset is not None and not is_centred,
-            max_sums=MAX_FLOAT8_SUMS if rows.is_float8 else MAX_SUMS,
+            has_offsets=has_offsets,
+            max_sums=MAX_OFFSET_SUMS if has_offsets else most,
         )
 
 
@@ -125,14 +128,17 @@ def _best(rows: Rows, token_tiles: int, card: Card) -> tuple[tuple[str, int], ..
         for shape in SHAPES
         for cluster in (1, 2, 4, 8)
         if cluster <= min(card.max_cluster, rows.steps, 4 * shape[0] * shape[1])
-        and _num_sums(rows, shape[0], token_tiles // shape[2]) <= rows.max_sums
+        and _has_registers(rows, shape, token_tiles)
         and (tile := _fitting(rows, shape, token_tiles, cluster, card)) is not None
     ]
     return tuple(min(found, key=lambda tile: _clocks(rows, token_tiles, tile, card)).items())
 
 
-def _num_sums(rows: Rows, row_tiles: int, token_tiles: int) -> int:
-    return 4 * token_tiles * (row_tiles * rows.sums + rows.has_offsets)
+def _has_registers(rows: Rows, shape: tuple[int, int, int, int], token_tiles: int) -> bool:
+    row_tiles, _, token_warps, column_warps = shape
+    num_sums = 4 * token_tiles // token_warps * (row_tiles * rows.sums + rows.has_offsets)
+    most = FEWER_SUMS if column_warps >= MANY_COLUMN_WARPS else rows.max_sums
+    return num_sums <= most
 
 
 def _fitting(
