@@ -8,6 +8,7 @@ import torch
 
 from penstock.ops import tiles
 from penstock.ops.cuda import quantized
+from penstock.ops.cuda.quantized_gemm import MAX_CLUSTER, Card, gemm_rule
 from penstock.ops.product import Tile
 from penstock.ops.triton import (
     attention,
@@ -758,6 +759,37 @@ def quantized_cases() -> list[dict[str, int]]:
     many = quantized.linear_rule(tiles.tile(pack(make_codes("fp8", 16 * 600, 256))), 8, 132)
     cases.append(cases[0] | {"IS_BFLOAT": 0})
     cases.append(cases[0] | many | {"HAS_NORM": 0, "HAS_RESIDUAL": 1, "TOKEN_TILES": 8})
+    return cases
+
+
+CARDS = {  # processors, bytes of shared memory that a block may have, blocks of a cluster
+    80: Card(108, 163 * 1024, 1),
+    86: Card(84, 99 * 1024, 1),
+    89: Card(128, 99 * 1024, 1),
+    90: Card(132, 227 * 1024, MAX_CLUSTER),
+}
+
+
+def quantized_gemm_cases(capability: int) -> list[dict[str, int]]:
+    """Constants of every kind of codes for 64 tokens; the first with all that may be added, for
+    fewer tokens and in fp16 too.
+    """
+    cases = []
+    for kind, keeps_rows in (
+        ("zeros", False),
+        ("Q4_K", False),
+        ("Q6_K", False),
+        ("int8", False),
+        ("fp8", False),
+        ("fp8", True),
+    ):
+        rows = tiles.tile(pack(make_codes(kind, 2048, 512)), keeps_rows=keeps_rows)
+        tile = gemm_rule(rows, 64, CARDS[capability])
+        cases.append(quantized.gemm_constants(rows, torch.bfloat16, tile))
+        if len(cases) == 1:
+            switches = dict.fromkeys(quantized.GEMM_SWITCHES, 1)
+            tile = gemm_rule(rows, 20, CARDS[capability], num_plain=16)
+            cases.append(quantized.gemm_constants(rows, torch.float16, tile) | switches)
     return cases
 
 

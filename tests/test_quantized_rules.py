@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from penstock.ops.cuda import quantized
+from compile_cases import CARDS
+from penstock.ops.cuda import quantized, quantized_gemm
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc, read_source
 from penstock.ops.cuda.quantized import SHARED, STAGED_BYTES, TOKENS, Tile
 from penstock.ops.tiles import TiledRows, tile
@@ -49,6 +50,32 @@ def test_tokens_and_sums_fit_a_block(scheme: str, num_rows: int, num_columns: in
             own = quantized.expert_rule(mode, rows, 9, num_tokens)
             assert quantized.shared_bytes(own, 1) <= SHARED
             assert own["ROW_TILES"] % 2 == 0 or mode != quantized.GATE_UP
+
+
+@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize("scheme", ["int4", "int4 of 32", "int8", "fp8"])
+@pytest.mark.parametrize(("num_rows", "num_columns"), [*WIDTHS, (16, 128), (300, 768)])
+def test_stages_of_more_tokens_fit_a_block(
+    capability: int, scheme: str, num_rows: int, num_columns: int
+) -> None:
+    rows, card = rows_of(scheme, num_rows, num_columns), CARDS[capability]
+    for num_tokens in range(quantized_gemm.MIN_TOKENS, quantized.MAX_TOKENS + 1):
+        for num_plain in (0, 64):
+            own = quantized_gemm.gemm_rule(rows, num_tokens, card, num_plain)
+            assert quantized_gemm.is_gemm(own)
+            assert quantized_gemm.gemm_shared_bytes(rows, own) <= card.shared_bytes
+            assert num_tokens <= TOKENS * own["TOKEN_TILES"] * own["TOKEN_WARPS"] < num_tokens + 16
+            assert own["CLUSTER"] <= min(card.max_cluster, -(-num_columns // 128))
+            assert quantized_gemm.block_rows(own) % (4 * own["CLUSTER"]) == 0
+            assert quantized_gemm.num_warps(own) <= quantized.MAX_WARPS
+            assert own["STAGES"] >= 2
+
+
+def test_a_card_with_clusters_shares_the_columns_of_few_rows() -> None:
+    """Else every multiprocessor would read all tokens for a few rows."""
+    rows = rows_of("int4", 2048, 4096)
+    assert quantized_gemm.gemm_rule(rows, 64, CARDS[90])["CLUSTER"] > 1
+    assert quantized_gemm.gemm_rule(rows, 64, CARDS[80])["CLUSTER"] == 1
 
 
 @pytest.mark.skipif(nvrtc() is None, reason="there is no NVRTC")

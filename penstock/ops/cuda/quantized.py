@@ -1,4 +1,5 @@
-"""Products with tiled rows: which kernel of `quantized.cu` a shape takes, its tiles, its launch.
+"""Products with tiled rows: which kernel a shape takes, its tiles, its launch. Kernels are those of
+`quantized.cu` and, of more than a few tokens, `quantized_gemm.cu` (tiles: `quantized_gemm.py`).
 
 Up to MAX_TOKENS tokens meet the codes as they are. For more, arithmetic sets the pace: rows are
 expanded first, into memory that is given back after the product.
@@ -6,6 +7,7 @@ expanded first, into memory that is given back after the product.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
@@ -14,12 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.ops.cuda.program import current_stream, is_available, num_processors, program
+from penstock.ops.cuda import quantized_gemm
+from penstock.ops.cuda.program import (
+    current_stream,
+    is_available,
+    most_shared_bytes,
+    num_processors,
+    program,
+)
 from penstock.ops.product import Product
 from penstock.ops.tiles import NO_TYPE, STEP, TILE_ROWS, TYPES, TiledRows
 from penstock.ops.weight import Part
 
 SOURCE = Path(__file__).with_name("quantized.cu")
+GEMM_SOURCE = Path(__file__).with_name("quantized_gemm.cu")
 LINEAR, GATE_UP, DOWN_PAIRS, DOWN_TOKEN, EXPAND = range(5)  # MODE
 EACH, SCANNED, LISTED = range(3)  # PAIRS
 TOKENS = 8  # of an instruction
@@ -129,9 +139,15 @@ def multiply(
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    tile: Tile | None = None,
+    tile: Tile | None = None,  # of either kernel, instead of the rules' own
 ) -> None:
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
+    if tile is None and num_tokens >= quantized_gemm.MIN_TOKENS:
+        tile = quantized_gemm.gemm_rule(rows, num_tokens, card_of(x.device), num_plain)
+    if tile is not None and quantized_gemm.is_gemm(tile):
+        assert norm_weight is None, "tokens are prepared by others"
+        _multiply_gemm(x, rows, out, plain, bias, residual, tile)
+        return
     token_tiles = 1 << max(0, cdiv(num_tokens, TOKENS) - 1).bit_length()
     is_staged = norm_weight is not None
     staged = staged_bytes(num_tokens, rows.num_columns, rows.group) if is_staged else 0
@@ -168,6 +184,45 @@ def multiply(
         c_int(x.stride(0) if num_tokens > 1 else x.shape[1]),
         c_int(0 if residual is None else residual.stride(0)),
         c_float(eps),
+    )
+
+
+def _multiply_gemm(
+    x: Tensor, rows: TiledRows, out: Tensor, plain: Tensor | None, bias: Tensor | None,
+    residual: Tensor | None, tile: Tile,
+) -> None:  # fmt: skip
+    num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
+    constants = gemm_constants(rows, x.dtype, tile) | {
+        "HAS_PLAIN": int(plain is not None),
+        "HAS_BIAS": int(bias is not None),
+        "HAS_RESIDUAL": int(residual is not None),
+        "IS_OUT_FLOAT": int(out.dtype == torch.float32),
+    }
+    block_rows = quantized_gemm.block_rows(tile)
+    row_blocks = cdiv(rows.num_rows, block_rows) + cdiv(num_plain, block_rows)
+    pointers = (x, rows.codes, rows.records, plain, bias, residual, out)
+    kernel = (GEMM_SOURCE, "quantized_gemm", tuple(constants.items()), x.device)
+    program(*kernel, constants["SHARED_BYTES"]).launch(
+        row_blocks * tile["CLUSTER"],
+        32 * quantized_gemm.num_warps(tile),
+        current_stream(x.device),
+        *(_argument(one) for one in pointers),
+        c_int(num_tokens),
+        c_int(rows.num_rows),
+        c_int(num_plain),
+        c_int(out.stride(0)),
+        c_int(x.stride(0)),
+        c_int(0 if residual is None else residual.stride(0)),
+    )
+
+
+@functools.cache
+def card_of(device: torch.device) -> quantized_gemm.Card:
+    has_clusters = torch.cuda.get_device_capability(device) >= quantized_gemm.CLUSTER_CAPABILITY
+    return quantized_gemm.Card(
+        num_processors(device),
+        most_shared_bytes(device),
+        quantized_gemm.MAX_CLUSTER if has_clusters else 1,
     )
 
 
@@ -456,15 +511,26 @@ SWITCHES = {  # as most kernels have them
     "PAIRS": EACH,
 }
 
+GEMM_SWITCHES = dict.fromkeys(("HAS_PLAIN", "HAS_BIAS", "HAS_RESIDUAL", "IS_OUT_FLOAT"), 0)
+
 
 def kernel_constants(mode: int, rows: TiledRows, dtype: torch.dtype) -> dict[str, int]:
     """That a kernel is compiled for, beside its tile and its switches."""
+    return SWITCHES | {"MODE": mode} | _kind_constants(rows, dtype)
+
+
+def gemm_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
+    """Of `quantized_gemm.cu`, beside its switches."""
+    shared = {"SHARED_BYTES": quantized_gemm.gemm_shared_bytes(rows, tile)}
+    return GEMM_SWITCHES | _kind_constants(rows, dtype) | tile | shared
+
+
+def _kind_constants(rows: TiledRows, dtype: torch.dtype) -> dict[str, int]:
     fields = rows.fields
     coarse, coarse_offset, scale, offset = (
         NO_TYPE if type is None else TYPES[type] for type in fields.types
     )
-    return SWITCHES | {
-        "MODE": mode,
+    return {
         "COLUMNS": rows.num_columns,
         "BITS": rows.bits,
         "IS_FLOAT8": int(rows.is_float8),

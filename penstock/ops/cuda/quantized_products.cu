@@ -25,30 +25,6 @@ constexpr int AHEAD = TOKEN_TILES == 1 ? 4 : 1; // runs of the tokens that are o
 static_assert(!HAS_NORM || (TOKEN_TILES == 1 && STAGED_TOKENS <= 8),
               "more tokens are prepared by others");
 
-constexpr int OWN_COLUMNS = IS_NARROW      ? 4
-                            : IS_ROW_MAJOR ? 16
-                                           : 8; // of a thread, one after the other
-
-// The first column of a run.
-__device__ constexpr int run_start(int run) {
-    return IS_ROW_MAJOR ? run / 2 * 64 + run % 2 * 8 : run * 32;
-}
-
-// The thread's columns of a run: 8, or twice 4 of each 16. `p` is at its first ones.
-__device__ __forceinline__ Four load_columns(const u16* p, int step, int run) {
-    const int column = step * STEP + run_start(run), own = OWN_COLUMNS * (threadIdx.x % 4);
-    Four v = {};
-    if constexpr (IS_NARROW) {
-        if (IS_WHOLE || column + own < COLUMNS)
-            v.part[0] = load_word(p + column), v.part[1] = load_word(p + column + 2);
-        if (IS_WHOLE || column + 16 + own < COLUMNS)
-            v.part[2] = load_word(p + column + 16), v.part[3] = load_word(p + column + 18);
-    } else {
-        if (IS_WHOLE || column + own < COLUMNS) v = load_again(p + column);
-    }
-    return v;
-}
-
 // Tokens start in different banks.
 constexpr int STAGED_STRIDE = STEPS * STEP + (IS_ROW_MAJOR ? 8 : 32);
 
@@ -363,12 +339,4 @@ __device__ __forceinline__ float whole_sum(const Shared& shared, int token, int 
 #pragma unroll
     for (int warp = 0; warp < SPLIT; ++warp) sum += shared[warp][token][row];
     return sum;
-}
-
-__device__ __forceinline__ void store(void* out, long long place, float value) {
-#if IS_OUT_FLOAT
-    ((float*)out)[place] = value;
-#else
-    ((u16*)out)[place] = (u16)pack(value, 0.0f);
-#endif
 }
