@@ -142,7 +142,9 @@ def multiply(
     tile: Tile | None = None,  # of either kernel, instead of the rules' own
 ) -> None:
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
-    if tile is None and num_tokens >= quantized_gemm.MIN_TOKENS:
+    if tile is None and quantized_gemm.is_faster(
+        rows.num_rows, num_tokens, num_processors(x.device)
+    ):
         tile = quantized_gemm.gemm_rule(rows, num_tokens, card_of(x.device), num_plain)
     if tile is not None and quantized_gemm.is_gemm(tile):
         assert norm_weight is None, "tokens are prepared by others"

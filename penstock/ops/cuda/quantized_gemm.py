@@ -15,8 +15,11 @@ from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 
 Tile = dict[str, int]
 TOKENS = 8  # of an instruction
-MIN_TOKENS = 17  # for fewer, `quantized.cu` reads tokens from L2 in every warp
-MAX_CLUSTER = 4  # blocks that share the columns, on cards that have clusters
+# From so many tokens on it is faster than `quantized.cu`, whose warps all read tokens from L2; and
+# from so many tiles of rows for each processor on: with fewer, that one starts earlier.
+MIN_TOKENS, MIN_SHARE = 33, 4
+HEAD_TOKENS, HEAD_SHARE = 17, 32
+MAX_CLUSTER = 2  # blocks that share the columns, on cards that have clusters
 CLUSTER_CAPABILITY = (9, 0)
 MAX_STAGES = 4
 # Of a thread: sums, those of a group of columns, and sums of tokens. More would be spilled.
@@ -81,6 +84,13 @@ class Rows:
         )
 
 
+def is_faster(num_rows: int, num_tokens: int, num_processors: int) -> bool:
+    share = num_rows // TILE_ROWS / num_processors
+    if share >= HEAD_SHARE:
+        return num_tokens >= HEAD_TOKENS
+    return num_tokens >= MIN_TOKENS and share >= MIN_SHARE
+
+
 def gemm_rule(rows: TiledRows, num_tokens: int, card: Card, num_plain: int = 0) -> Tile:
     token_tiles = 2 * -(-num_tokens // (2 * TOKENS))
     return dict(_best(Rows.of(rows, num_plain), token_tiles, card))
@@ -126,7 +136,7 @@ def _best(rows: Rows, token_tiles: int, card: Card) -> tuple[tuple[str, int], ..
     found = [
         tile
         for shape in SHAPES
-        for cluster in (1, 2, 4, 8)
+        for cluster in (1, 2)
         if cluster <= min(card.max_cluster, rows.steps, 4 * shape[0] * shape[1])
         and _has_registers(rows, shape, token_tiles)
         and (tile := _fitting(rows, shape, token_tiles, cluster, card)) is not None

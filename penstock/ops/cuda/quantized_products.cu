@@ -3,8 +3,8 @@
 //
 // Scales multiply the sums of a group of columns, not its weights. What is added to a group's
 // codes (a zero point, an offset, what 4 bits are made a number with) multiplies the sum of the
-// token's values in that group: staging computes it, or else an instruction whose left side is
-// ones. Products are exact up to float32's rounding of sums.
+// token's values in that group. An instruction whose left side is ones computes it or, where it
+// would serve one row tile only, staging. Products are exact up to float32's rounding of sums.
 //
 // A norm before the product is done by every block, in shared memory (HAS_NORM), and its 1 / rms
 // multiplies the sums at the end: bf16 has float32's range, so nothing is lost. fp16 may overflow
@@ -28,10 +28,11 @@ static_assert(!HAS_NORM || (TOKEN_TILES == 1 && STAGED_TOKENS <= 8),
 // Tokens start in different banks.
 constexpr int STAGED_STRIDE = STEPS * STEP + (IS_ROW_MAJOR ? 8 : 32);
 
+constexpr bool STAGES_SUMS = NEEDS_SUMS && HAS_NORM && ROW_TILES == 1;
 #if HAS_NORM
 constexpr int SUMMED = GROUP < STEP ? GROUP : STEP; // columns that have one offset
 struct TokenSums {
-    float of[STAGED_TOKENS][NEEDS_SUMS ? STEPS * STEP / SUMMED : 1];
+    float of[STAGED_TOKENS][STAGES_SUMS ? STEPS * STEP / SUMMED : 1];
 };
 #endif
 
@@ -150,7 +151,7 @@ __device__ __forceinline__ void stage(u16* staged, TokenSums& token_sums, Square
                 values.part[i] = pack(low(values.part[i]) * factor * norm.at(pass, 2 * i),
                                       high(values.part[i]) * factor * norm.at(pass, 2 * i + 1));
             *(Four*)(staged + token * STAGED_STRIDE + column) = values;
-            if constexpr (NEEDS_SUMS) share_token_sum(token_sums, values, token, column);
+            if constexpr (STAGES_SUMS) share_token_sum(token_sums, values, token, column);
         }
 #if !IS_RMS_FIRST
         share_squares(square_sums, squares, token);
@@ -228,7 +229,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, cons
                     multiply(raw[tile][i], a0, a1, a2, a3, token[i].part[2 * side],
                              token[i].part[2 * side + 1]);
             }
-            if constexpr (NEEDS_SUMS && !HAS_NORM)
+            if constexpr (NEEDS_SUMS && !STAGES_SUMS)
 #pragma unroll
                 for (int i = 0; i < TOKEN_TILES; ++i)
                     multiply(x_sums[i], ONES, ONES, ONES, ONES, token[i].part[2 * side],
@@ -236,7 +237,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, cons
             if (!IS_NARROW && (side == 0 || (run + 1) % RUNS_TO_APPLY != 0)) continue;
             const int group = IS_NARROW ? 2 * run + side : GROUP >= STEP ? 0 : run / RUNS_TO_APPLY;
 #if HAS_NORM
-            if constexpr (NEEDS_SUMS)
+            if constexpr (STAGES_SUMS)
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
                     const int token = min(2 * ((int)threadIdx.x % 4) + odd, STAGED_TOKENS - 1);

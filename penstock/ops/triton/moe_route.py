@@ -32,7 +32,7 @@ from penstock.ops.triton.norm import rms_norm
 from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
-GEMV_TOKENS = 8  # above, tokens share the router's rows
+GEMV_TOKENS = 16  # above, tokens share the router's rows
 SPLIT_TOKENS = 1024  # above, tokens alone make enough programs for all multiprocessors
 # Another tile sums in another order: with `deterministic` this one serves every number of tokens.
 FIXED_TILE: Tile = {
@@ -193,7 +193,7 @@ def _gemv_rule(width: int) -> Tile:
 
 def _split_rule(num_tokens: int) -> Tile:
     """All tokens of up to 64 in one program, so that the router is read once."""
-    return {**FIXED_TILE, "BLOCK_M": max(16, min(bucket(num_tokens), 64))}
+    return {**FIXED_TILE, "BLOCK_M": max(32, min(bucket(num_tokens), 64))}
 
 
 def _whole_rule(
