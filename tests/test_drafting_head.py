@@ -169,7 +169,7 @@ def test_weights_that_fit_only_without_the_head_are_loaded_without(
     monkeypatch.setattr(device_part, "load_with_experts", short)
     engine, said = embedded()
     assert engine.info.speculate == "off"
-    assert said["drafts"] == "none, the drafting head is left out. It does not fit."
+    assert said["drafts"] == "none, the drafting head is not used. It does not fit."
     with pytest.raises(CapacityError, match="does not fit"):
         embedded(speculate="mtp")
 

@@ -151,5 +151,5 @@ def test_codes_of_other_ranks_are_not_read(
 def test_heads_that_cannot_be_split_are_refused_by_number() -> None:
     with pytest.raises(ConfigError) as error:
         build_model(LLAMA, torch.float32, torch.device("meta"), ranks=Ranks(0, 4))
-    assert error.value.what == "tp is 4, and the model has 6 attention heads"
+    assert error.value.what == "tp is 4, but the model has 6 attention heads"
     assert error.value.todo == "Use --tp 2 or 3."
