@@ -138,7 +138,7 @@ def test_a_rank_reads_its_part_of_a_file_and_no_more(
 def test_codes_of_other_ranks_are_not_read(
     tmp_path: Path, bytes_read: list[int], name: str
 ) -> None:
-    """Whole are the scales of all columns, and what is not quantised and not split."""
+    """Whole are the scales of all columns, and what is not quantized and not split."""
     form = FORMATS[name]
     config = {**LLAMA_4, "num_hidden_layers": 1, "intermediate_size": 32768, "vocab_size": 64}
     packed, _ = pack_state(plain_state(config), form)

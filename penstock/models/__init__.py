@@ -42,10 +42,11 @@ def build_model(
     device: torch.device,
     *,
     with_drafting_head: bool = True,
-    ranks: Ranks | None = None,  # None: alone
+    ranks: Ranks | None = None,  # None: a single rank
 ) -> nn.Module:
-    """The model that config.json describes, or a rank's part of it, with uninitialised parameters
-    on the device."""
+    """The model that config.json describes, or a rank's shard of it, with uninitialized parameters
+    on the device.
+    """
     from penstock.parallel.ranks import ALONE
 
     module = importlib.import_module(ARCHITECTURES[model_type_of(config)])

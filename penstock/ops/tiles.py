@@ -1,4 +1,4 @@
-"""Quantised rows in the order in which a GPU's tensor cores take them.
+"""Quantized rows in the order in which a GPU's tensor cores take them.
 
 A tile is 16 rows x 128 columns, what a warp multiplies in a step. Its codes lie as the warp's
 threads load them, 16 bytes each (`ops/cuda/quantized_rows.cu`); beside them lies a record for each

@@ -1,1 +1,1 @@
-"""Makes a quantised checkpoint of another one, a layer at a time."""
+"""Makes a quantized checkpoint of another one, a layer at a time."""

@@ -1,4 +1,4 @@
-"""Inputs that are scaled before matrices are quantised (AWQ, arXiv 2306.00978).
+"""Inputs that are scaled before matrices are quantized (AWQ, arXiv 2306.00978).
 
 Columns whose inputs are large are multiplied by a number, and what produces these inputs is divided
 by it: the layer computes the same, and the columns that matter most lose least. Works on the
@@ -45,7 +45,7 @@ def scale_inputs(
     inputs: LayerInputs,
     dtype: torch.dtype,
 ) -> None:
-    """Finds and applies the scales of every pair in a layer of which something is quantised."""
+    """Finds and applies the scales of every pair in a layer of which something is quantized."""
     for fold in _folds(layer, prefix):
         consumers = [n for n, place in places.items() if _reads(place, fold)]
         quantized = [name for name in consumers if name in schemes]

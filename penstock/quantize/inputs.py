@@ -1,6 +1,6 @@
 """What the matrices of a layer are multiplied with, seen while calibration text runs through it.
 
-Kept is the second moment of the inputs, which says all that a quantised matrix's output error
+Kept is the second moment of the inputs, which says all that a quantized matrix's output error
 depends on. Experts have one each; it is made when it is asked for.
 """
 

@@ -68,7 +68,7 @@ class LayerwiseModel:
         return 1 + int(layer[1]) if layer else self.num_layers + 1
 
     def matrices(self) -> list[Matrix]:
-        """What may be quantised: the linear layers that ops can read as codes."""
+        """What may be quantized: the linear layers that ops can read as codes."""
         weights = {
             name
             for name, module in self.model.named_modules()
@@ -83,7 +83,7 @@ class LayerwiseModel:
         ]
 
     def kept_dtype(self, name: str) -> torch.dtype:
-        """Of a tensor that stays as it is; one that was quantised has none of its own."""
+        """Of a tensor that stays as it is; one that was quantized has none of its own."""
         tensor = self.stored[name]
         return self.stored_dtype if tensor.scheme else tensor.dtype
 

@@ -48,7 +48,7 @@ def assign_schemes(
         schemes[matrix.name] = Scheme(name, group if is_grouped else None)
     if not schemes:
         raise ConfigError(
-            "No matrix would be quantised",
+            "No matrix would be quantized",
             "The rules keep all of them, or have columns that 32 does not divide.",
             "Change --rule, or choose --scheme fp8 or int8, which need no groups.",
         )

@@ -1,7 +1,7 @@
-"""Quantises a checkpoint: stage after stage, each read, quantised, run and written before the next.
+"""Quantizes a checkpoint: stage after stage, each read, quantized, run and written before the next.
 
 Two streams of activations go from layer to layer: that of the model as it was, and that of the
-quantised one, by which later layers are calibrated and both are judged at the end.
+quantized one, by which later layers are calibrated and both are judged at the end.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def quantize(
     """Writes the checkpoint and its report, and returns the report."""
     _check_output(source, output)
     run = _Run(source, output, settings, device)
-    with timed("quantise", on_phase) as report:
+    with timed("quantize", on_phase) as report:
         for stage in range(len(run.work.rows), run.model.num_stages):
-            report(Phase("quantise", run.title(stage), stage / run.model.num_stages))
+            report(Phase("quantize", run.title(stage), stage / run.model.num_stages))
             run.do_stage(stage)
     return run.finish(on_phase)
 
@@ -171,7 +171,7 @@ class _Run:
     def _do_layer(
         self, number: int, tensors: dict[str, Tensor], stream: dict[str, Tensor]
     ) -> tuple[dict[str, Codes], dict[str, Any]]:
-        """Quantises a layer and moves the streams over it."""
+        """Quantizes a layer and moves the streams over it."""
         if not stream:
             codes = self._quantize(tensors, None)
             return codes, self._weight_error(tensors, codes)

@@ -1,4 +1,4 @@
-"""The token rows that calibrate and judge a quantised model: of a user's file, or of Python's own
+"""The token rows that calibrate and judge a quantized model: of a user's file, or of Python's own
 manual, which every Python has with it. Its end judges, and never calibrates.
 """
 

@@ -1,4 +1,4 @@
-// Products of a few tokens with quantised rows: out[t, n] = sum over k of x[t, k] * weight[n, k],
+// Products of a few tokens with quantized rows: out[t, n] = sum over k of x[t, k] * weight[n, k],
 // with what is fused to them: norm or activation before, bias and residual after.
 //
 // The layout is that of ops/quantized.py: codes of a block's even columns are 64 bytes, and so are

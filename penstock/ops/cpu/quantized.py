@@ -1,4 +1,4 @@
-"""Products of a few tokens with quantised rows on a CPU (`quantized.cpp`), and expanding rows."""
+"""Products of a few tokens with quantized rows on a CPU (`quantized.cpp`), and expanding rows."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def quantize_tokens(
     for_tiles: bool = False,  # columns in the order that tiles have
     keeps_values: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """codes [T rounded up, K], scales [K / 128, T rounded up] float32, and what was quantised, if
+    """codes [T rounded up, K], scales [K / 128, T rounded up] float32, and what was quantized, if
     that is kept.
     """
     num_tokens, width = x.shape[0], x.shape[1] // (2 if is_swiglu else 1)

@@ -8,7 +8,7 @@ SKINNY include the norm or activation before the product, because their activati
 anyway. For SMALL_GEMM and CUBLAS it is a kernel of its own: tensor cores would wait while each tile
 of activations passes through registers.
 
-Quantised weights have kernels of their own (`ops/cuda/quantized.py`) for up to 64 tokens; for more
+Quantized weights have kernels of their own (`ops/cuda/quantized.py`) for up to 64 tokens; for more
 they are expanded first, or meet tokens in 8 bits where tensor cores take those (`fp8.py`).
 """
 
