@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Norm, router and choice of experts in one launch. Knows nothing of what the experts do.
+"""Norm, router and top-k in one launch. Knows nothing of what the experts do.
 
-Few tokens take the GEMV form: a program multiplies a few router rows, which it asks for before
-the kernel ahead is complete, with one token. More tokens take the tile form: tensor-core tiles of
-16 or more tokens. In both every program norms its tokens itself, the shared expert's gate counts as
-a last group of router rows, and the last program to arrive with a token's logits chooses that
-token's experts. Many tokens take the whole form: a program has all of the router for its tokens, so
-it norms them once and chooses from registers.
+Few tokens use the GEMV form: a program multiplies a few router rows, which it prefetches before the
+preceding kernel is complete, with one token. More tokens use the tile form: tensor-core tiles of 16
+or more tokens. In both every program norms its tokens itself, the shared expert's gate counts as a
+last group of router rows, and the last program to finish a token's logits chooses that token's
+experts. Many tokens use the whole form: a program has all of the router for its tokens, so it norms
+them once and chooses from registers.
 """
 
 from __future__ import annotations
@@ -30,20 +30,14 @@ from penstock.ops.triton.launch import (
 from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
-GEMV_TOKENS = 16  # more than these share the router's rows in tiles
-TILE_TOKENS = (
-    256  # more than these keep all multiprocessors busy without dividing the router among them
-)
-# Also for results that do not depend on the batch.
+GEMV_TOKENS = 16  # for more, tiles share the router's rows
+TILE_TOKENS = 256  # more keep all SMs busy without splitting the router
+# Also for batch-invariant results.
 TILE: Tile = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
-CHOOSE_TOKENS = tl.constexpr(
-    16
-)  # of a tile, chosen for at a time: what the registers of a program hold
+CHOOSE_TOKENS = tl.constexpr(16)  # of a tile, routed at a time: limited by registers
 
 LOWEST_RANK = tl.constexpr(-(1 << 31))
-LOWEST = tl.constexpr(
-    -3.0e38
-)  # stands for NaN: such a token gets experts that exist, like any other
+LOWEST = tl.constexpr(-3.0e38)  # stands for NaN, so that such a token gets valid experts
 
 
 def norm_route(
@@ -54,8 +48,8 @@ def norm_route(
     k: int,
     normalize: bool = True,
     shared_gate: Weight | None = None,  # [1, H]
-    counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
-    slots: Tensor | None = None,  # [E] int32  the matrix that holds an expert; None: its own number
+    counters: Tensor | None = None,  # from `new_counters`; without them a kernel allocates its own
+    slots: Tensor | None = None,  # [E] int32  the matrix of each expert; None: in order
     *,
     deterministic: bool = False,
 ) -> tuple[
@@ -98,7 +92,7 @@ def norm_route(
         return x, weights, ids, shared_weight
 
     logits = hidden.new_empty(num_tokens, num_experts + 1, dtype=torch.float32)
-    # Programs that have brought their logits, by token in the GEMV form and else by tile.
+    # Programs that have stored their logits, by token in the GEMV form, otherwise by tile.
     num_counted = max(GEMV_TOKENS, cdiv(num_tokens, TILE["BLOCK_M"]))
     arrivals = zeroed(counters, num_counted, hidden.device)
     tensors = (*given, x, logits, arrivals, *chosen)
@@ -108,7 +102,7 @@ def norm_route(
         block_h = next_power_of_2(width)
         _route_gemv_kernel[grid](*tensors, eps, **constants, BLOCK_H=block_h, **tile)
     else:
-        # Another tile sums in another order: it may not depend on what else is in the step.
+        # Another tile sums in another order: it must not depend on what else is in the step.
         tile = (
             TILE if deterministic else choose("route_tile", shape, num_tokens, TILE, hidden.device)
         )
@@ -137,14 +131,14 @@ def _route_whole(
 
 
 def zeroed(counters: Tensor | None, num_needed: int, device: torch.device) -> Tensor:
-    """The caller's counters, or new ones, which cost a launch, where it has none or too few."""
+    """The caller's counters, or new ones, which cost a launch, if it has none or too few."""
     if counters is not None and len(counters) >= num_needed:
         return counters
     return torch.zeros(num_needed, dtype=torch.int32, device=device)
 
 
 def _gemv_rule(width: int) -> Tile:
-    """A warp and 8 KB of bf16 router rows a program: warps of one program would wait for each
+    """One warp and 8 KB of bf16 router rows per program: several warps would wait for each
     other.
     """
     return {"ROWS": max(1, 4096 // next_power_of_2(width)), "num_warps": 1, "num_stages": 1}
@@ -153,9 +147,7 @@ def _gemv_rule(width: int) -> Tile:
 def _whole_rule(
     num_tokens: int, shape: tuple[int, int], element_size: int, is_hopper: bool
 ) -> Tile:
-    """Some 128 programs, one for a multiprocessor of a large card, as long as their logits fit
-    registers.
-    """
+    """About 128 programs, one per SM of a large GPU, as long as their logits fit in registers."""
     num_experts, width = (next_power_of_2(size) for size in shape)
     height = max(16, min(bucket(num_tokens) // 128, 16384 // num_experts, 64))
     block_k = (128 if num_experts <= 256 else 64) // element_size
@@ -170,7 +162,7 @@ def _whole_rule(
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What `penstock tune` tries for a kernel; shape is (E, H)."""
+    """The tiles that `penstock tune` tries for a kernel; shape is (E, H)."""
     if kernel == "route_gemv":
         return [
             {"ROWS": rows, "num_warps": warps, "num_stages": 1}
@@ -200,7 +192,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 def _router_rows(
     router, shared_gate, i_group, E: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Where a group of rows starts, which logits it gives, and if they exist. The last is the
+    """The start of a group of rows, the indices of its logits, and a mask. The last group is the
     shared gate.
     """
     first = i_group * ROWS
@@ -212,7 +204,7 @@ def _router_rows(
 
 @triton.jit
 def _ordered(x):
-    """Float32 to int32 of the same order, or the bits of such an integer back."""
+    """Float32 to an int32 with the same order, or the bits of such an integer back."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -242,8 +234,8 @@ def _choose_experts(
 
     chosen = tl.zeros([NUM_TOKENS, BLOCK_TOP_K], tl.int32)
     chosen_logits = tl.full([NUM_TOKENS, BLOCK_TOP_K], float("-inf"), tl.float32)
-    # As integers of the same order a warp finds the largest in one instruction.
-    ranks = _ordered(left + 0.0)  # of the two zeros there is one left
+    # As integers of the same order, a warp finds the largest in one instruction.
+    ranks = _ordered(left + 0.0)  # -0 becomes 0
     for slot in range(TOP_K):
         best = tl.max(ranks, axis=1)
         expert = tl.min(tl.where(ranks == best[:, None], experts, left.shape[1]), axis=1)
@@ -281,7 +273,7 @@ def _choose_from_memory(
 ):
     experts = tl.arange(0, BLOCK_E)[None, :]
     own = logits + tokens * (E + 1)
-    # Past the first-level cache: other multiprocessors wrote these.
+    # Bypasses L1: other SMs wrote these.
     is_logit = is_token[:, None] & (experts < E)
     b_logits = tl.load(own[:, None] + experts, mask=is_logit, other=0.0, cache_modifier=".cg")
     _choose_experts(
@@ -511,7 +503,7 @@ def _route_whole_kernel(
         _norm_tokens(
             hidden, b_norm, b_gate, x, shared_weight, some, some < num_tokens, eps, H, HAS_SHARED
         )
-    tl.debug_barrier()  # other threads of this program stored what is loaded now
+    tl.debug_barrier()  # other threads of this program stored what is loaded next
 
     tokens = start + tl.arange(0, BLOCK_M)
     is_token = tokens < num_tokens
