@@ -68,7 +68,8 @@ def sampling_cases() -> list[CompileCase]:
     types |= dict.fromkeys(("vocab", "logits_stride", "num_chunks"), "i32") | {"p_counts": "*i16"}
     cases = [case(sampling.merge_kernel, types, {"num_warps": 1}, MAX_CHUNKS=128)]
     for num_rows in (1, 64):
-        cases.append(case(sampling.draw_kernel, types, dict(sampling.rule(num_rows, False))))
+        for kernel in (sampling.draw_kernel, sampling.likeliest_kernel):
+            cases.append(case(kernel, types, dict(sampling.rule(num_rows, False))))
         tile = {**sampling.rule(num_rows, True), **sampling_filters.REGISTERS}
         for stage in range(3):
             cases.append(
@@ -90,6 +91,7 @@ _PRODUCT_TYPES = {
     "N": "i32",
     "x_stride": "i32",
     "residual_stride": "i32",
+    "out_stride": "i32",
     "eps": "fp32",
 }
 
@@ -555,7 +557,9 @@ def moe_route_cases() -> list[CompileCase]:
     cases: list[CompileCase] = []
     for kernel, more, tile in (
         (moe_route._route_gemv_kernel, {"BLOCK_H": 2048}, moe_route._gemv_rule(2048)),
-        (moe_route._route_tile_kernel, {}, moe_route.TILE),
+        (moe_route._route_logits_kernel, {}, moe_route.FIXED_TILE),
+        (moe_route._route_logits_kernel, {}, moe_route._split_rule(64)),
+        (moe_route._choose_kernel, {"NUM_SPLITS": 8}, {"num_warps": 1, "num_stages": 3}),
         (
             moe_route._route_whole_kernel,
             {"BLOCK_H": 2048},
@@ -575,7 +579,8 @@ def moe_route_cases() -> list[CompileCase]:
         options = {key: tile[key] for key in ("num_warps", "num_stages")}
         blocks = {key: value for key, value in tile.items() if key not in options}
         types = {key: value for key, value in signature.items() if key in kernel.arg_names}
-        cases.append((kernel, types, {**constants, **more, **blocks, "PDL": False}, options))
+        own = {key: value for key, value in constants.items() if key in kernel.arg_names}
+        cases.append((kernel, types, {**own, **more, **blocks, "PDL": False}, options))
     return cases
 
 

@@ -105,7 +105,7 @@ class MTPDrafter:
     def _likeliest(self, hidden: Tensor) -> Tensor:  # [R, H] -> [R] int64
         if self.vocabulary is not None:
             scores = ops.linear(hidden, self.vocabulary, deterministic=self.deterministic)
-            return scores.argmax(-1)
+            return ops.likeliest(scores)
         token_ids: Tensor = self.model.likeliest_draft(hidden, deterministic=self.deterministic)
         return token_ids
 

@@ -223,7 +223,7 @@ class RowTable:
         self, logits: Tensor, rows: Tensor, mode: SamplingMode, ahead: Tensor | int
     ) -> Tensor:
         if mode == "greedy":
-            return logits.argmax(-1)
+            return ops.likeliest(logits)
         return ops.sample(
             logits,
             self.sampling_param("temperature", rows),

@@ -55,6 +55,7 @@ decode_rows = op(_decode_rows.decode_rows)
 draft_tokens = op(_decode_rows.draft_tokens)
 place_drafts = op(_decode_rows.place_drafts)
 mask_logits = op(masking.mask_logits)
+likeliest = op(sampling.likeliest)
 sample = op(sampling.sample)
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "fetch_experts",
     "gated_delta_net",
     "gated_rms_norm",
+    "likeliest",
     "linear",
     "mask_logits",
     "new_counters",

@@ -81,20 +81,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                        min(first_row / 16 + row_warp * ROW_TILES + tile, num_tiles - 1));
         load_first(held, rows, column_warp);
     }
-#if IS_STAGED
+#if HAS_NORM
     __shared__ __align__(16) u16 staged[STAGED_TOKENS * STAGED_STRIDE];
+    __shared__ TokenSums token_sums;
     __shared__ Squares square_sums;
     NormWeights norm;
-#if HAS_NORM
     norm.load(norm_weight);
-#endif
 #endif
     wait_for_previous();
     Tokens tokens;
+#if HAS_NORM
+    tokens.sums = &token_sums;
+#endif
 #pragma unroll
     for (int tile = 0; tile < TOKEN_TILES; ++tile) {
         const int token = min(8 * tile + group, num_tokens - 1);
-#if IS_STAGED
+#if HAS_NORM
         tokens.own[tile] = staged + token * STAGED_STRIDE + OWN_COLUMNS * quarter;
 #else
         tokens.own[tile] = x + (long long)token * x_stride + OWN_COLUMNS * quarter;
@@ -121,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int i = 0; i < OUTPUTS; ++i)
             added[i] =
                 added_to((threadIdx.x + i * THREADS) % ROWS, (threadIdx.x + i * THREADS) / ROWS);
-#if IS_STAGED
-    stage(staged, square_sums, x, num_tokens, x_stride, norm, eps);
+#if HAS_NORM
+    stage(staged, token_sums, square_sums, x, num_tokens, x_stride, norm, eps);
 #endif
     Sums sums;
     clear(sums);

@@ -24,12 +24,15 @@ LINEAR, GATE_UP, DOWN_PAIRS, DOWN_TOKEN, EXPAND = range(5)  # MODE
 TOKENS = 8  # of an instruction
 MAX_TOKENS = 64  # at a time
 MAX_LOGITS = 256  # tokens: codes of a head are read again for each 64, which expansion would exceed
-MAX_STAGED = 4  # tokens that blocks norm or activate themselves: of more, each would do too much
-STAGED_BYTES = 36 * 1024  # of them, beside a block's sums
-# Of each staged token, beside its columns: so that they start in different banks, and its squares.
+PAIR_TOKENS = 4  # of experts, whose pairs are not sorted by expert first
+MAX_STAGED = 2  # tokens that every block norms itself: for more, a launch costs less
+STAGED_BYTES = 36 * 1024  # of these tokens, beside a block's sums
+# Per staged token, beside its columns and its sums by group: padding, so that tokens start in
+# different banks, and squares.
 STAGED_MORE = 2 * 32 + 4 * 16
 SHARED = 48 * 1024  # bytes that a block may have
 MAX_WARPS = 16
+MAX_SHARE = 12  # tiles of rows for each processor: for more, blocks take turns
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -50,9 +53,11 @@ def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
 
 
 def can_stage(parts: tuple[Part, ...], product: Product) -> bool:
-    """Whether a norm or an activation may be left to `multiply_parts`: every launch must be one of
-    tiled rows whose columns are in order.
+    """Whether a norm may be left to `multiply_parts`: every launch must be one of tiled rows whose
+    columns are in order. An activation may not: it takes longer in every block than a launch.
     """
+    if product.is_swiglu:
+        return False
     num_tokens = product.num_tokens
     staged = 2 * product.shape[1] * _num_staged(num_tokens)
     launches = [part for part, plain in _launches(parts)]
@@ -101,7 +106,6 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
                 residual=None if residual is None else residual[some],
                 norm_weight=product.norm_weight,
                 eps=product.eps,
-                swiglu=product.is_swiglu,
             )
     return out
 
@@ -114,7 +118,7 @@ def expand_parts(parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
 
 
 def multiply(
-    x: Tensor,  # [T, K], or [T, 2K] with swiglu
+    x: Tensor,  # [T, K]
     rows: TiledRows,  # [N, K]
     out: Tensor,  # [T, N + plain rows], a part of a larger one or not
     *,
@@ -123,19 +127,17 @@ def multiply(
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    swiglu: bool = False,
     tile: Tile | None = None,
 ) -> None:
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
     token_tiles = 1 << max(0, cdiv(num_tokens, TOKENS) - 1).bit_length()
-    is_staged = swiglu or norm_weight is not None
-    staged = staged_bytes(num_tokens, rows.num_columns) if is_staged else 0
+    is_staged = norm_weight is not None
+    staged = staged_bytes(num_tokens, rows.num_columns, rows.group) if is_staged else 0
     tile = tile or linear_rule(rows, token_tiles, num_processors(x.device), staged)
     constants = {
         "TOKEN_TILES": token_tiles,
-        "STAGED_TOKENS": _num_staged(num_tokens) if num_tokens <= MAX_STAGED else 1,
+        "STAGED_TOKENS": _num_staged(num_tokens) if is_staged else 1,
         "HAS_NORM": int(norm_weight is not None),
-        "IS_SWIGLU": int(swiglu),
         "HAS_BIAS": int(bias is not None),
         "HAS_RESIDUAL": int(residual is not None),
         "IS_OUT_FLOAT": int(out.dtype == torch.float32),
@@ -175,14 +177,12 @@ def linear_rule(
     tiles, so that it reads tokens once for both, and holds one step of each.
     """
     steps, tiles = cdiv(rows.num_columns, STEP), cdiv(rows.num_rows, TILE_ROWS)
-    is_wide, is_widest = tiles >= 4 * num_processors, tiles >= 8 * num_processors
+    is_wide = tiles >= 4 * num_processors
     has_bytes = rows.bits == 8  # a step is twice as much then, and fewer are on their way
     if rows.group < STEP:
         return _small_group_rule(steps, tiles, token_tiles, num_processors)
     if is_wide and token_tiles == 1:
-        if steps % 8 == 0 and not is_widest:
-            return _tile(2, 8, 1, 1, 3)
-        return _tile(1, min(4, steps), 1, 2 if is_widest and not rows.is_float8 else 1, 6)
+        return _wide_rule(rows, steps, cdiv(tiles, num_processors), staged_bytes > 0)
     if is_wide and token_tiles <= 4:
         return _tile(2, min(4, steps), 1, 1, 3)
     if is_wide and has_bytes:
@@ -200,6 +200,22 @@ def linear_rule(
     if tiles <= 2 * num_processors and shared_bytes(half, token_tiles) <= SHARED - staged_bytes:
         return half
     return _tile(1, min(16, steps), 1, 1, 2)
+
+
+def _wide_rule(rows: TiledRows, steps: int, share: int, is_staged: bool) -> Tile:
+    """Up to 8 tokens and many rows, `share` tiles of them for each processor: so many blocks of so
+    many warps with rows of their own that all run at once and few are left over.
+    """
+    has_bytes = rows.bits == 8
+    if share > MAX_SHARE:
+        return _tile(1, min(4, steps), 1, 1 if rows.is_float8 else 2, 6)
+    if not has_bytes and not is_staged:  # sums of tokens serve two row tiles
+        blocks = cdiv(share, 2)
+        return _tile(2, min(4, steps), 1, 2 if blocks <= 3 else 1, blocks)
+    blocks = min((3, 2, 4, 5), key=lambda count: cdiv(share, count) * count)
+    row_warps = cdiv(share, blocks)
+    split = min(4 if row_warps * blocks <= 6 else 2, steps)
+    return _tile(1, row_warps * split, row_warps, 1 if has_bytes else 8 // split, blocks)
 
 
 def _small_group_rule(steps: int, tiles: int, token_tiles: int, num_processors: int) -> Tile:
@@ -222,9 +238,10 @@ def _num_staged(num_tokens: int) -> int:
     return 1 << max(0, num_tokens - 1).bit_length()
 
 
-def staged_bytes(num_tokens: int, num_columns: int) -> int:
-    """Of tokens that a block norms or activates itself."""
-    return _num_staged(num_tokens) * (2 * cdiv(num_columns, STEP) * STEP + STAGED_MORE)
+def staged_bytes(num_tokens: int, num_columns: int, group: int) -> int:
+    """Of tokens that a block norms itself."""
+    columns = cdiv(num_columns, STEP) * STEP
+    return _num_staged(num_tokens) * (2 * columns + 4 * columns // min(group, STEP) + STAGED_MORE)
 
 
 def shared_bytes(tile: Tile, token_tiles: int) -> int:
@@ -247,9 +264,9 @@ def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile
     if mode == DOWN_PAIRS:
         warps = min(4, max(1, steps // 4))
         return _tile(4, warps, 1, 1, 16 // warps)
-    if num_tokens > MAX_STAGED and has_small_groups:
+    if num_tokens > PAIR_TOKENS and has_small_groups:
         return _tile(2, min(4, steps), 1, 1, 6)
-    if num_tokens > MAX_STAGED:
+    if num_tokens > PAIR_TOKENS:
         return _tile(4, min(4, steps), 1, 1, 4)
     if has_bytes or has_small_groups:
         return _tile(2, min(8, steps), 1, 1, 3)
@@ -414,7 +431,6 @@ SWITCHES = {  # as most kernels have them
     "STAGED_TOKENS": 1,
     "ROW_WARPS": 1,
     "HAS_NORM": 0,
-    "IS_SWIGLU": 0,
     "HAS_BIAS": 0,
     "HAS_RESIDUAL": 0,
     "IS_OUT_FLOAT": 0,

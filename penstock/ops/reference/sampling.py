@@ -34,6 +34,11 @@ def bias_logits(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -
     return logits.index_put_((rows, token_ids), logits[rows, token_ids] + bias)
 
 
+def likeliest(logits: Tensor) -> Tensor:  # [L, vocab] -> [L] int64
+    """The token with the largest logit, the lowest of several."""
+    return logits.argmax(-1)
+
+
 def sample(
     logits: Tensor,  # [L, vocab] float32
     temperature: Tensor,  # [L]  0: greedy

@@ -26,12 +26,14 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.matmul_product import load_activations
+from penstock.ops.triton.matmul_small_gemm import multiply_small_gemm, small_gemm_rule
 from penstock.ops.triton.tuning import Tile
 from penstock.ops.weight import Part
 
 LARGEST, LEAST = tl.constexpr(float8.LARGEST), tl.constexpr(float8.LEAST)
 TOKEN_MULTIPLE = 4  # scales, and so tokens, are padded to this: the library reads 16 bytes
 TILE: Tile = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
+PLAIN_TOKENS = 256  # above, the library multiplies unquantized rows
 COLUMN_TILES = 8  # tiles of N computed for adjacent tokens before the next ones
 
 
@@ -49,12 +51,24 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
         residual = None if product.residual is None else product.residual[:, own]
         if isinstance(part, Tensor):
             assert x is not None
-            found = F.linear(x, part, bias)
-            out[:num_tokens, own] = found if residual is None else found + residual
+            plain = Product(x, part, product.out_dtype, bias=bias, residual=residual)
+            _multiply_plain(plain, out[:num_tokens, own])
         else:
             assert isinstance(part, TiledRows)
             multiply(codes, scales, part, out[:, own], bias, residual)
     return out[:num_tokens]
+
+
+def _multiply_plain(product: Product, out: Tensor) -> None:
+    """A few unquantized rows next to many quantized ones. Up to a batch of tokens this avoids the copy
+    into `out` that the library would need.
+    """
+    if product.num_tokens <= PLAIN_TOKENS:
+        rule = small_gemm_rule(product.shape, product.num_tokens, out.device)
+        multiply_small_gemm(product, rule, out)
+        return
+    found = F.linear(product.x, product.weight, product.bias)
+    out.copy_(found if product.residual is None else found + product.residual)
 
 
 def multiply(

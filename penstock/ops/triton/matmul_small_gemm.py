@@ -59,6 +59,7 @@ def small_gemm_kernel(
     N,
     x_stride,
     residual_stride,
+    out_stride,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -99,7 +100,7 @@ def small_gemm_kernel(
         p_taken = p_residual + tokens[None, :].to(tl.int64) * residual_stride + rows[:, None]
         b_sums += tl.load(p_taken, mask=is_stored, other=0.0).to(tl.float32)
     i_token = tl.program_id(2) * num_tokens + tokens
-    p_stored = p_out + i_token[None, :].to(tl.int64) * N + rows[:, None]
+    p_stored = p_out + i_token[None, :].to(tl.int64) * out_stride + rows[:, None]
     tl.store(p_stored, b_sums.to(p_out.dtype.element_ty), mask=is_stored)
 
 
@@ -112,6 +113,7 @@ def sum_parts(
     num_tokens,
     N,
     residual_stride,
+    out_stride,
     NUM_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -130,14 +132,16 @@ def sum_parts(
         b_sums += tl.load(p_residual + i_token * residual_stride + rows, mask=inside, other=0.0).to(
             tl.float32
         )
-    tl.store(p_out + i_token * N + rows, b_sums.to(p_out.dtype.element_ty), mask=inside)
+    tl.store(p_out + i_token * out_stride + rows, b_sums.to(p_out.dtype.element_ty), mask=inside)
 
 
-def multiply_small_gemm(product: Product, tile: Tile) -> Tensor:
-    """tile: block_m, block_n, block_k, num_splits, num_warps, num_stages."""
+def multiply_small_gemm(product: Product, tile: Tile, out: Tensor | None = None) -> Tensor:
+    """tile: block_m, block_n, block_k, num_splits, num_warps, num_stages. out: [T, N], may be
+    a slice of wider rows.
+    """
     assert product.norm_weight is None, "a norm is a separate kernel before this one"
     assert not product.is_swiglu, "an activation too"
-    out = product.new_out()  # [T, N]
+    out = product.new_out() if out is None else out
     num_splits = tile["num_splits"]
     if num_splits == 1:
         _launch(product, tile, out, product.bias, product.residual)
@@ -153,6 +157,7 @@ def multiply_small_gemm(product: Product, tile: Tile) -> Tensor:
         num_tokens,
         N,
         product.row_strides[1],
+        out.stride(0) if num_tokens > 1 else N,
         NUM_SPLITS=num_splits,
         BLOCK_N=SUMMED_COLUMNS,
         num_warps=4,
@@ -181,6 +186,7 @@ def _launch(
         N,
         x_stride,
         residual_stride,
+        out.stride(-2) if product.num_tokens > 1 else N,
         K=K,
         BLOCK_M=tile["block_m"],
         BLOCK_N=tile["block_n"],
