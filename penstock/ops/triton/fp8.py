@@ -60,8 +60,8 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
 
 
 def _multiply_plain(product: Product, out: Tensor) -> None:
-    """A few unquantized rows next to many quantized ones. Up to a batch of tokens this avoids the copy
-    into `out` that the library would need.
+    """A few unquantized rows next to many quantized ones. For up to a batch of tokens this avoids
+    the copy into `out` that the library would need.
     """
     if product.num_tokens <= PLAIN_TOKENS:
         rule = small_gemm_rule(product.shape, product.num_tokens, out.device)
