@@ -1,1 +1,1 @@
-"""Makes a quantized checkpoint of another one, a layer at a time."""
+"""Writes a quantized checkpoint from another one, a layer at a time."""
