@@ -60,7 +60,7 @@ def settle(config: EngineConfig, model: Any, name: str, on_phase: OnPhase) -> En
     if not has_head:
         return _without_drafts(config)
     drafting = dataclasses.replace(config, speculate="mtp")
-    if reason := _lost_room(drafting, model, name):
+    if reason := _missing_room(drafting, model, name):
         return give_up(config, model, reason, on_phase)
     return drafting
 
@@ -92,7 +92,7 @@ def name_the_head(error: CapacityError, model: Any) -> CapacityError:
     return CapacityError(error.what, error.why, todo.strip())
 
 
-def _lost_room(config: EngineConfig, model: Any, name: str) -> str:
+def _missing_room(config: EngineConfig, model: Any, name: str) -> str:
     """What the head would leave too little of; "" if it leaves enough."""
     plain = dataclasses.replace(config, speculate="off")
     try:

@@ -63,7 +63,7 @@ class Leaders:
         if num_shared == num_hit:
             return False
         leader = self._leaders[digests[num_shared - 1]]
-        place = self._place_to_wait_for(leader, hit.num_tokens, num_shared * page_size)
+        place = self._wait_position(leader, hit.num_tokens, num_shared * page_size)
         if place is None:
             if num_shared * page_size > hit.num_known_tokens:
                 self._cache.learn(sequence, num_shared * page_size)
@@ -73,7 +73,7 @@ class Leaders:
         self._awaited[sequence] = (leader, place)
         return True
 
-    def _place_to_wait_for(self, leader: Sequence, num_hit: int, num_shared: int) -> int | None:
+    def _wait_position(self, leader: Sequence, num_hit: int, num_shared: int) -> int | None:
         """The furthest position that the leader reaches no later than a follower with `num_hit`
         tokens would.
         """

@@ -144,7 +144,7 @@ def plan_memory(
     dry_run = DryRun(model, config, draft)
     step = dry_run.largest_step(most, limit)
     if step is None:
-        raise _too_tight(name, device, free_at_first)
+        raise _too_little_memory(name, device, free_at_first)
     graph_bytes = dry_run.graph_bytes(step.num_tokens) if config.graphs is not False else 0
     del dry_run
     free = ranks.least(_usable_bytes(config, device), device)
@@ -158,7 +158,7 @@ def plan_memory(
     except CapacityError as error:
         if config.memory_gb is not None or config.max_model_len is not None:
             raise
-        raise _too_tight(name, device, free_at_first, free_at_first - budget) from error
+        raise _too_little_memory(name, device, free_at_first, free_at_first - budget) from error
     plan = MemoryPlan(
         weight_bytes=bytes_of(model),
         pools=pools,
@@ -238,7 +238,7 @@ def _draft_pools(model: Any, config: EngineConfig, name: str, free: int) -> Pool
         if config.memory_gb is not None:
             raise
         if config.max_model_len is None:
-            raise _too_tight(name, model.device, free) from error
+            raise _too_little_memory(name, model.device, free) from error
         # Whether this context fits is known only after the steps are measured.
         draft = _draft_pools(model, dataclasses.replace(config, max_model_len=None), name, free)
         return dataclasses.replace(draft, max_model_len=config.max_model_len)
@@ -287,17 +287,18 @@ def _given_budget(memory_gb: float, name: str, device: torch.device, available: 
     if memory_gb * GB > available:
         raise CapacityError(
             f"--memory-gb {memory_gb:g} is more than {device} has for the cache of {name}",
-            f"{max(available, 0) / GB:.2f} GB are left beside weights, graphs and the largest "
-            "step.",
+            f"{max(available, 0) / GB:.2f} GB are left after weights, graphs and the largest step.",
             "Set less, or omit it: then the cache takes what is left.",
         )
     return int(memory_gb * GB)
 
 
-def _too_tight(name: str, device: torch.device, free: int, num_needed: int = 0) -> CapacityError:
+def _too_little_memory(
+    name: str, device: torch.device, free: int, num_needed: int = 0
+) -> CapacityError:
     needed = f"; a step and graphs need {num_needed / GB:.2f} GB of it" if num_needed else ""
     return CapacityError(
         f"{name} fits on {device}, but leaves too little memory to run it",
-        f"{free / GB:.2f} GB are free beside the weights{needed}.",
+        f"{free / GB:.2f} GB are left after the weights{needed}.",
         "Free memory on the GPU, lower --max-rows or --max-step-tokens, or use a smaller model.",
     )

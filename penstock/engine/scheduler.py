@@ -472,7 +472,7 @@ class Scheduler:
         """
         num_tokens = self._chunk_len(sequence, hit.num_tokens, budget)
         is_alone = not (self._running or self._in_flight)
-        spare_pages += self._num_spoken_for()
+        spare_pages += self._num_reserved_pages()
         if num_tokens == 0 or not self.cache.admit(
             sequence, hit, spare_pages=spare_pages, ends_sessions=is_alone
         ):
@@ -491,7 +491,7 @@ class Scheduler:
             return num_left
         return budget // self.page_size * self.page_size
 
-    def _num_spoken_for(self) -> int:
+    def _num_reserved_pages(self) -> int:
         """Pages that running sequences will need soon, to complete their prefills and to decode.
 
         Admissions leave these pages free, so prefills can always continue once the decoding

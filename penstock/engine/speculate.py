@@ -130,19 +130,19 @@ class Speculator:
             return len(draft_ids), draft_ids
         if self.drafter is not None:
             if self.drafter.is_costly:
-                most = self._paying(sequence, most)
+                most = self._num_paying(sequence, most)
                 draft_ids = self.drafter.propose(sequence, most) if knows_all and most else ()
                 return len(draft_ids), draft_ids
             draft_ids = self.drafter.propose(sequence, most) if knows_all else ()
             if draft_ids and sequence not in self._guesses:
                 self._guesses[sequence] = Guess(draft_ids)
-            draft_ids = draft_ids[: self._paying(sequence, len(draft_ids))]
+            draft_ids = draft_ids[: self._num_paying(sequence, len(draft_ids))]
             return len(draft_ids), draft_ids
         # The mask of a position depends on the draft before it, which only the device has.
         is_masked = is_constrained or bool(sequence.request.banned)
-        return (0 if is_masked else self._paying(sequence, most)), ()
+        return (0 if is_masked else self._num_paying(sequence, most)), ()
 
-    def _paying(self, sequence: Sequence, most: int) -> int:
+    def _num_paying(self, sequence: Sequence, most: int) -> int:
         """How many of up to `most` drafts pay off."""
         if self.pace is None or not most:
             return most

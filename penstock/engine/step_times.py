@@ -40,12 +40,12 @@ def measure_steps(runner: Runner) -> StepSeconds:
             if size.num_rows == num_rows:
                 launch = partial(drafts.replay, standing, size, "greedy")
                 seconds[num_rows, size.width] = _time(runner, launch)
-    _forget(runner)
+    _reset_rows(runner)
     return seconds
 
 
 def _time(runner: Runner, launch: Launch) -> float:
-    _start_anywhere(runner)
+    _randomize_rows(runner)
     for _ in range(UNTIMED):
         launch()
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]
@@ -58,16 +58,16 @@ def _time(runner: Runner, launch: Launch) -> float:
     return statistics.median(times)
 
 
-def _start_anywhere(runner: Runner) -> None:
+def _randomize_rows(runner: Runner) -> None:
     """Gives every row its own token and, for the drafting head, its own state."""
     table = runner.rows
-    _forget(runner)
+    _reset_rows(runner)
     table.last_token[:-1].random_(0, table.vocab_size)
     if runner.drafter is not None:
         runner.drafter.hidden[:-1].normal_()
 
 
-def _forget(runner: Runner) -> None:
+def _reset_rows(runner: Runner) -> None:
     """Resets all rows; the steps wrote only to page 0 and slot 0, which belong to no sequence."""
     table = runner.rows
     table.context_len.fill_(PADDING_LEN)

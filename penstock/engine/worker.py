@@ -110,10 +110,10 @@ def main() -> int:
     except ServerGoneError:
         return 0
     except PenstockError as error:
-        return _say_goodbye(channel, error)
+        return _send_dying(channel, error)
     except Exception as error:
         log.exception("the engine stopped")
-        return _say_goodbye(channel, _unexpected(error))
+        return _send_dying(channel, _unexpected(error))
     finally:
         gc.unfreeze()
         channel.close()
@@ -158,7 +158,7 @@ def _receive(channel: EngineChannel) -> ToEngine | None:
             channel.send(Rejected(error.request_id, ErrorFields.of(error)))
 
 
-def _say_goodbye(channel: EngineChannel, error: PenstockError) -> int:
+def _send_dying(channel: EngineChannel, error: PenstockError) -> int:
     with contextlib.suppress(ServerGoneError):
         channel.send(Dying(ErrorFields.of(error)))
     return 1
@@ -194,7 +194,7 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
     select_device(config.device)
     engine = Engine.from_config(config, report, config.tokenizer)
     if engine.other_ranks is not None:
-        _die_with_a_rank(engine.other_ranks, channel)
+        _exit_with_rank(engine.other_ranks, channel)
     with timed("warm-up", report):
         warm_up(engine)
     if config.warm_prompt:
@@ -206,7 +206,7 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
     return engine
 
 
-def _die_with_a_rank(group: RankGroup, channel: EngineChannel) -> None:
+def _exit_with_rank(group: RankGroup, channel: EngineChannel) -> None:
     """Normally the main thread gets the failed collective and reports why it ends. If it is stuck
     in a device call, the process exits anyway.
     """
@@ -215,7 +215,7 @@ def _die_with_a_rank(group: RankGroup, channel: EngineChannel) -> None:
     def end(error: PenstockError) -> None:
         abort(error)
         time.sleep(RANK_GRACE_S)
-        _say_goodbye(channel, error)
+        _send_dying(channel, error)
         os._exit(1)
 
     group.on_failure = end

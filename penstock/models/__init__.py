@@ -66,13 +66,13 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     raise CheckpointError(
         f"The architecture {seen!r} is not supported" if seen else "config.json has no model_type",
         f"Supported are {', '.join(ARCHITECTURES)}.",
-        (_meant(seen) or "Use a model of one of these architectures.")
+        (_suggestion(seen) or "Use a model of one of these architectures.")
         if seen
         else "Add the model_type of the architecture.",
     )
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     """Suggests a name for a misspelt one; a different number or word is another architecture."""
 
     def spelling(name: str) -> str:

@@ -261,7 +261,7 @@ class Conversion:
                 own = stack_tensors([weight])
                 tensors |= {f"{name}:{i}": one.contiguous() for i, one in enumerate(own)}
         part = output / f"{DENSE}.part"
-        with _told_if_full(part):
+        with _report_write_errors(part):
             save_file(tensors, part)
             part.replace(output / DENSE)
         return matrices
@@ -384,7 +384,7 @@ def write_text(text: str, path: Path) -> None:
 def written_whole(path: Path) -> Iterator[Any]:
     """A file that appears under its name once all of it is on the disk."""
     part = path.with_name(path.name + ".part")
-    with _told_if_full(part):
+    with _report_write_errors(part):
         with part.open("wb") as file:
             yield file
             file.flush()
@@ -393,7 +393,7 @@ def written_whole(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def _told_if_full(part: Path) -> Iterator[None]:
+def _report_write_errors(part: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -72,7 +72,7 @@ class TiledRows:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What a kernel is compiled for, beside its sizes."""
+        """What a kernel is compiled for, besides its sizes."""
         layout = (self.columns is None, self.is_row_major, self.block_scales is None)
         return self.bits, self.is_float8, self.zero, self.group, self.fields, layout
 

@@ -88,8 +88,8 @@ def load_model(
     progress = _Progress(on_phase)
     with deferred_weights():
         model = build(torch.device(device))
-    homes = _find_homes(model, torch.device(device), find_host_weights)
-    on_host = {name for name, home in homes.items() if home != torch.device(device)}
+    devices = _find_devices(model, torch.device(device), find_host_weights)
+    on_host = {name for name, own in devices.items() if own != torch.device(device)}
 
     def settle(name: str) -> None:
         if name in on_host:
@@ -98,7 +98,7 @@ def load_model(
     if random_weights or source.path is None:
         _fill(model, seed, progress, torch.device(device), quantization, settle, alike_experts)
     else:
-        _copy(model, source.path, stored, progress, homes, quantization, settle)
+        _copy(model, source.path, stored, progress, devices, quantization, settle)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)  # so that the reported time is correct
     progress.finish()
@@ -213,12 +213,12 @@ def _check_ram(
         )
 
 
-def _find_homes(
+def _find_devices(
     model: nn.Module, device: torch.device, find_host_weights: FindWeights
 ) -> dict[str, torch.device]:
     """The device of each weight."""
-    homes = dict.fromkeys(weights_of(model), device)
-    return homes | dict.fromkeys(find_host_weights(model), torch.device("cpu"))
+    devices = dict.fromkeys(weights_of(model), device)
+    return devices | dict.fromkeys(find_host_weights(model), torch.device("cpu"))
 
 
 def _fill(
@@ -291,7 +291,7 @@ def _copy(
     path: Path,
     stored: list[StoredTensor],
     progress: _Progress,
-    homes: Mapping[str, torch.device],
+    devices: Mapping[str, torch.device],
     quantization: str,
     settle: Callable[[str], None],
 ) -> None:
@@ -319,12 +319,12 @@ def _copy(
         if name not in quantized
     }
     for name in weights.keys() - quantized.keys() - rounded.keys():
-        weights[name].allocate(homes[name])
+        weights[name].allocate(devices[name])
     parameters = targets_of(model)
     _assert_covered(parameters, [piece for some in pieces.values() for piece in some])
     num_left = Counter(placements[tensor.name].parameter for tensor in wanted)
     expanded = [tensor for tensor in wanted if placements[tensor.name].parameter not in quantized]
-    _tell_expansion(expanded, model.dtype)  # type: ignore[arg-type]
+    _log_dequantized(expanded, model.dtype)  # type: ignore[arg-type]
     filled_by: dict[tuple[str, str], StoredTensor] = {}
     cut_apart: list[str] = []
     for tensor in wanted:
@@ -351,7 +351,7 @@ def _copy(
         if not num_left[name]:
             settle(name)
         progress.advance(num_bytes[tensor.name])
-    _tell_cuts(cut_apart, model.dtype)  # type: ignore[arg-type]
+    _log_split_groups(cut_apart, model.dtype)  # type: ignore[arg-type]
 
 
 def _weights_that_stay_quantized(
@@ -377,7 +377,7 @@ def weights_of(model: nn.Module) -> dict[str, Weight]:
     return {name: one for name, one in model.named_modules() if isinstance(one, Weight)}
 
 
-def _tell_expansion(wanted: list[StoredTensor], dtype: torch.dtype) -> None:
+def _log_dequantized(wanted: list[StoredTensor], dtype: torch.dtype) -> None:
     packed = [tensor for tensor in wanted if tensor.read_codes is not None]
     if packed:
         logger.warning(
@@ -389,7 +389,7 @@ def _tell_expansion(wanted: list[StoredTensor], dtype: torch.dtype) -> None:
         )
 
 
-def _tell_cuts(names: list[str], dtype: torch.dtype) -> None:
+def _log_split_groups(names: list[str], dtype: torch.dtype) -> None:
     if names:
         logger.warning(
             "%d quantized weights are dequantized to %s on this rank, whose columns are scattered "

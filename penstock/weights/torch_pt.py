@@ -38,7 +38,7 @@ def open_torch_file(path: Path) -> list[StoredTensor]:
                 f"{path.name} is not a flat state dict: {name!r} is a {type(value).__name__}, not "
                 "a tensor"
             )
-        if kind := _odd_kind(value):
+        if kind := _unsupported_kind(value):
             raise CheckpointError(
                 f"{path.name} holds {name} as a {kind} tensor, not as plain numbers"
             )
@@ -48,7 +48,7 @@ def open_torch_file(path: Path) -> list[StoredTensor]:
     ]
 
 
-def _odd_kind(tensor: Tensor) -> str:
+def _unsupported_kind(tensor: Tensor) -> str:
     """Why a tensor cannot be copied as it is, if so: torch also saves other kinds of tensors."""
     if tensor.is_nested:
         return "nested"

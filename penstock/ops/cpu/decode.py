@@ -193,7 +193,7 @@ def gated_delta_net(
     num_key_heads: int,
     l2_eps: float,
 ) -> Tensor:  # [1, Hv * V]
-    ring, state = _take_over(conv, recurrent, int(state_slots), int(initial_slots), position)
+    ring, state = _load_slot(conv, recurrent, int(state_slots), int(initial_slots), position)
     num_value_heads, key_dim, value_dim = state.shape
     key_size, value_size = num_key_heads * key_dim, num_value_heads * value_dim
     sizes = (2 * key_size + value_size, value_size, num_value_heads, num_value_heads)
@@ -235,7 +235,7 @@ def gated_delta_net_drafts(
     num_accepted: int,
     keep: tuple[int, int],  # tokens, slot
 ) -> Tensor:  # [t, Hv * V]
-    ring, state = _take_over(conv, recurrent, *slots, position)
+    ring, state = _load_slot(conv, recurrent, *slots, position)
     _replay(state, ring, journal, num_accepted, position, keep, conv, recurrent)
     num_tokens = len(mixed)
     num_value_heads, key_dim, value_dim = state.shape
@@ -327,7 +327,7 @@ def _convolve_several(
     return F.silu(total, inplace=True)
 
 
-def _take_over(
+def _load_slot(
     conv: Tensor, recurrent: Tensor, slot: int, initial_slot: int, position: int
 ) -> tuple[Tensor, Tensor]:  # [W, C], [Hv, K, V]
     """The ring and the state of the slot, after copying those of the initial slot."""

@@ -45,7 +45,7 @@ WEIGHT_TYPES: list[Any] = [
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
+class CodeValues:
     """The value of a code: `(byte - bias) * unit`; a table may give the byte of each code."""
 
     bytes: Tensor | None = None  # [16] uint8
@@ -120,10 +120,10 @@ def multiply_fused(
 def _call_of(rows: QuantizedRows) -> Callable[..., None] | None:
     """The kernel with the rows' own arguments, cached."""
     if "cpu" not in rows.kept:
-        loaded, meaning = _library(*_kind(rows)), _meaning_of(rows)
+        loaded, values = _library(*_kind(rows)), _code_values(rows)
         call = None
-        if loaded is not None and meaning is not None:
-            own = (*_arguments(rows), _pointer(meaning.bytes), meaning.bias, meaning.unit)
+        if loaded is not None and values is not None:
+            own = (*_arguments(rows), _pointer(values.bytes), values.bias, values.unit)
             call = functools.partial(loaded.multiply_quantized, *own)
         rows.kept["cpu"] = call
     found: Callable[..., None] | None = rows.kept["cpu"]
@@ -149,15 +149,15 @@ def _kind(rows: QuantizedRows) -> tuple[int, int, bool, bool]:
     return rows.bits, unit, has_levels and rows.bits < 8, has_levels and rows.bits == 8
 
 
-def _meaning_of(rows: QuantizedRows) -> Meaning | None:
+def _code_values(rows: QuantizedRows) -> CodeValues | None:
     """None if bytes cannot represent the values of the codes."""
     if rows.levels is None:
-        return Meaning(bias=rows.bias)
-    return Meaning() if rows.bits == 8 else _levels_as_bytes(tuple(rows.levels.tolist()))
+        return CodeValues(bias=rows.bias)
+    return CodeValues() if rows.bits == 8 else _levels_as_bytes(tuple(rows.levels.tolist()))
 
 
 @functools.cache
-def _levels_as_bytes(levels: tuple[float, ...]) -> Meaning | None:
+def _levels_as_bytes(levels: tuple[float, ...]) -> CodeValues | None:
     for unit in (1.0, 0.5):
         whole = [level / unit for level in levels]
         bias = max(0, -int(min(whole)))
@@ -166,7 +166,7 @@ def _levels_as_bytes(levels: tuple[float, ...]) -> Meaning | None:
             and len(whole) <= 16
         ):
             values = [int(value) + bias for value in whole] + [0] * (16 - len(whole))
-            return Meaning(torch.tensor(values, dtype=torch.uint8), bias, unit)
+            return CodeValues(torch.tensor(values, dtype=torch.uint8), bias, unit)
     return None
 
 

@@ -327,7 +327,7 @@ def _num_repeats(parsed: Any, *, is_repeated: bool = False) -> int:
             found += MAX_REPEATS + 1 if varies and is_repeated else int(varies)
             found += _num_repeats(inner, is_repeated=is_repeated or most > 1)
             continue
-        if str(kind) == "BRANCH" and is_repeated and not _begin_apart(given[1]):
+        if str(kind) == "BRANCH" and is_repeated and not _start_differently(given[1]):
             found += MAX_REPEATS + 1
         for part in given if isinstance(given, tuple | list) else ():
             branches = part if isinstance(part, list) else [part]
@@ -339,7 +339,7 @@ def _num_repeats(parsed: Any, *, is_repeated: bool = False) -> int:
     return found
 
 
-def _begin_apart(branches: list[Any]) -> bool:
+def _start_differently(branches: list[Any]) -> bool:
     """Whether the first letters distinguish the branches."""
     first = [branch[0] for branch in branches if len(branch)]
     letters = {given for kind, given in first if str(kind) == "LITERAL"}
