@@ -110,6 +110,6 @@ def _is_able(x: Tensor) -> bool:
     return x.is_cuda and _capability(x.device) >= FIRST_CAPABILITY and x.dtype in DTYPES
 
 
-@functools.cache  # asked by every product of a step
+@functools.cache  # called by every GEMM of a step
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
