@@ -748,6 +748,13 @@ def quantized_cases() -> list[dict[str, int]]:
             given = own or quantized.linear_rule(rows, 1, 2)
             shared = {"NUM_EXPERTS": 256, "SLOTS": 9, "HAS_SHARED": 1} if own else {"HAS_NORM": 1}
             cases.append(constants | given | (shared if mode != quantized.EXPAND else {}))
+        if kind == "zeros":
+            for mode in (quantized.GATE_UP, quantized.DOWN_PAIRS):
+                constants = quantized.kernel_constants(mode, rows, torch.bfloat16)
+                constants |= quantized.expert_rule(mode, rows, 9, 8)
+                constants |= {"NUM_EXPERTS": 250, "SLOTS": 9, "HAS_SHARED": 1}
+                for pairs in (quantized.SCANNED, quantized.LISTED):
+                    cases.append(constants | {"PAIRS": pairs})
     many = quantized.linear_rule(tiles.tile(pack(make_codes("fp8", 16 * 600, 256))), 8, 132)
     cases.append(cases[0] | {"IS_BFLOAT": 0})
     cases.append(cases[0] | many | {"HAS_NORM": 0, "HAS_RESIDUAL": 1, "TOKEN_TILES": 8})

@@ -135,7 +135,7 @@ def test_experts_are_those_of_the_expanded_rows(
     shared = [experts_of(own, 1, *sizes, dtype) for sizes in ((2 * I, H), (H, I))]
     stored = [_first_matrix(one, dtype) for one in shared] if has_shared else [None, None]
     exact = [weight.dequantize().double() for weight in (gate_up, down)]
-    for num_tokens in (1, 3, 7, 30, 200):
+    for num_tokens in (1, 3, 5, 8, 9, 30, 200):
         x = numbers(num_tokens, H, dtype=dtype, seed=num_tokens) / 50  # products fit fp16
         residual = numbers(num_tokens, H, dtype=dtype, seed=1)
         seeded = torch.Generator().manual_seed(num_tokens)

@@ -21,10 +21,12 @@ from penstock.ops.weight import Part
 
 SOURCE = Path(__file__).with_name("quantized.cu")
 LINEAR, GATE_UP, DOWN_PAIRS, DOWN_TOKEN, EXPAND = range(5)  # MODE
+EACH, SCANNED, LISTED = range(3)  # PAIRS
 TOKENS = 8  # of an instruction
 MAX_TOKENS = 64  # at a time
 MAX_LOGITS = 256  # tokens: codes of a head are read again for each 64, which expansion would exceed
-PAIR_TOKENS = 4  # of experts, whose pairs are not sorted by expert first
+PAIR_TOKENS = 4  # whose experts are read for each token alone
+MAX_SCANNED, MAX_SCANNED_EXPERTS = 64, 512  # choices of experts, which every warp can sort itself
 MAX_STAGED = 2  # tokens that every block norms itself: for more, a launch costs less
 STAGED_BYTES = 36 * 1024  # of these tokens, beside a block's sums
 # Per staged token, beside its columns and its sums by group: padding, so that tokens start in
@@ -209,8 +211,10 @@ def _wide_rule(rows: TiledRows, steps: int, share: int, is_staged: bool) -> Tile
     has_bytes = rows.bits == 8
     if share > MAX_SHARE:
         return _tile(1, min(4, steps), 1, 1 if rows.is_float8 else 2, 6)
+    blocks = cdiv(share, 2)
+    if not has_bytes and steps % 8 == 0 and blocks <= 3:
+        return _tile(2, 8, 1, 1, 3)
     if not has_bytes and not is_staged:  # sums of tokens serve two row tiles
-        blocks = cdiv(share, 2)
         return _tile(2, min(4, steps), 1, 2 if blocks <= 3 else 1, blocks)
     blocks = min((3, 2, 4, 5), key=lambda count: cdiv(share, count) * count)
     row_warps = cdiv(share, blocks)
@@ -356,7 +360,7 @@ class Experts:
         """
         num_tokens = len(x)
         inner = x.new_empty(num_tokens * self.slots, self.inner_width)
-        self._multiply(GATE_UP, x, inner, num_tokens * self.slots, ids, ids, None)
+        self._multiply(GATE_UP, x, inner, num_tokens * self.slots, ids, num_tokens=num_tokens)
         tile = expert_rule(DOWN_TOKEN, self.down, self.slots, num_tokens)
         shared = self.shared_down
         _launch(
@@ -365,7 +369,7 @@ class Experts:
             x,
             (cdiv(self.width, TILE_ROWS * tile["ROW_TILES"]), num_tokens),
             tile,
-            self._constants(is_listed=False),
+            self._constants(EACH),
             inner,
             weights,
             ids,
@@ -379,6 +383,18 @@ class Experts:
             c_int(self.width // TILE_ROWS),
         )
 
+    def can_scan(self, ids: Tensor) -> bool:
+        """Whether blocks find an expert's pairs themselves: no expert has more than TOKENS."""
+        is_few = len(ids) <= TOKENS and ids.numel() <= MAX_SCANNED
+        return is_few and self.num_experts <= MAX_SCANNED_EXPERTS and ids.dtype == torch.int32
+
+    def run_scanned(self, x: Tensor, ids: Tensor, outputs: Tensor) -> None:
+        """outputs [T * slots, H]: of every pair, all pairs of an expert at a time."""
+        count = min(ids.numel(), self.num_experts) + int(self.has_shared)
+        inner = x.new_empty(len(outputs), self.inner_width)
+        self._multiply(GATE_UP, x, inner, count, ids, num_tokens=len(x))
+        self._multiply(DOWN_PAIRS, inner, outputs, count, ids, num_tokens=len(x))
+
     def run_listed(self, x: Tensor, order: Tensor, tiles: Tensor, outputs: Tensor) -> None:
         """outputs [T * slots, H]: of every pair, an expert's pairs TOKENS at a time."""
         inner = x.new_empty(len(outputs), self.inner_width)
@@ -387,15 +403,15 @@ class Experts:
 
     def _multiply(
         self, mode: int, source: Tensor, out: Tensor, count: int, ids: Tensor | None,
-        order: Tensor, tiles: Tensor | None,
+        order: Tensor | None = None, tiles: Tensor | None = None, num_tokens: int = MAX_TOKENS,
     ) -> None:  # fmt: skip
         is_gate_up = mode == GATE_UP
         rows = self.gate_up if is_gate_up else self.down
         shared = self.shared_gate_up if is_gate_up else self.shared_down
-        num_tokens = count // self.slots if tiles is None else MAX_TOKENS
         tile = expert_rule(mode, rows, self.slots, num_tokens)
         num_tiles = rows.num_rows // TILE_ROWS
-        constants = self._constants(is_listed=tiles is not None)
+        pairs = LISTED if tiles is not None else EACH if num_tokens <= PAIR_TOKENS else SCANNED
+        constants = self._constants(pairs)
         constants["IS_OUT_FLOAT"] = int(out.dtype == torch.float32)
         _launch(
             mode,
@@ -417,12 +433,12 @@ class Experts:
             c_int(num_tiles),
         )
 
-    def _constants(self, *, is_listed: bool) -> dict[str, int]:
+    def _constants(self, pairs: int) -> dict[str, int]:
         return {
             "NUM_EXPERTS": self.num_experts,
             "SLOTS": self.slots,
             "HAS_SHARED": int(self.has_shared),
-            "IS_LISTED": int(is_listed),
+            "PAIRS": pairs,
         }
 
 
@@ -437,7 +453,7 @@ SWITCHES = {  # as most kernels have them
     "NUM_EXPERTS": 0,
     "SLOTS": 1,
     "HAS_SHARED": 0,
-    "IS_LISTED": 0,
+    "PAIRS": EACH,
 }
 
 

@@ -22,7 +22,8 @@ __all__ = ["candidates", "norm_route", "own_experts", "sparse_mlp"]
 
 GEMV, SMALL_GEMM, GROUPED_GEMM = 0, 1, 2  # the "form" field of a tile
 
-GEMV_TOKENS = 4  # with more, so many share experts that reading those once is faster
+# With more tokens, so many share experts that reading those once is faster.
+GEMV_TOKENS = quantized.PAIR_TOKENS
 SMALL_GEMM_PAIRS = 16  # per expert, on average: with more, tall tiles are full
 MAX_TOKENS = 32768  # at a time: intermediate activations stay below two GB
 
@@ -144,11 +145,13 @@ def _run_quantized(
     if len(x) <= GEMV_TOKENS:
         experts.run_pairs(out, x, weights, ids, residual, shared_weight)
         return
-    order, tiles = list_pairs(ids, experts.num_experts, experts.slots, quantized.TOKENS, counters)
-    outputs = torch.empty(
-        len(x) * experts.slots, experts.width, dtype=torch.float32, device=x.device
-    )
-    experts.run_listed(x, order, tiles, outputs)
+    slots, num_experts = experts.slots, experts.num_experts
+    outputs = torch.empty(len(x) * slots, experts.width, dtype=torch.float32, device=x.device)
+    if experts.can_scan(ids):
+        experts.run_scanned(x, ids, outputs)
+    else:
+        order, tiles = list_pairs(ids, num_experts, slots, quantized.TOKENS, counters)
+        experts.run_listed(x, order, tiles, outputs)
     moe_grouped_gemm.add_pairs(out, outputs, weights, shared_weight, residual)
 
 
