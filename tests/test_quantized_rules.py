@@ -1,4 +1,4 @@
-"""Tiles of products with quantised rows: whatever the sizes, a block's memory is enough."""
+"""Tiles of products with quantized rows: whatever the sizes, a block's memory is enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The tokens whose rows of embedding and head this rank holds, and how the ranks' parts meet."""
+"""The tokens whose embedding and head rows this rank holds, and how the ranks' parts are
+combined.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A picture of a plan: how late first tokens and next tokens come, in every layout."""
+"""A plot of a plan: the distributions of TTFT and ITL, for every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reply must keep to count."""
+"""The service level objective of a reply."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIMIT = re.compile(r"(ttft|itl)=(\d+(?:\.\d+)?)(ms|s)")
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a reply must keep to count: its first token, and the mean time between its tokens."""
+    """What a reply must meet to count: its TTFT, and the mean time between its tokens."""
 
     ttft_s: float = math.inf
     itl_s: float = math.inf

@@ -1,5 +1,5 @@
-"""How the codes of one matrix are chosen: the nearest ones, or one column after the other, where
-later columns make up for the errors of earlier ones (GPTQ, arXiv 2210.17323).
+"""How the codes of one matrix are chosen: round to nearest, or column by column, where later
+columns compensate for the errors of earlier ones (GPTQ, arXiv 2210.17323).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from penstock.quantize.inputs import Moments
 from penstock.quantize.scheme import Scheme
 from penstock.weights.codes import Codes
 
-BLOCK = 128  # columns that are corrected one by one before the rest is, at once
-DAMPING = 0.01  # of the mean of the diagonal
+BLOCK = 128  # columns corrected one by one before the rest at once
+DAMPING = 0.01  # fraction of the mean of the diagonal
 MAX_DAMPING = 10.0
 
 
@@ -21,7 +21,7 @@ def quantize_matrix(
     weight: Tensor,  # [N, K] float32
     scheme: Scheme,
     dtype: torch.dtype,  # of the scales
-    moments: Moments | None,  # of its inputs; None: they are not known
+    moments: Moments | None,  # of its inputs; None: unknown
     *,
     corrects: bool,
 ) -> Codes:
@@ -40,7 +40,7 @@ def quantize_matrix(
 
 
 def _correct(weight: Tensor, scheme: Scheme, scales: Tensor, moments: Moments) -> Tensor:
-    """Columns in the order of their importance; scales and groups stay those of the file."""
+    """Processes columns by importance; scales and groups keep their order in the file."""
     num_columns = weight.shape[1]
     order = torch.argsort(moments.products.diagonal(), descending=True)
     upper = _inverse_root(moments.products[order][:, order])
@@ -63,7 +63,9 @@ def _correct(weight: Tensor, scheme: Scheme, scales: Tensor, moments: Moments) -
 
 
 def _inverse_root(products: Tensor) -> Tensor:
-    """The upper triangle U of the inverse, U^T U, of what may be singular and is damped for it."""
+    """The upper triangle U of the inverse, U^T U, of a matrix that may be singular and is damped
+    for it.
+    """
     mean = products.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     damping = DAMPING
     while damping <= MAX_DAMPING:

@@ -1,4 +1,4 @@
-"""What a run has made: error, bits and bytes by layer, and the text's scores before and after."""
+"""The report of a run: error, bits and bytes by layer, and the text's scores before and after."""
 
 from __future__ import annotations
 

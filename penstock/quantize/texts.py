@@ -1,5 +1,6 @@
-"""The token rows that calibrate and judge a quantised model: of a user's file, or of Python's own
-manual, which every Python has with it. Its end judges, and never calibrates.
+"""The token rows that calibrate and evaluate a quantized model: from a user's file, or from
+Python's own manual, which every Python includes. Its end is for evaluation, and never for
+calibration.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CALIBRATING_SHARE = 0.8
 def read_rows(
     file: str | None, num_tokens: int, tokenizer: Tokenizer, *, judges: bool, longest: int
 ) -> list[list[int]]:
-    """Rows of one length, about as many tokens as asked for; fewer if the text is short."""
+    """Rows of one length, about as many tokens as requested; fewer if the text is short."""
     text = _manual(judges) if file is None else _read_file(Path(file).expanduser())
     row_len = min(ROW_TOKENS, longest, num_tokens)
     ids = tokenizer.encode(text[: 16 * num_tokens + 4096])

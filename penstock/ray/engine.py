@@ -1,4 +1,4 @@
-"""A replica on Ray: one `penstock serve`, started, asked, and ended by the actor around it."""
+"""A replica on Ray: one `penstock serve`, started, called and stopped by the actor around it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.ray.local_http import Headers, LocalAnswer
 from penstock.ray.settings import RaySettings
 from penstock.serve.journal import RELAY_HEADER
 
-CHARS_PER_TOKEN = 4  # of a prompt that waits: Ray's numbers are about how much, not how many
+CHARS_PER_TOKEN = 4  # of a waiting prompt: scaling depends on tokens, not on requests
 HEALTH_TIMEOUT_S = 20.0
 
 
@@ -24,7 +24,7 @@ class Engine:
         self._queued_tokens = 0
         self._life = contextlib.ExitStack()
         self._key = secrets.token_hex(16)
-        # Where Ray kills an actor, or a node with all of its actors, nothing is left behind.
+        # If Ray kills an actor, or a node with all of its actors, no process is left behind.
         server = self._life.enter_context(
             started_server(
                 settings.words,
@@ -47,9 +47,10 @@ class Engine:
         text: str,
         resumed: tuple[str, bytes] | None = None,
     ) -> AsyncIterator[tuple[int, Headers, bytes] | bytes]:
-        """The head with the first piece of the body, as each message costs Ray some time, then
-        the other pieces. `text` is what the prompt says, for the router;
-        `resumed` a reply of a lost engine: its id, and what it had said."""
+        """The head with the first piece of the body, since each message costs Ray some time, then
+        the other pieces. `text` is the prompt's text, for the router; `resumed` is a reply of a
+        lost engine: its id, and its tokens so far.
+        """
         num_tokens = len(text) // CHARS_PER_TOKEN
         self._queued_tokens += num_tokens
         answer = LocalAnswer(self._host, self._port, self._batch_s)

@@ -1,4 +1,4 @@
-"""One request to a server of this machine: its head, then its body in pieces as they come."""
+"""One request to a server on this machine: its head, then its body in pieces as they arrive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.errors import EngineDeadError
 
 Headers = list[tuple[str, str]]
 READ_BYTES = 65536
-# They belong to one connection, or are written anew here.
+# They belong to one connection, or are set here.
 OWN_HEADERS = {"connection", "content-length", "host", "transfer-encoding", "keep-alive"}
 
 
@@ -57,13 +57,13 @@ class LocalAnswer:
         self._writer.write(f"{method} {target} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body)
         while not self._parts.has_head:
             await self._read()
-        if method == "HEAD":  # its length is that of a body which does not come
+        if method == "HEAD":  # its length is that of a body that is not sent
             self._parts.is_complete = True
         named = [one for one in self._parts.headers if one[0] not in OWN_HEADERS]
         return self._parser.get_status_code(), named
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The first bytes at once; then what has come within `batch_s`, together."""
+        """The first bytes at once; then what has arrived within `batch_s`, together."""
         loop, sent_s = asyncio.get_running_loop(), -1e9
         while True:
             if self._parts.body:

@@ -1,5 +1,5 @@
-"""The bytes of a reply that an engine sends with marks (`penstock.serve.journal`): what of them is
-for the client, and what the reply has said so far.
+"""The bytes of a reply that an engine sends with marks (`penstock.serve.journal`): which of them
+are for the client, and what the reply has produced so far.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from penstock.serve.journal import MARK_BEGIN, MARK_END, Said
 class MarkedStream:
     def __init__(self) -> None:
         self.said = Said()
-        self._held = bytearray()  # behind the last mark: another engine would say it again
+        self._held = bytearray()  # after the last mark: another engine would send it again
         self._decoder = msgspec.json.Decoder(Said)
 
     @property
@@ -20,7 +20,7 @@ class MarkedStream:
         return bool(self.said.id) and not self.said.is_lost
 
     def take(self, piece: bytes) -> bytes:
-        """The events that are followed by a mark by now."""
+        """The events that are already followed by a mark."""
         self._held += piece
         events = bytearray()
         while (begin := self._held.find(MARK_BEGIN)) >= 0:
@@ -38,6 +38,6 @@ class MarkedStream:
         return held
 
     def resume(self) -> tuple[str, bytes]:
-        """The reply's id and what it has said, for another engine."""
+        """The reply's id and its tokens so far, for another engine."""
         self._held.clear()
         return self.said.id, msgspec.json.encode(self.said)

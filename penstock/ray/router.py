@@ -1,5 +1,6 @@
-"""Which engine gets a request: `penstock.serve.routing.Router`, the same that a server has for its
-own engines, behind Ray's interface. It counts characters in pages, where a server counts tokens.
+"""Chooses an engine for a request: `penstock.serve.routing.Router`, the same that a server uses for
+its own engines, behind Ray's interface. It counts characters in pages, where a server counts
+tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from penstock.types import Request
 
 PAGE_CHARS = 256
 PAGE_TOKENS = 64  # about as many
-MOST_ENGINES = 4096  # that this router ever meets
+MOST_ENGINES = 4096  # over the lifetime of this router
 
 
 class PrefixRouter(RequestRouter):
@@ -27,7 +28,7 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The best one first, then all others: Ray asks those if it accepts no more requests."""
+        """The best one first, then all others: Ray tries those if it accepts no more requests."""
         if pending_request is None or len(candidate_replicas) < 2:
             return [candidate_replicas]
         by_number = {self._number(one): one for one in candidate_replicas}
@@ -44,7 +45,7 @@ class PrefixRouter(RequestRouter):
 
 
 def request_of(pending: PendingRequest) -> Request:
-    """Its prompt as the router reads it: digests of pages of text."""
+    """Its prompt in the router's form: digests of pages of text."""
     text = pending.args[4] if len(pending.args) > 4 else ""
     characters = [ord(character) for character in text]
     digests = PageDigests.of(characters, PAGE_CHARS)

@@ -1,4 +1,4 @@
-"""How many engines: as many as the prompts that wait need, each its share of their tokens."""
+"""How many engines to run: enough that each has at most its share of the waiting prompt tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ray.serve.config import AutoscalingContext
 
 
 class QueuedTokens:
-    """A policy of Ray: called every few seconds with what the engines last reported."""
+    """A Ray autoscaling policy: called every few seconds with what the engines last reported."""
 
     def __init__(self, queued_tokens: int = 8192) -> None:
         self._queued_tokens = queued_tokens
@@ -19,7 +19,7 @@ class QueuedTokens:
         return self.wanted(sum(reported.values()), context.current_num_replicas), {}
 
     def wanted(self, num_tokens: float, num_engines: int) -> int:
-        """More than their share: so many that each has its share. Less than half: one fewer."""
+        """Above their share: as many as give each its share. Below half: one fewer."""
         share = num_tokens / (self._queued_tokens * max(1, num_engines))
         if share > 1:
             return math.ceil(share * num_engines)

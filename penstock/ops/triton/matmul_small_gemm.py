@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Products on tensor cores, for a batch of tokens: the weight still sets the pace.
+"""GEMMs on tensor cores for a batch of tokens, still bound by reading the weight.
 
-A program owns a block of weight rows and a block of tokens and walks the columns in a pipelined
-loop. The weight is the left operand, so that its rows fill an instruction whose other side is as
-narrow as the batch. Where the rows make too few programs for the device the columns are split, and
-a second kernel adds the parts, always in the same order.
+A program owns a block of weight rows and a block of tokens and iterates over K in a pipelined loop.
+The weight is the left operand, so that its rows fill an instruction whose other side is as narrow
+as the batch. If the rows give too few programs for the device, K is split, and a second kernel adds
+the partial sums, always in the same order.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from penstock.ops.triton.matmul_product import (
 )
 from penstock.ops.triton.tuning import Tile, bucket
 
-OTHER_BYTES = 3 * 1024  # of shared memory, kept free of the stages of the loop
+OTHER_BYTES = 3 * 1024  # of shared memory not used for pipeline stages
 MAX_STAGES = 8
-PREFETCHED_BYTES = 1024  # of every row, prefetched to L2 while the kernel before still runs
-SUMMED_COLUMNS = 512  # of a token, in one program of the second kernel
+PREFETCHED_BYTES = 1024  # of every row, prefetched into L2 while the preceding kernel runs
+SUMMED_COLUMNS = 512  # per token and program of the second kernel
 
-# The sums of a token are the same in every batch, because none of these depends on the batch.
+# A token's sums are the same in every batch, because none of these depends on the batch.
 FIXED_TILE: Tile = {
     "block_m": 16,
     "block_n": 32,
@@ -68,7 +68,7 @@ def small_gemm_kernel(
     PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """With several splits the output is one part each, [NUM_SPLITS, T, N]."""
+    """With several splits the output is one partial sum each, [NUM_SPLITS, T, N]."""
     let_next_start(PDL)
     IS_WHOLE: tl.constexpr = K % BLOCK_K == 0
     SPLIT: tl.constexpr = (K + NUM_SPLITS * BLOCK_K - 1) // (NUM_SPLITS * BLOCK_K) * BLOCK_K
@@ -136,10 +136,10 @@ def sum_parts(
 
 
 def multiply_small_gemm(product: Product, tile: Tile, out: Tensor | None = None) -> Tensor:
-    """tile: block_m, block_n, block_k, num_splits, num_warps, num_stages. out: [T, N], its rows
-    may be parts of longer ones.
+    """tile: block_m, block_n, block_k, num_splits, num_warps, num_stages. out: [T, N], may be
+    a slice of wider rows.
     """
-    assert product.norm_weight is None, "a norm is a kernel of its own before this one"
+    assert product.norm_weight is None, "a norm is a separate kernel before this one"
     assert not product.is_swiglu, "an activation too"
     out = product.new_out() if out is None else out
     num_splits = tile["num_splits"]
@@ -206,14 +206,14 @@ def small_gemm_rule(shape: tuple[int, ...], num_tokens: int, device: torch.devic
     num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_m)
     most_splits = max(1, K // (4 * block_k))  # fewer than four steps do not fill a pipeline
     num_splits = min(max(1, round(num_processors(device) / num_programs)), most_splits)
-    # A program alone on a multiprocessor may use all of its shared memory for stages.
+    # A single program on an SM may use all of its shared memory for stages.
     memory = shared_memory(device)
     is_shared = num_programs * num_splits > num_processors(device) and memory >= 2 * SMALL_MEMORY
     return _tile(block_m, block_n, block_k, num_splits, memory // 2 if is_shared else memory)
 
 
 def small_gemm_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """With loops as deep as every card can hold, and a few of the deepest."""
+    """With pipelines as deep as every GPU supports, and a few of the deepest."""
     N, K = shape
     block_m = min(max(16, bucket(num_tokens)), 128)
     tiles = []

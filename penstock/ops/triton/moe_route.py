@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Norm, router and choice of experts. Knows nothing of what the experts do.
+"""Norm, router and top-k. Knows nothing of what the experts do.
 
-A few tokens take the GEMV form, one launch: a program loads a few router rows before the previous
-kernel completes, norms one token itself and multiplies; the last program of a token chooses its
-experts. A batch takes the split form, three launches: the norm, the logits on tensor cores with the
-columns split over programs so that each waits for memory once, and the choice, a warp a token. Many
-tokens take the whole form, one launch: a program holds all logits of its tokens in registers. In
-all forms the gate of the shared expert counts as a last group of router rows.
+A few tokens use the GEMV form, one launch: a program loads a few router rows before the preceding
+kernel is complete, norms one token itself and multiplies; the last program of a token chooses its
+experts. A batch uses the split form, three launches: the norm, the logits on tensor cores with K
+split over programs so that each waits for memory once, and top-k, one warp per token. Many tokens
+use the whole form, one launch: a program holds all logits of its tokens in registers. In all forms
+the gate of the shared expert counts as a last group of router rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
 GEMV_TOKENS = 16  # above, tokens share the router's rows
-SPLIT_TOKENS = 1024  # above, tokens alone make enough programs for all multiprocessors
+SPLIT_TOKENS = 1024  # above, tokens alone give enough programs for all SMs
 # Another tile sums in another order: with `deterministic` this one serves every number of tokens.
 FIXED_TILE: Tile = {
     "BLOCK_M": 16,
@@ -45,9 +45,7 @@ FIXED_TILE: Tile = {
 }
 
 LOWEST_RANK = tl.constexpr(-(1 << 31))
-LOWEST = tl.constexpr(
-    -3.0e38
-)  # stands for NaN: such a token gets experts that exist, like any other
+LOWEST = tl.constexpr(-3.0e38)  # stands for NaN, so that such a token gets valid experts
 
 
 def norm_route(
@@ -58,8 +56,8 @@ def norm_route(
     k: int,
     normalize: bool = True,
     shared_gate: Weight | None = None,  # [1, H]
-    counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
-    slots: Tensor | None = None,  # [E] int32  the matrix that holds an expert; None: its own number
+    counters: Tensor | None = None,  # from `new_counters`; without them a kernel allocates its own
+    slots: Tensor | None = None,  # [E] int32  the matrix of each expert; None: in order
     *,
     deterministic: bool = False,
 ) -> tuple[
@@ -178,14 +176,14 @@ def _route_whole(
 
 
 def zeroed(counters: Tensor | None, num_needed: int, device: torch.device) -> Tensor:
-    """The caller's counters, or new ones, which cost a launch, where it has none or too few."""
+    """The caller's counters, or new ones, which cost a launch, if it has none or too few."""
     if counters is not None and len(counters) >= num_needed:
         return counters
     return torch.zeros(num_needed, dtype=torch.int32, device=device)
 
 
 def _gemv_rule(width: int) -> Tile:
-    """A warp and 8 KB of bf16 router rows a program: warps of one program would wait for each
+    """One warp and 8 KB of bf16 router rows per program: several warps would wait for each
     other.
     """
     return {"ROWS": max(1, 4096 // next_power_of_2(width)), "num_warps": 1, "num_stages": 1}
@@ -199,9 +197,7 @@ def _split_rule(num_tokens: int) -> Tile:
 def _whole_rule(
     num_tokens: int, shape: tuple[int, int], element_size: int, is_hopper: bool
 ) -> Tile:
-    """Some 128 programs, one for a multiprocessor of a large card, as long as their logits fit
-    registers.
-    """
+    """About 128 programs, one per SM of a large GPU, as long as their logits fit in registers."""
     num_experts, width = (next_power_of_2(size) for size in shape)
     height = max(16, min(bucket(num_tokens) // 128, 16384 // num_experts, 64))
     block_k = (128 if num_experts <= 256 else 64) // element_size
@@ -216,7 +212,7 @@ def _whole_rule(
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What `penstock tune` tries for a kernel; shape is (E, H)."""
+    """The tiles that `penstock tune` tries for a kernel; shape is (E, H)."""
     if kernel == "route_gemv":
         return [
             {"ROWS": rows, "num_warps": warps, "num_stages": 1}
@@ -252,7 +248,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 def _router_rows(
     router, shared_gate, i_group, E: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Where a group of rows starts, which logits it gives, and if they exist. The last is the
+    """The start of a group of rows, the indices of its logits, and a mask. The last group is the
     shared gate.
     """
     first = i_group * ROWS
@@ -264,7 +260,7 @@ def _router_rows(
 
 @triton.jit
 def _ordered(x):
-    """Float32 to int32 of the same order, or the bits of such an integer back."""
+    """Float32 to an int32 with the same order, or the bits of such an integer back."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -294,8 +290,8 @@ def _choose_experts(
 
     chosen = tl.zeros([NUM_TOKENS, BLOCK_TOP_K], tl.int32)
     chosen_logits = tl.full([NUM_TOKENS, BLOCK_TOP_K], float("-inf"), tl.float32)
-    # As integers of the same order a warp finds the largest in one instruction.
-    ranks = _ordered(left + 0.0)  # of the two zeros there is one left
+    # As integers of the same order, a warp finds the largest in one instruction.
+    ranks = _ordered(left + 0.0)  # -0 becomes 0
     for slot in range(TOP_K):
         best = tl.max(ranks, axis=1)
         expert = tl.min(tl.where(ranks == best[:, None], experts, left.shape[1]), axis=1)
@@ -341,7 +337,7 @@ def _choose_from_memory(
     gate = tl.zeros([tokens.shape[0]], tl.float32)
     for split in tl.static_range(NUM_SPLITS):
         part = own + split * split_stride
-        # Past the first-level cache: other multiprocessors wrote these.
+        # Bypasses L1: other SMs wrote these.
         b_logits += tl.load(part[:, None] + experts, mask=is_logit, other=0.0, cache_modifier=".cg")
         if HAS_SHARED:
             gate += tl.load(part + E, mask=is_token, other=0.0, cache_modifier=".cg")
@@ -574,7 +570,7 @@ def _route_whole_kernel(
         _norm_tokens(
             hidden, b_norm, b_gate, x, shared_weight, some, some < num_tokens, eps, H, HAS_SHARED
         )
-    tl.debug_barrier()  # other threads of this program stored what is loaded now
+    tl.debug_barrier()  # other threads of this program stored what is loaded next
 
     tokens = start + tl.arange(0, BLOCK_M)
     is_token = tokens < num_tokens

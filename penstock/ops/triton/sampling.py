@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""From logits to the next token. No softmax is materialised and nothing is sorted.
+"""From logits to the next token. No softmax is materialized and nothing is sorted.
 
-Without filters: every program draws from its chunk of a row, and a second launch merges the chunks.
-With filters the work is that of `sampling_filters`. Maxima and integer sums alone cross programs,
-so a row draws the same token whatever its batch and however the row is cut.
+Without filters, every program samples from its chunk of a row, and a second launch merges the
+chunks. `sampling_filters` handles filters. Only maxima and integer sums cross programs, so a row
+samples the same token whatever its batch and however the row is divided.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from penstock.ops.triton.tuning import Tile, choose
 
 def sample(
     logits: Tensor,  # [L, vocab] float32
-    temperature: Tensor,  # [L]  0 is greedy
-    top_k: Tensor,  # [L] int64  0 keeps every token
+    temperature: Tensor,  # [L]  0: greedy
+    top_k: Tensor,  # [L] int64  0: all tokens
     top_p: Tensor,  # [L]
     min_p: Tensor,  # [L]
     seeds: Tensor,  # [L] int64
-    positions: Tensor,  # [L] int64  of the token that is drawn
+    positions: Tensor,  # [L] int64  of the sampled token
     filtered: bool,  # whether any row uses top_k, top_p or min_p
 ) -> Tensor:  # [L] int64
     num_rows, vocab = logits.shape
@@ -68,8 +68,8 @@ def likeliest(logits: Tensor) -> Tensor:  # [L, vocab] -> [L] int64
 
 
 def rule(num_rows: int, filtered: bool) -> Tile:
-    """Few rows need short chunks to reach every SM. A filtered row is also cut into few chunks,
-    as every program reads what all of them have counted.
+    """Few rows need short chunks to reach every SM. A filtered row also has few chunks, because
+    every program reads the counts of all of them.
     """
     if filtered:
         chunk = 4096 if num_rows <= 4 else 8192 if num_rows <= 32 else 16384
