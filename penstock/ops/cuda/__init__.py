@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++, for control that Triton does not give: which thread holds which element.
+"""CUDA C++ kernels, where Triton gives too little control over which thread holds which element.
 
-Compiled on first use by NVRTC, which comes with PyTorch; without it, `ops/triton` is used alone.
+NVRTC, which comes with PyTorch, compiles them on first use. Without it, only `ops/triton` is used.
 """

@@ -1,31 +1,32 @@
-// One product of the chosen experts of many tokens, tokens and rows in E4M3, on Hopper: gate and
-// up, whose result is E4M3 again, or down. `ops/triton/moe_fp8_gemm.py` is the same in Triton.
+// Grouped GEMM of the chosen experts for many tokens, both operands in E4M3, on Hopper: gate and
+// up, with E4M3 output, or down. Does not route, sort pairs or quantize its input.
+// `ops/triton/moe_fp8_gemm.py` is the same kernel in Triton.
 //
-// A block stays on its multiprocessor and takes one piece of work after the other: up to 128 pairs
-// of an expert x 256 of its rows. Four warps load, 128 columns at a time into one of STAGES slots
-// of shared memory, and run ahead of the others into the next piece. Two groups of four warps
-// multiply 64 pairs each; while one adds what it got for a block of 128 columns, times the scales
-// of that block, the other has the tensor cores.
+// The kernel is persistent and warp-specialized. A block processes one piece of work after another:
+// up to 128 token-expert pairs of one expert x 256 of its rows. Four producer warps load 128
+// columns at a time into one of STAGES slots of shared memory, and run ahead into the next piece.
+// Two consumer warp groups multiply 64 pairs each. While one group scales and accumulates its
+// result for a block of 128 columns, the other uses the tensor cores.
 //
 //               slot: 128 pairs x 128 bytes | 256 rows x 128 bytes | their scales
-//   loading     waits for `empty`, copies, and each thread's copies arrive at `full`
-//   multiplying waits for `full`, 2 x 4 instructions of 64 x 128 x 32, arrives at `empty`
+//   producers   wait for `empty`, copy; each thread's copies arrive at `full`
+//   consumers   wait for `full`, issue 2 x 4 wgmma of 64 x 128 x 32, arrive at `empty`
 //
-// Rows of a slot are 128 bytes, their 16-byte pieces swapped by row as the instruction reads them
-// without bank conflicts. Which row lies where is ours to choose: so that a thread's sums are
-// neighbours in the result, and that of gate and up is in the order in which `down` has columns.
+// Rows of a slot are 128 bytes, in the 128-byte swizzle that wgmma reads without bank conflicts.
+// The order of rows in a slot is free. It is chosen so that a thread's sums are adjacent in the
+// result, and so that the result of gate and up has the column order of `down`.
 //
-// Given when it is compiled: K, N (rows of a matrix), E, SLOTS (pairs of a token), IS_DOWN,
-// HAS_SHARED (a matrix of its own, for expert E), STAGES, IS_BFLOAT.
+// Compile-time constants: K, N (rows per matrix), E, SLOTS (pairs per token), IS_DOWN, HAS_SHARED
+// (expert E has its own matrix), STAGES, IS_BFLOAT.
 
 #include "tensor_cores.cu"
 
 constexpr int PAIRS = 128, HALF_ROWS = 128, ROWS = 2 * HALF_ROWS, STEP = 128, STEPS = K / STEP;
 constexpr int TILE_ROWS = 16, TILE_BYTES = TILE_ROWS * STEP;
-constexpr int COLUMNS = IS_DOWN ? N : N / 2; // of the result
-constexpr int PIECES = N / ROWS;             // of an expert
-constexpr int PAIR_BYTES = PAIRS * STEP, SCALES = PAIR_BYTES + ROWS * STEP; // of a slot
-constexpr int SLOT_BYTES = SCALES + 1024; // a scale for each pair and for each half of the rows
+constexpr int COLUMNS = IS_DOWN ? N : N / 2;                                // of the output
+constexpr int PIECES = N / ROWS;                                            // per expert
+constexpr int PAIR_BYTES = PAIRS * STEP, SCALES = PAIR_BYTES + ROWS * STEP; // offsets in a slot
+constexpr int SLOT_BYTES = SCALES + 1024; // one scale per pair and per half of the rows
 constexpr int LOADING = 128, THREADS = LOADING + 256;
 constexpr float LARGEST = 448.0f, LEAST = 1e-12f;
 static_assert(K % STEP == 0 && N % ROWS == 0, "whole blocks");
@@ -33,7 +34,7 @@ static_assert(K % STEP == 0 && N % ROWS == 0, "whole blocks");
 typedef unsigned long long u64;
 
 struct Piece {
-    int expert, place, row, count; // as the list of tiles has them
+    int expert, place, row, count; // one entry of the list of tiles
 };
 
 __device__ __forceinline__ Piece load_piece(const int* tiles, int num_tiles, int work) {
@@ -80,11 +81,11 @@ __device__ __forceinline__ void copy(u32 to, const unsigned char* from) {
                  : "memory");
 }
 
-// Where row 16 i + r of 128 lies in a slot, as a sum of what r and what i give. A thread has the
-// sums of places 8 j + 2 quarter + {0, 1}. Of `down` they are columns 32 (j / 4) + 8 quarter +
-// 2 (j % 4) + {0, 1}, so that the four threads of a pair write 64 bytes at a time. Of gate and up
-// they are 32 quarter + 2 j + {0, 1}, in the order in which a tile of `down` has columns
-// (`tiles.py`: `_order`).
+// The place in a slot of row 16 i + r of 128 is place_of(r) + distance_of(i). A thread has the sums
+// of places 8 j + 2 quarter + {0, 1}. For `down` these are columns 32 (j / 4) + 8 quarter +
+// 2 (j % 4) + {0, 1}, so that the four threads of a pair write 64 bytes at a time. For gate and up
+// they are columns 32 quarter + 2 j + {0, 1}, in the column order of a tile of `down` (`tiles.py`:
+// `_order`).
 __device__ __forceinline__ int place_of(int r) {
     if constexpr (IS_DOWN) return r % 8 / 2 * 8 + r / 8 * 2 + r % 2;
     const int in_four = r % 4 == 0 ? 1 : r % 4 == 1 ? 3 : r % 4 == 2 ? 0 : 2;
@@ -92,7 +93,7 @@ __device__ __forceinline__ int place_of(int r) {
     return column / 2 * 8 + column % 2;
 }
 
-__device__ constexpr int swap_of(int i) { // by which the row's 16-byte pieces are swapped, too
+__device__ constexpr int swap_of(int i) { // also changes the row's swizzle
     return IS_DOWN ? i % 2 * 4 : i / 4 * 4 + i % 2 * 2;
 }
 
@@ -100,7 +101,7 @@ __device__ constexpr int distance_of(int i) {
     return (IS_DOWN ? i / 2 * 32 : i / 2 % 2 * 32) + swap_of(i);
 }
 
-// Rows of 128 bytes, eight of which are 1,024 bytes from the next; 128-byte swizzle.
+// wgmma descriptor: rows of 128 bytes, 1,024 bytes between groups of eight rows, 128-byte swizzle.
 __device__ __forceinline__ u64 descriptor(u32 address) {
     return (u64)(address >> 4 & 0x3fff) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
@@ -148,23 +149,23 @@ __device__ __forceinline__ void store(void* p, u32 a, u32 b, u32 c, u32 d) {
 struct Given {
     const unsigned char* source;  // [T, K] or [pairs, K] codes
     const float* source_scales;   // [STEPS, source_count]
-    const int* order;             // pairs by expert
+    const int* order;             // pairs, ordered by expert
     const int* tiles;             // [num_tiles, 4]
     const unsigned char* experts; // [E, tiles, STEPS, 16 x 128]
     const float* expert_scales;   // [E, N / 128, STEPS]
     const unsigned char* shared;
     const float* shared_scales;
-    void* result;         // [pairs, N], or codes [pairs, N / 2] by expert
+    void* result;         // [pairs, N], or codes [pairs, N / 2] ordered by expert
     float* result_scales; // [N / 2 / 128, num_pairs]
     int source_count, num_pairs, num_tiles;
 };
 
 __device__ __forceinline__ void load_pieces(const Given& given, u32 slots, u32 full, u32 empty) {
-    // One warp of each scheduler does this: few instructions for each copy, or they set the pace.
+    // One warp per scheduler loads. A copy must need few instructions, or they limit the speed.
     const int own_row = threadIdx.x / 8, own_piece = threadIdx.x % 8;
     const int own_place = place_of(own_row);
     const u32 own_pair = own_row * STEP + ((own_piece ^ own_row % 8) << 4);
-    u32 to_rows[4]; // for each way to swap
+    u32 to_rows[4]; // for each swizzle
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         to_rows[i] = slots + PAIR_BYTES + own_place * STEP +
@@ -192,7 +193,7 @@ __device__ __forceinline__ void load_pieces(const Given& given, u32 slots, u32 f
         const float* pair_scale =
             given.source_scales +
             (IS_DOWN ? piece.row + scaled : given.order[piece.place + scaled] / SLOTS);
-        const float* row_scale = // of a half: the first two threads copy them
+        const float* row_scale = // one per half: the first two threads copy them
             is_shared ? given.shared_scales
                       : given.expert_scales + (u64)piece.expert * (N / STEP * STEPS);
         row_scale += work % PIECES * (IS_DOWN ? 2 : 1) * STEPS;
@@ -227,7 +228,7 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
     return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 }
 
-// Of one of the thread's two pairs: sums i and i + 1 of each four, from `first` on.
+// Stores one of the thread's two pairs: sums `first` and `first` + 1 of each four.
 __device__ __forceinline__ void store_pair(const Given& given, const Piece& piece,
                                            float (&sums)[2][64], int first, int pair, int listed,
                                            int piece_id, int quarter) {
@@ -282,7 +283,7 @@ __device__ __forceinline__ void multiply_pieces(const Given& given, u32 slots, u
     for (int work = blockIdx.x;; work += gridDim.x) {
         const Piece piece = next;
         if (piece.count == 0) return;
-        // What comes later is loaded now.
+        // Prefetches the next piece.
         next = load_piece(given.tiles, given.num_tiles, work + gridDim.x);
         int listed[2] = {0, 0};
 #pragma unroll
@@ -312,7 +313,7 @@ __device__ __forceinline__ void multiply_pieces(const Given& given, u32 slots, u
                     float sums[64];
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                    for (int i = 0; i < STEP / 32; ++i) // 32 bytes further
+                    for (int i = 0; i < STEP / 32; ++i) // 32 bytes per instruction
                         multiply_group(sums, pairs + 2 * i, some + 2 * i, i > 0);
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     asm volatile("wgmma.wait_group.sync.aligned 0;"
@@ -353,8 +354,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_experts(const Given
     __syncthreads();
     wait_for_previous();
     if (threadIdx.x < LOADING) {
-        // What 128 threads give up, of 168, is what 256 threads take: with less they would wait for
-        // ever.
+        // Registers move from producers to consumers. Of 168 each, 128 threads release 128 and 256
+        // threads take 64 more; if fewer were released, the consumers would wait forever.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         load_pieces(given, slots, full, empty);
     } else {

@@ -1,6 +1,6 @@
-"""Products of the chosen experts of many tokens, both sides in E4M3, on Hopper.
+"""Grouped GEMMs of the chosen experts for many tokens, both operands in E4M3, on Hopper.
 
-`fp8_experts.cu` explains the kernel. This file holds the products it can take and its launch.
+`fp8_experts.cu` explains the kernel. This file decides which GEMMs it supports, and launches it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from penstock.ops.cuda.program import current_stream, is_available, num_processors, program
 from penstock.ops.tiles import STEP, TiledRows
 
-PAIRS, ROWS = 128, 256  # of a piece of work
+PAIRS, ROWS = 128, 256  # per piece of work
 NUM_THREADS = 384
-STAGES = 4  # of what a multiprocessor's shared memory holds, each 49 KiB: codes and scales
-SHARED_BYTES = STAGES * ((PAIRS + ROWS) * STEP + 1024) + 1024  # from a multiple of 1,024 on
-CAPABILITY = (9, 0)  # no other has these instructions
+STAGES = 4  # 49 KiB of codes and scales each: as many as the shared memory of an SM holds
+SHARED_BYTES = STAGES * ((PAIRS + ROWS) * STEP + 1024) + 1024  # 1,024 for alignment
+CAPABILITY = (9, 0)  # the only one with wgmma
 DTYPES = (torch.bfloat16, torch.float16)
 SOURCE = Path(__file__).with_name("fp8_experts.cu")
 
@@ -35,7 +35,7 @@ class _Given(ctypes.Structure):
 
 
 def can_multiply(parts: Sequence[TiledRows], x: Tensor) -> bool:
-    """Gate and up, down, and those of a shared expert of the same size, if there is one."""
+    """`parts`: gate and up, down, and the same of a shared expert, if there is one."""
     return (
         x.is_cuda
         and torch.cuda.get_device_capability(x.device) == CAPABILITY
@@ -51,12 +51,12 @@ def multiply(
     codes: Tensor,  # [T, K], or [pairs, K]
     scales: Tensor,  # [K / 128, T], or [K / 128, pairs]
     order: Tensor,
-    tiles: Tensor,  # [n, 4], of up to PAIRS pairs
+    tiles: Tensor,  # [n, 4]  each of up to PAIRS pairs
     rows: TiledRows,  # [E, N, K]
     shared: TiledRows | None,  # [N, K]
-    result: Tensor,  # [pairs, N], or codes [pairs, N / 2] by expert
-    result_scales: Tensor,  # [N / 2 / 128, pairs]  of codes
-    slots: int,  # pairs of a token
+    result: Tensor,  # [pairs, N], or codes [pairs, N / 2] ordered by expert
+    result_scales: Tensor,  # [N / 2 / 128, pairs]  of the codes
+    slots: int,  # pairs per token
     *,
     is_down: bool,
 ) -> None:

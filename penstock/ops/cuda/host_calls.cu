@@ -1,28 +1,29 @@
-// A kernel asks the CPU for something, and a later one takes the answer: both in the stream, so
-// that a graph can hold them, and neither with the driver's help.
+// Calls from the GPU to the CPU: one kernel submits a job, a later one adds the result. Both run in
+// the stream, so a CUDA graph can contain them, and the driver is not involved. Does not know what
+// a job computes.
 //
-//   GPU   ask_host: inputs -> the host's memory, then the call's number      ... add_answer
+//   GPU   ask_host: inputs -> host memory, then the call's number            ... add_answer
 //   CPU            a thread sees the number, works, writes its sums, then the number   ^
 //
-// All memory between them is the host's, pinned. A call's place in `calls` is its number modulo
-// NUM_CALLS; the place holds number << 16 | job, so one store of 8 bytes tells both. `answered` has
-// the number of each job's last call that is complete.
+// All shared memory between them is pinned host memory. A call is stored in `calls` at its number
+// modulo NUM_CALLS, as number << 16 | job, so that one 8-byte store publishes both. `answered` has
+// the number of the last complete call of each job.
 //
-// Given when it is compiled: NUM_CALLS, IS_BFLOAT.
+// Compile-time constants: NUM_CALLS, IS_BFLOAT.
 
 #include "tensor_cores.cu"
 
 typedef unsigned long long u64;
 
 struct Asked {
-    const uint4* x;        // [T, H]  2 bytes each
-    const u32* ids;        // [T, k]
-    const u32* weights;    // [T, k]
-    uint4* host_x;         // the same, for the CPU
+    const uint4* x;     // [T, H]  2 bytes per element
+    const u32* ids;     // [T, k]
+    const u32* weights; // [T, k]
+    uint4* host_x;      // copies for the CPU
     u32 *host_ids, *host_weights;
-    u64* calls;            // [NUM_CALLS]
-    u64* num_calls;        // [1]  so far, on the device
-    u64* number_of;        // [jobs]  of a job's last call, on the device
+    u64* calls;     // [NUM_CALLS]
+    u64* num_calls; // [1]  count so far, in device memory
+    u64* number_of; // [jobs]  last call of each job, in device memory
     int num_x, num_pairs, job;
 };
 
@@ -36,7 +37,7 @@ __device__ __forceinline__ u64 load_of_all(const u64* p) {
     return value;
 }
 
-// One block.
+// Launched with one block.
 extern "C" __global__ void ask_host(Asked given) {
     wait_for_previous();
     for (int i = threadIdx.x; i < given.num_x; i += blockDim.x) given.host_x[i] = given.x[i];
@@ -44,7 +45,7 @@ extern "C" __global__ void ask_host(Asked given) {
         given.host_ids[i] = given.ids[i];
         given.host_weights[i] = given.weights[i];
     }
-    __threadfence_system(); // each thread's own stores come before the number
+    __threadfence_system(); // each thread's stores become visible before the number
     __syncthreads();
     if (threadIdx.x == 0) {
         const u64 number = atomicAdd(given.num_calls, 1ull) + 1;
@@ -54,11 +55,11 @@ extern "C" __global__ void ask_host(Asked given) {
 }
 
 struct Answer {
-    u32* out;            // [T, H]  pairs of numbers; added to
-    const float* sums;   // [T, H]  the CPU's
+    u32* out;            // [T, H]  pairs of elements; accumulated in place
+    const float* sums;   // [T, H]  written by the CPU
     const u64* answered; // [jobs]
     const u64* number_of;
-    int num_pairs, job; // of numbers
+    int num_pairs, job; // pairs of elements
 };
 
 extern "C" __global__ void add_answer(Answer given) {
@@ -70,7 +71,7 @@ extern "C" __global__ void add_answer(Answer given) {
     __syncthreads();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= given.num_pairs) return;
-    const float2 sums = __ldcv((const float2*)given.sums + i); // nothing may have kept old ones
+    const float2 sums = __ldcv((const float2*)given.sums + i); // caches may hold old sums
     const u32 own = given.out[i];
     given.out[i] = pack(low(own) + sums.x, high(own) + sums.y);
 }

@@ -1,7 +1,8 @@
-"""Calls from a stream to the CPU and back, without the driver (`host_calls.cu`).
+"""Calls from a stream to the CPU and back, without the driver (`host_calls.cu`). Does not know
+what the CPU computes.
 
-The driver can call a function of the host from a stream too, but it takes 50 us for a call, and
-starts nothing else of a graph meanwhile.
+The driver's host functions do the same, but a call takes 50 us, and no other node of the graph
+starts meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from penstock.ops.cuda.program import Program, current_stream, program
 
 SOURCE = Path(__file__).with_name("host_calls.cu")
-NUM_CALLS = 1024  # that may be open at the same time: a stream has one
+NUM_CALLS = 1024  # in flight at the same time; a stream has one
 NUM_THREADS = 512
 
 
@@ -37,7 +38,7 @@ class _Answer(ctypes.Structure):
 
 
 class Mailbox:
-    """What the device and the CPU tell each other. `calls` and `answered` are pinned."""
+    """Counters shared by the device and the CPU. `calls` and `answered` are in pinned memory."""
 
     def __init__(self, device: torch.device, num_jobs: int) -> None:
         is_gpu = device.type == "cuda"
@@ -51,9 +52,9 @@ def ask_host(
     mailbox: Mailbox,
     job: int,
     given: tuple[Tensor, Tensor, Tensor],  # x [T, H], ids [T, k] int32, weights [T, k] float32
-    targets: tuple[Tensor, Tensor, Tensor],  # the same, pinned
+    targets: tuple[Tensor, Tensor, Tensor],  # their copies, pinned
 ) -> None:
-    """The CPU starts with a job as soon as its inputs have arrived; the stream goes on."""
+    """Submits a job. The CPU starts when its inputs have arrived; the stream does not wait."""
     x, ids, _ = given
     assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(given, targets))
     assert all(tensor.is_contiguous() for tensor in (*given, *targets))
@@ -75,7 +76,7 @@ def add_answer(
     out: Tensor,  # [T, H]
     sums: Tensor,  # [T, H] float32, pinned
 ) -> None:
-    """Waits for the job's last call that this stream made."""
+    """Waits for the last call of the job in this stream, and adds its result to `out`."""
     assert out.is_contiguous()
     num_pairs = out.numel() // 2
     tensors = (out, sums, mailbox.answered, mailbox.number_of)

@@ -1,8 +1,8 @@
 """Compiles a CUDA C++ source for given constants, and launches it. Knows no tensor and no shape.
 
-NVRTC, which comes with the CUDA builds of PyTorch, compiles in some tenths of a second; results are
-kept on disk. Launches go through the driver API, the only one that lets a kernel start while the
-one before it still runs (see `ops/triton/launch.py`).
+NVRTC, which comes with the CUDA builds of PyTorch, compiles a kernel in a few tenths of a second;
+cubins are cached on disk. Kernels are launched through the driver API, the only one that supports
+programmatic dependent launch (see `ops/triton/launch.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INCLUDED = re.compile(r'^#include "(.*)"\n', re.MULTILINE)
 
 
 class CudaError(Exception):
-    """The compiler or the driver refused; a defect of ours, not of a request."""
+    """The compiler or the driver failed: a bug in Penstock, not in a request."""
 
 
 class _Attribute(ctypes.Structure):
@@ -58,19 +58,19 @@ def is_available(device: torch.device) -> bool:
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors, which a grid should fill."""
+    """Number of SMs."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
 def most_shared_bytes(device: torch.device) -> int:
-    """Of one block, with what a launch asks for."""
+    """Most shared memory of a block, with the opt-in of a launch."""
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
 
 
 def current_stream(device: torch.device) -> int:
-    """As the driver knows it."""
+    """The stream's handle in the driver API."""
     return torch._C._cuda_getCurrentRawStream(device.index or 0)
 
 
@@ -83,15 +83,15 @@ class Program:
         name: str,
         constants: tuple[tuple[str, int], ...],
         device: torch.device,
-        shared_bytes: int = 0,  # beside what the source declares
-        is_for_one: bool = False,  # capability: it uses instructions that later ones do not have
+        shared_bytes: int = 0,  # dynamic, besides the static memory of the source
+        is_for_one: bool = False,  # capability only: later ones lack its instructions
     ) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         architecture = f"sm_{major}{minor}{'a' if is_for_one else ''}"
         image = compile_source(read_source(source), dict(constants), architecture)
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._module, self._function = c_void_p(), c_void_p()
-        torch.cuda.current_stream(device)  # a thread that has done nothing yet has no context
+        torch.cuda.current_stream(device)  # creates the thread's CUDA context
         self._check(self._driver.cuModuleLoadData(byref(self._module), image))
         self._check(
             self._driver.cuModuleGetFunction(byref(self._function), self._module, name.encode())
@@ -141,12 +141,12 @@ def program(
 
 
 def read_source(path: Path) -> str:
-    """With the files beside it that it includes."""
+    """The source, with its includes from the same folder inlined."""
     return INCLUDED.sub(lambda found: read_source(path.with_name(found[1])), path.read_text())
 
 
 def compile_source(source: str, constants: Mapping[str, int], architecture: str) -> bytes:
-    """The device's code, from disk if it was compiled before."""
+    """The cubin, from disk if it was compiled before."""
     compiler = nvrtc()
     assert compiler is not None, "asked only where it is available"
     options = [f"--gpu-architecture={architecture}", "--std=c++17", "--diag-suppress=177"]
@@ -161,7 +161,7 @@ def compile_source(source: str, constants: Mapping[str, int], architecture: str)
     if path.exists():
         return path.read_bytes()
     image = _compile(compiler, source, options)
-    with suppress(OSError):  # without a place to write, it is compiled again
+    with suppress(OSError):  # if it cannot be cached, it is compiled again next time
         write_whole(path, image)
     return image
 
@@ -186,14 +186,14 @@ def _compile(compiler: ctypes.CDLL, source: str, options: list[str]) -> bytes:
 
 @functools.cache
 def nvrtc() -> ctypes.CDLL | None:
-    """The compiler, where there is one."""
+    """The compiler's library; None if there is none."""
     major = (torch.version.cuda or "13").partition(".")[0]
     name = f"libnvrtc.so.{major}"
     packaged = [path for folder in sys.path for path in Path(folder).glob(f"nvidia/*/lib/{name}")]
     for path in (Path(name), *packaged):
         try:
             for part in path.parent.glob("libnvrtc-builtins.so.*") if path.parent.name else ():
-                ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)  # which NVRTC finds by name only
+                ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)  # NVRTC finds it by name only
             return ctypes.CDLL(str(path))
         except OSError:
             continue

@@ -1,23 +1,23 @@
-// Products with quantised rows, for a few tokens: the codes' bytes set the pace.
+// GEMM with quantized weight rows for a few tokens. Reading the codes is the bottleneck.
 //
-// A warp takes 16 rows x 128 columns at a time, a step. `quantized_rows.cu` says how codes become
-// the tensor cores' operand, `quantized_products.cu` how they are multiplied; here are the kernels,
-// one of which is compiled (MODE).
+// This file has the kernels; MODE selects the one to compile. `quantized_rows.cu` unpacks codes
+// into tensor core operands, `quantized_products.cu` multiplies them. A warp processes a tile of
+// 16 rows x 128 columns per step.
 //
-// Given when it is compiled, beside what both take: BLOCKS (on a multiprocessor), HAS_BIAS,
-// HAS_RESIDUAL, and of experts NUM_EXPERTS, SLOTS (of a token, the shared expert's included),
-// HAS_SHARED, PAIRS (how a block finds its own).
+// Compile-time constants, besides those of both files: BLOCKS (per SM), HAS_BIAS, HAS_RESIDUAL.
+// For experts: NUM_EXPERTS, SLOTS (experts per token, with the shared one), HAS_SHARED, PAIRS (how
+// a block finds its token-expert pairs).
 
 #define LINEAR 0     // x [T, K] -> out [T, N]
-#define GATE_UP 1    // of an expert's pairs: silu(gate) * up
-#define DOWN_PAIRS 2 // of an expert's pairs, an output each
-#define DOWN_TOKEN 3 // of all experts of one token, by their weights, and the residual
-#define EXPAND 4     // the rows themselves, or those of some ids
+#define GATE_UP 1    // pairs of one expert -> silu(gate) * up
+#define DOWN_PAIRS 2 // pairs of one expert -> one output per pair
+#define DOWN_TOKEN 3 // all experts of one token -> weighted sum + residual
+#define EXPAND 4     // dequantize all rows, or the rows with the given ids
 
 #include "quantized_rows.cu"
 
 #if MODE == EXPAND
-// out [n, COLUMNS]: block (n, s) writes 16 rows, or one of some ids, in step s.
+// out [n, COLUMNS]: block (n, s) writes step s of 16 rows or, with ids, of one row.
 extern "C" __global__ void __launch_bounds__(32)
     quantized(const u8* codes, const u8* records, const long long* ids, u16* out, int num_rows) {
     wait_for_previous();
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(32)
 #include "quantized_products.cu"
 
 #if MODE == LINEAR
-constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS, MAX_EARLY = 4; // of one thread
+constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS, MAX_EARLY = 4; // per thread
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* records,
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int num_blocks = (num_quantized + ROWS - 1) / ROWS;
     const int column_warp = warp % SPLIT, row_warp = warp / SPLIT;
     const bool is_plain = blockIdx.x >= num_blocks;
-    const int first_row = (is_plain ? blockIdx.x - num_blocks : blockIdx.x) * ROWS; // of its kind
+    const int first_row = (is_plain ? blockIdx.x - num_blocks : blockIdx.x) * ROWS; // in its part
     RowTiles rows;
     Step held[HELD_STEPS];
     if (!is_plain) {
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
         return sum;
     };
-    float added[OUTPUTS]; // asked for early, if they are few: at the end every thread would wait
+    float added[OUTPUTS]; // loaded early, if there are few: at the end, every thread would wait
                           // for them
     if constexpr (OUTPUTS <= MAX_EARLY)
 #pragma unroll
@@ -150,8 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 }
 
 #elif MODE == DOWN_TOKEN
-// Block (n, t): ROWS outputs of token t. A warp takes one of the token's experts. Which ones is
-// known before the wait: the kernel before, GATE_UP, lets this one start after its own.
+// Block (n, t) computes ROWS outputs of token t, one warp per expert of the token. The ids can be
+// read before the wait: the preceding GATE_UP lets this kernel start only after its own wait.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantized(const u16* inner, const float* weights, const int* ids, const u8* codes,
               const u8* records, const u8* shared_codes, const u8* shared_records,
@@ -198,11 +198,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 }
 
 #else
-#define EACH 0    // block i has the i-th pair alone
-#define SCANNED 1 // the pairs of the i-th expert that any of up to 8 tokens chose
-#define LISTED 2  // a tile of an expert's pairs, from a list that an earlier kernel made
+#define EACH 0    // block i computes the i-th pair
+#define SCANNED 1 // block i computes all pairs of the i-th expert chosen by any of up to 8 tokens
+#define LISTED 2  // block i computes the i-th tile of pairs, listed by an earlier kernel
 
-constexpr int GATE_TILES = ROW_TILES / 2, GATE_ROWS = 16 * GATE_TILES; // of GATE_UP
+constexpr int GATE_TILES = ROW_TILES / 2, GATE_ROWS = 16 * GATE_TILES; // for GATE_UP
 constexpr int ROUTED = SLOTS - HAS_SHARED;
 constexpr u32 ALL_LANES = 0xffffffffu;
 
@@ -213,12 +213,13 @@ __device__ __forceinline__ int pair_of(int routed) {
 #if PAIRS == SCANNED
 constexpr int ID_WORDS = (NUM_EXPERTS + 31) / 32;
 
-// One expert, and which of up to 64 choices (slot j of token t at t * ROUTED + j) are for it.
+// One expert, and a mask of the choices that selected it: slot j of token t is choice
+// t * ROUTED + j, at most 64 in all.
 struct OwnPairs {
     int expert = NUM_EXPERTS;
     unsigned long long choices = 0;
 
-    // The i-th expert, by id, of those that were chosen. Every warp finds it by itself: lane l has
+    // Finds the i-th chosen expert, ordered by id. Every warp does this itself: lane l holds
     // choices l and 32 + l.
     __device__ __forceinline__ void scan(const int* ids, int num_choices, int i) {
         const int lane = threadIdx.x % 32;
@@ -248,11 +249,12 @@ struct OwnPairs {
 };
 #endif
 
-// Block (n, i): of the i-th pair, or tile of pairs, of one expert.
-//   GATE_UP: GATE_ROWS columns of the inner width: the gate's row tiles, then the up's
+// Block (n, i) computes the i-th pair, or tile of pairs, of one expert.
+//   GATE_UP: GATE_ROWS columns of the intermediate width; row tiles of gate, then of up
 //   DOWN_PAIRS: ROWS outputs
-// EACH: the shared expert's pairs, one a token, then slot j of token t at t * ROUTED + j. Ids and
-// the list are older than GATE_UP, so DOWN_PAIRS, which follows it, reads them before its wait.
+// EACH: i counts the shared expert's pairs, one per token, then slot j of token t as
+// t * ROUTED + j. Ids and the list are written before GATE_UP starts, so DOWN_PAIRS, which follows
+// it, reads them before its wait.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantized(const u16* x, const int* ids, const int* order, const int* tiles, const u8* codes,
               const u8* records, const u8* shared_codes, const u8* shared_records, void* out,
@@ -261,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
               quarter = lane % 4;
     if (MODE != GATE_UP) let_next_start();
     const int num_shared = !HAS_SHARED || PAIRS == LISTED ? 0 : PAIRS == SCANNED ? 1 : num_tokens;
-    const int index = blockIdx.y - num_shared; // less than 0: of the shared expert
+    const int index = blockIdx.y - num_shared; // negative: the shared expert
     const bool knows_rows = MODE != GATE_UP || index < 0;
     if (!knows_rows) wait_for_previous();
     int expert = NUM_EXPERTS, num_pairs = 1;
@@ -272,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int first_row = load_fresh(tile + 2);
     num_pairs = load_fresh(tile + 3);
     const auto pair_at = [&](int i) { return own_order[i]; };
-    const auto row_at = [&](int i) { return first_row + i; }; // of what is between the products
+    const auto row_at = [&](int i) { return first_row + i; }; // of the intermediate tensor
 #elif PAIRS == SCANNED
     OwnPairs own;
     if (index >= 0) own.scan(ids, num_tokens * ROUTED, index);
@@ -309,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Step held[HELD_STEPS];
     load_first(held, rows, warp);
     if (knows_rows) wait_for_previous();
-    if (MODE == GATE_UP) let_next_start(); // what it reads before its own wait is complete now
+    if (MODE == GATE_UP) let_next_start(); // the next kernel's early reads are complete now
     Tokens tokens;
     tokens.own[0] = (const u16*)x + source * COLUMNS + OWN_COLUMNS * quarter;
     Sums sums;

@@ -1,8 +1,9 @@
-"""Products with tiled rows: which kernel a shape takes, its tiles, its launch. Kernels are those of
-`quantized.cu` and, of more than a few tokens, `quantized_gemm.cu` (tiles: `quantized_gemm.py`).
+"""GEMMs with tiled quantized rows: chooses kernel and tile for a shape, and launches. Knows no
+checkpoint format.
 
-Up to MAX_TOKENS tokens meet the codes as they are. For more, arithmetic sets the pace: rows are
-expanded first, into memory that is given back after the product.
+The kernels are in `quantized.cu` and, for more than a few tokens, `quantized_gemm.cu` (tiles:
+`quantized_gemm.py`). Up to MAX_TOKENS tokens are multiplied with the codes directly. With more,
+arithmetic is the bottleneck: rows are dequantized first, into memory that is freed after the GEMM.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ SOURCE = Path(__file__).with_name("quantized.cu")
 GEMM_SOURCE = Path(__file__).with_name("quantized_gemm.cu")
 LINEAR, GATE_UP, DOWN_PAIRS, DOWN_TOKEN, EXPAND = range(5)  # MODE
 EACH, SCANNED, LISTED = range(3)  # PAIRS
-TOKENS = 8  # of an instruction
-MAX_TOKENS = 64  # at a time
-MAX_LOGITS = 256  # tokens: codes of a head are read again for each 64, which expansion would exceed
-PAIR_TOKENS = 4  # whose experts are read for each token alone
-MAX_SCANNED, MAX_SCANNED_EXPERTS = 64, 512  # choices of experts, which every warp can sort itself
-MAX_STAGED = 2  # tokens that every block norms itself: for more, a launch costs less
-STAGED_BYTES = 36 * 1024  # of these tokens, beside a block's sums
-# Per staged token, beside its columns and its sums by group: padding, so that tokens start in
-# different banks, and squares.
+TOKENS = 8  # per mma instruction
+MAX_TOKENS = 64  # per launch
+MAX_LOGITS = 256  # tokens: reading a head's codes again for each 64 costs less than expansion
+PAIR_TOKENS = 4  # up to this many tokens, experts are read for each token separately
+MAX_SCANNED, MAX_SCANNED_EXPERTS = 64, 512  # choices of experts that a warp can sort itself
+MAX_STAGED = 2  # tokens that every block norms itself: for more, a separate launch is faster
+STAGED_BYTES = 36 * 1024  # for these tokens, besides a block's sums
+# Per staged token, besides its columns and its sums by group: padding, so that tokens start in
+# different banks, and sums of squares.
 STAGED_MORE = 2 * 32 + 4 * 16
-SHARED = 48 * 1024  # bytes that a block may have
+SHARED = 48 * 1024  # bytes of a block without opt-in
 MAX_WARPS = 16
-MAX_SHARE = 12  # tiles of rows for each processor: for more, blocks take turns
+MAX_SHARE = 12  # row tiles per SM; with more, blocks run in waves
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -56,7 +57,7 @@ Tile = dict[str, int]  # ROW_TILES, WARPS, ROW_WARPS, HELD, BLOCKS
 
 
 def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
-    """A few tokens, read 16 bytes at a time."""
+    """Whether tokens are few, and aligned for 16-byte loads."""
     x = product.x
     is_aligned = x.data_ptr() % 16 == 0 and (len(x) == 1 or x.stride(0) % 8 == 0)
     most = MAX_LOGITS if product.out_dtype == torch.float32 else MAX_TOKENS
@@ -65,8 +66,9 @@ def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
 
 
 def can_stage(parts: tuple[Part, ...], product: Product) -> bool:
-    """Whether a norm may be left to `multiply_parts`: every launch must be one of tiled rows whose
-    columns are in order. An activation may not: it takes longer in every block than a launch.
+    """Whether `multiply_parts` can fuse the norm: every launch must multiply tiled rows whose
+    columns are in order. Activations are never fused: repeated in every block, they take longer
+    than a launch of their own.
     """
     if product.is_swiglu:
         return False
@@ -78,8 +80,8 @@ def can_stage(parts: tuple[Part, ...], product: Product) -> bool:
 
 
 def _launches(parts: tuple[Part, ...]) -> list[tuple[Part, Tensor | None]]:
-    """Parts that are multiplied one after the other, and rows that are not quantised that take
-    part: those after tiled rows whose columns are in order.
+    """The parts to multiply, one launch each. Unquantized rows join the launch of the tiled rows
+    before them, if the columns of these are in order.
     """
     launches: list[tuple[Part, Tensor | None]] = []
     for part in parts:
@@ -93,7 +95,7 @@ def _launches(parts: tuple[Part, ...]) -> list[tuple[Part, Tensor | None]]:
 
 
 def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
-    """A part before tiled rows, or after permuted ones, is a product of the library's."""
+    """Unquantized rows before tiled rows, or after permuted ones, use cuBLAS."""
     out, first = product.new_out(), 0
     for part, plain in _launches(parts):
         size = part.shape[0] + (0 if plain is None else len(plain))
@@ -123,7 +125,7 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
 
 
 def expand_parts(parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
-    """All rows of a weight, in memory that is given back after the product."""
+    """All rows of a weight, dequantized into temporary memory."""
     plain = [expand(part, dtype) if isinstance(part, TiledRows) else part for part in parts]
     assert all(isinstance(part, Tensor) for part in plain), "rows on a GPU are tiled"
     return plain[0] if len(plain) == 1 else torch.cat(plain, dim=-2)  # type: ignore[arg-type, return-value]
@@ -132,14 +134,14 @@ def expand_parts(parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
 def multiply(
     x: Tensor,  # [T, K]
     rows: TiledRows,  # [N, K]
-    out: Tensor,  # [T, N + plain rows], a part of a larger one or not
+    out: Tensor,  # [T, N + plain rows]  may be a slice
     *,
-    plain: Tensor | None = None,  # [n, K]  rows after these that are not quantised
+    plain: Tensor | None = None,  # [n, K]  unquantized rows that follow
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    tile: Tile | None = None,  # of either kernel, instead of the rules' own
+    tile: Tile | None = None,  # of either kernel; None: chosen by rule
 ) -> None:
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
     if tile is None and quantized_gemm.is_faster(
@@ -231,13 +233,13 @@ def card_of(device: torch.device) -> quantized_gemm.Card:
 def linear_rule(
     rows: TiledRows, token_tiles: int, num_processors: int, staged_bytes: int = 0
 ) -> Tile:
-    """Where rows are few, many warps share the columns of each; else blocks are small, so that
-    those of the next kernel find room as they end. Of several token tiles, a warp takes two row
-    tiles, so that it reads tokens once for both, and holds one step of each.
+    """With few rows, many warps split K. With many, blocks are small, so that blocks of the next
+    kernel can start as they end. With several token tiles, a warp computes two row tiles, so that
+    it reads tokens once for both, and holds one step of each.
     """
     steps, tiles = cdiv(rows.num_columns, STEP), cdiv(rows.num_rows, TILE_ROWS)
     is_wide = tiles >= 4 * num_processors
-    has_bytes = rows.bits == 8  # a step is twice as much then, and fewer are on their way
+    has_bytes = rows.bits == 8  # a step is twice the bytes, so fewer are in flight
     if rows.group < STEP:
         return _small_group_rule(steps, tiles, token_tiles, num_processors)
     if is_wide and token_tiles == 1:
@@ -262,8 +264,8 @@ def linear_rule(
 
 
 def _wide_rule(rows: TiledRows, steps: int, share: int, is_staged: bool) -> Tile:
-    """Up to 8 tokens and many rows, `share` tiles of them for each processor: so many blocks of so
-    many warps with rows of their own that all run at once and few are left over.
+    """For up to 8 tokens and many rows, `share` row tiles per SM. Chooses blocks per SM and warps
+    with different rows so that all blocks run in one wave and few warps are idle.
     """
     has_bytes = rows.bits == 8
     if share > MAX_SHARE:
@@ -271,7 +273,7 @@ def _wide_rule(rows: TiledRows, steps: int, share: int, is_staged: bool) -> Tile
     blocks = cdiv(share, 2)
     if not has_bytes and steps % 8 == 0 and blocks <= 3:
         return _tile(2, 8, 1, 1, 3)
-    if not has_bytes and not is_staged:  # sums of tokens serve two row tiles
+    if not has_bytes and not is_staged:  # two row tiles use the same token sums
         return _tile(2, min(4, steps), 1, 2 if blocks <= 3 else 1, blocks)
     blocks = min((3, 2, 4, 5), key=lambda count: cdiv(share, count) * count)
     row_warps = cdiv(share, blocks)
@@ -280,8 +282,8 @@ def _wide_rule(rows: TiledRows, steps: int, share: int, is_staged: bool) -> Tile
 
 
 def _small_group_rule(steps: int, tiles: int, token_tiles: int, num_processors: int) -> Tile:
-    """Several scales a step take registers: one row tile, but of many tokens, whose warps take rows
-    of their own.
+    """Several scales per step need registers, so a warp computes one row tile. With many tokens and
+    rows it computes two, and the warps of a block have different rows.
     """
     is_wide = tiles >= 4 * num_processors
     if is_wide and token_tiles >= 4:
@@ -295,29 +297,29 @@ def _small_group_rule(steps: int, tiles: int, token_tiles: int, num_processors: 
 
 
 def _num_staged(num_tokens: int) -> int:
-    """That a kernel is compiled for: a power of two."""
+    """The number of tokens that a kernel is compiled for: a power of two."""
     return 1 << max(0, num_tokens - 1).bit_length()
 
 
 def staged_bytes(num_tokens: int, num_columns: int, group: int) -> int:
-    """Of tokens that a block norms itself."""
+    """Shared memory of the tokens that a block norms itself."""
     columns = cdiv(num_columns, STEP) * STEP
     return _num_staged(num_tokens) * (2 * columns + 4 * columns // min(group, STEP) + STAGED_MORE)
 
 
 def shared_bytes(tile: Tile, token_tiles: int) -> int:
-    """Of a block of LINEAR, for the sums of its warps."""
+    """Shared memory of a LINEAR block, for the sums of its warps."""
     rows = TILE_ROWS * tile["ROW_TILES"] * tile["ROW_WARPS"]
     return 4 * tile["WARPS"] // tile["ROW_WARPS"] * TOKENS * token_tiles * (rows + 1)
 
 
 def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile:
-    """A warp for each of a token's experts, or several that share an expert's columns. One token
-    asks for all of its experts' last rows at once; of more, small blocks take turns, the smallest
-    in the last product, whose columns are few: one warp needs no other's sums.
+    """One warp per expert of a token, or several that split an expert's K. For one token, all down
+    projections are loaded at once. For more, blocks are small and run in waves; those of the down
+    projection are the smallest, because its K is small and one warp needs no split.
     """
     steps, has_bytes = cdiv(rows.num_columns, STEP), rows.bits == 8
-    has_small_groups = rows.group < STEP  # several scales a step, which take registers
+    has_small_groups = rows.group < STEP  # several scales per step need registers
     if mode == DOWN_TOKEN:
         return _tile(1, slots, 1, 4, 1) if num_tokens == 1 else _tile(1, slots, 1, 2, 2)
     if mode == DOWN_PAIRS and has_small_groups:
@@ -347,7 +349,7 @@ def _tile(row_tiles: int, warps: int, row_warps: int, held: int, blocks: int) ->
 
 
 def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
-    """All rows, or those of some ids, in order of their columns: [..., N, K]."""
+    """Dequantizes all rows, or those with these ids, with columns in order: [..., N, K]."""
     device, stack = rows.codes.device, rows.shape[:-2]
     is_whole = not stack or rows.num_rows % TILE_ROWS == 0
     if not is_available(device) or dtype not in DTYPES or not is_whole:
@@ -365,13 +367,13 @@ def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Te
     out = out.view(*(ids.shape if ids is not None else rows.shape[:-1]), rows.num_columns)
     if rows.columns is None:
         return out
-    order = rows.columns.long()  # of each matrix of a stack
+    order = rows.columns.long()  # per matrix of a stack
     order = order.unsqueeze(-2) if ids is None else order
     return torch.empty_like(out).scatter_(-1, order.expand_as(out), out)
 
 
 class Experts:
-    """The gate and up, and the down projections of a layer's experts and of its shared one."""
+    """The gate-up and down projections of a layer's experts and of its shared expert."""
 
     def __init__(
         self,
@@ -379,7 +381,7 @@ class Experts:
         down: TiledRows,  # [E, H, I]
         shared_gate_up: TiledRows | None,  # [2I, H]
         shared_down: TiledRows | None,  # [H, I]
-        slots: int,  # of a token: its experts, and the shared one
+        slots: int,  # experts per token, with the shared one
     ) -> None:
         self.gate_up, self.down = gate_up, down
         self.shared_gate_up, self.shared_down = shared_gate_up, shared_down
@@ -391,8 +393,8 @@ class Experts:
 
     @staticmethod
     def of(parts: Sequence[Part], k: int) -> Experts | None:
-        """Gate and up, down, and of a shared expert the same, if its weights are stored as theirs.
-        None: no kernel takes them.
+        """`parts`: gate and up, down, and the same of a shared expert, in the same format. None if
+        no kernel supports them.
         """
         rows = [part for part in parts if isinstance(part, TiledRows)]
         if len(rows) < len(parts) or k + len(rows) // 2 - 1 > MAX_WARPS:
@@ -412,8 +414,8 @@ class Experts:
         self, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor,
         shared_weight: Tensor | None,
     ) -> None:  # fmt: skip
-        """Each token's experts for it alone: while few tokens share experts, nothing is read twice
-        from memory. Two launches.
+        """Reads experts for each token separately: while few tokens share experts, little is read
+        twice. Two launches.
         """
         num_tokens = len(x)
         inner = x.new_empty(num_tokens * self.slots, self.inner_width)
@@ -441,19 +443,19 @@ class Experts:
         )
 
     def can_scan(self, ids: Tensor) -> bool:
-        """Whether blocks find an expert's pairs themselves: no expert has more than TOKENS."""
+        """Whether blocks can find their pairs themselves: no expert has more than TOKENS."""
         is_few = len(ids) <= TOKENS and ids.numel() <= MAX_SCANNED
         return is_few and self.num_experts <= MAX_SCANNED_EXPERTS and ids.dtype == torch.int32
 
     def run_scanned(self, x: Tensor, ids: Tensor, outputs: Tensor) -> None:
-        """outputs [T * slots, H]: of every pair, all pairs of an expert at a time."""
+        """outputs [T * slots, H], one per pair. A block computes all pairs of an expert."""
         count = min(ids.numel(), self.num_experts) + int(self.has_shared)
         inner = x.new_empty(len(outputs), self.inner_width)
         self._multiply(GATE_UP, x, inner, count, ids, num_tokens=len(x))
         self._multiply(DOWN_PAIRS, inner, outputs, count, ids, num_tokens=len(x))
 
     def run_listed(self, x: Tensor, order: Tensor, tiles: Tensor, outputs: Tensor) -> None:
-        """outputs [T * slots, H]: of every pair, an expert's pairs TOKENS at a time."""
+        """outputs [T * slots, H], one per pair. A block computes up to TOKENS of an expert."""
         inner = x.new_empty(len(outputs), self.inner_width)
         self._multiply(GATE_UP, x, inner, len(tiles), None, order, tiles)
         self._multiply(DOWN_PAIRS, inner, outputs, len(tiles), None, order, tiles)
@@ -499,7 +501,7 @@ class Experts:
         }
 
 
-SWITCHES = {  # as most kernels have them
+SWITCHES = {  # defaults
     "TOKEN_TILES": 1,
     "STAGED_TOKENS": 1,
     "ROW_WARPS": 1,
@@ -517,12 +519,12 @@ GEMM_SWITCHES = dict.fromkeys(("HAS_PLAIN", "HAS_BIAS", "HAS_RESIDUAL", "IS_OUT_
 
 
 def kernel_constants(mode: int, rows: TiledRows, dtype: torch.dtype) -> dict[str, int]:
-    """That a kernel is compiled for, beside its tile and its switches."""
+    """Compile-time constants of `quantized.cu`, besides tile and switches."""
     return SWITCHES | {"MODE": mode} | _kind_constants(rows, dtype)
 
 
 def gemm_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
-    """Of `quantized_gemm.cu`, beside its switches."""
+    """Compile-time constants of `quantized_gemm.cu`, besides switches."""
     shared = {"SHARED_BYTES": quantized_gemm.gemm_shared_bytes(rows, tile)}
     return GEMM_SWITCHES | _kind_constants(rows, dtype) | tile | shared
 

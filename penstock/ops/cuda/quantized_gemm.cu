@@ -1,52 +1,52 @@
-// x [T, K] -> out [T, N] with quantised rows, for 17 to 64 tokens: arithmetic and what
-// multiprocessors read from L2 set the pace, no longer the codes' bytes alone.
+// x [T, K] -> out [T, N] with quantized weight rows, for 17 to 64 tokens. Arithmetic and L2 reads
+// are the bottleneck here, not only the bytes of the codes. Knows no norm and no experts.
 //
-// A block has many rows and all tokens, so that tokens pass from L2 once for all of its rows.
-// Codes, records and tokens go to shared memory asynchronously, STAGES rounds of columns at a time,
-// and from there to the tensor cores: codes as they lie in memory, 16 bytes a thread
-// (`quantized_rows.cu`). Its warps are
+// A block computes many rows for all tokens, so it reads tokens from L2 once for all its rows.
+// cp.async copies codes, records and tokens to shared memory, in a pipeline of STAGES rounds of
+// columns. Codes keep their layout, 16 bytes per thread (`quantized_rows.cu`). The warps of a block
+// are a grid of
 //
-//   ROW_WARPS     each with ROW_TILES tiles of 16 rows
-//   TOKEN_WARPS   each with TOKEN_TILES tiles of 8 tokens
-//   COLUMN_WARPS  each with every COLUMN_WARPS-th step of 128 columns; they add their sums at the
-//   end
+//   ROW_WARPS     each computes ROW_TILES tiles of 16 rows
+//   TOKEN_WARPS   each computes TOKEN_TILES tiles of 8 tokens
+//   COLUMN_WARPS  split-K in the block: each takes every COLUMN_WARPS-th step of 128 columns, and
+//                 their sums are added at the end
 //
-// On Hopper CLUSTER blocks with the same rows share the columns, too, and read each other's sums
-// from shared memory: a multiprocessor then takes more rows of fewer columns, for which it reads
-// fewer tokens. Sums are added in the same order every time.
+// On Hopper, a cluster of CLUSTER blocks with the same rows splits K further; its blocks read each
+// other's sums from shared memory. An SM then computes more rows over fewer columns, and reads
+// fewer bytes of tokens. The order of additions is fixed.
 //
-// Four-bit codes have their zero subtracted before they are multiplied, which is exact: the sums of
-// tokens that `quantized_products.cu` needs would cost more here, since every warp has few rows.
-// Only offsets that are no small integers need them.
+// The zero point of 4-bit codes is subtracted before the mma, which is exact. The alternative, sums
+// of tokens as in `quantized_products.cu`, costs more here because each warp has few rows. Only
+// offsets that are not small integers need it.
 //
-// Given when it is compiled, beside what rows take: ROW_WARPS, TOKEN_WARPS, COLUMN_WARPS,
-// WARP_STEPS (of a warp in a round), STAGES, CLUSTER, BLOCKS (on a multiprocessor), SHARED_BYTES
-// (of a block), HAS_PLAIN, HAS_BIAS, HAS_RESIDUAL.
+// Compile-time constants, besides those of `quantized_rows.cu`: ROW_WARPS, TOKEN_WARPS,
+// COLUMN_WARPS, WARP_STEPS (per warp and round), STAGES, CLUSTER, BLOCKS (per SM), SHARED_BYTES
+// (per block), HAS_PLAIN, HAS_BIAS, HAS_RESIDUAL.
 
 #include "quantized_rows.cu"
 
 constexpr int THREADS = 32 * ROW_WARPS * TOKEN_WARPS * COLUMN_WARPS;
-constexpr int TILES = ROW_TILES * ROW_WARPS, ROWS = 16 * TILES; // of a block
+constexpr int TILES = ROW_TILES * ROW_WARPS, ROWS = 16 * TILES; // per block
 constexpr int WARP_TOKENS = 8 * TOKEN_TILES, TOKENS = WARP_TOKENS * TOKEN_WARPS;
-constexpr int OWN_STEPS = (STEPS + CLUSTER - 1) / CLUSTER; // of a block
+constexpr int OWN_STEPS = (STEPS + CLUSTER - 1) / CLUSTER; // per block
 constexpr int ROUND_STEPS = COLUMN_WARPS * WARP_STEPS;     // between two barriers
 constexpr int ROUNDS = (OWN_STEPS + ROUND_STEPS - 1) / ROUND_STEPS;
 constexpr bool HAS_ALL_STEPS = STEPS % CLUSTER == 0 && OWN_STEPS % ROUND_STEPS == 0;
 
-// Bytes of a stage: tokens, codes [tile, step], records [tile, step]. The tokens that a warp reads
-// together start in different banks.
+// Layout of a stage in bytes: [tokens | codes [tile, step] | records [tile, step]]. TOKEN_STRIDE is
+// padded so that the tokens that a warp reads together start in different banks.
 constexpr int STEP_CODES = CHUNKS * 1024, STEP_RECORDS = 16 * RECORD_BYTES;
 constexpr int TOKEN_STRIDE = 2 * STEP * ROUND_STEPS + (IS_NARROW ? 32 : IS_ROW_MAJOR ? 16 : 64);
 constexpr int CODES_START = TOKENS * TOKEN_STRIDE;
 constexpr int RECORDS_START = CODES_START + TILES * ROUND_STEPS * STEP_CODES;
 constexpr int STAGE_BYTES = RECORDS_START + TILES * ROUND_STEPS * STEP_RECORDS;
-constexpr int SUM_STRIDE = ROWS + 4;       // so that a warp's sums go to different banks
-constexpr int ADDED_ROWS = ROWS / CLUSTER; // whose sums a block adds up, four of a thread at a time
-constexpr int OUTPUTS = (TOKENS * ADDED_ROWS / 4 + THREADS - 1) / THREADS; // of a thread
+constexpr int SUM_STRIDE = ROWS + 4;       // a warp writes to different banks
+constexpr int ADDED_ROWS = ROWS / CLUSTER; // rows that a block adds up, four per thread at once
+constexpr int OUTPUTS = (TOKENS * ADDED_ROWS / 4 + THREADS - 1) / THREADS; // per thread
 
-// One scale a row multiplies whole sums.
+// One scale per row: it multiplies the complete sums.
 constexpr bool ARE_SCALES_LAST = GROUP >= COLUMNS && OFFSET_KIND == NO_OFFSETS;
-// A zero point of four bits is at most 16: bf16 holds its sum with MAGIC, and the difference.
+// A 4-bit zero point is at most 16, so bf16 represents MAGIC + zero and code - zero exactly.
 constexpr bool IS_CENTRED =
     BITS == 4 && (OFFSET_KIND == NO_OFFSETS || (OFFSET_KIND == ZEROS && OFFSET_TYPE == UINT8));
 constexpr bool ADDS_OFFSETS = NEEDS_SUMS && !IS_CENTRED;
@@ -62,13 +62,13 @@ static_assert(SHARED_BYTES >= STAGES * STAGE_BYTES &&
 static_assert(CLUSTER == 1, "blocks of older cards do not read each other's shared memory");
 #endif
 
-extern __shared__ __align__(16) u8 memory[]; // STAGES stages, then sums
+extern __shared__ __align__(16) u8 memory[]; // STAGES stages, later reused for sums
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
     return (u32)__cvta_generic_to_shared(p);
 }
 
-// 16 bytes to shared memory, past the first-level cache; zeros if there are none.
+// Copies 16 bytes to shared memory, bypassing L1; writes zeros if `is_there` is false.
 __device__ __forceinline__ void copy(u32 target, const void* source, bool is_there = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                  "r"(is_there ? 16 : 0)
@@ -77,7 +77,7 @@ __device__ __forceinline__ void copy(u32 target, const void* source, bool is_the
 
 __device__ __forceinline__ void end_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all but the last STAGES - 2 have arrived.
+// Waits until at most the last STAGES - 2 copies are in flight.
 __device__ __forceinline__ void wait_for_stage() {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
 }
@@ -86,7 +86,7 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// All threads of a block or, with it, of its cluster.
+// Barrier for all threads of the block, or of the cluster if there is one.
 __device__ __forceinline__ void meet() {
 #if CLUSTER > 1
     asm volatile("barrier.cluster.arrive.release;\n"
@@ -97,7 +97,7 @@ __device__ __forceinline__ void meet() {
 #endif
 }
 
-// Adds what lies there in the shared memory of a block of the cluster, four rows of a token.
+// Adds the sums of four rows of a token, from the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ void add_sums(float (&sums)[4], const float* p, int rank) {
     float found[4];
 #if CLUSTER > 1
@@ -125,14 +125,14 @@ __device__ __forceinline__ void stage_codes(int stage, const u8* codes, const u8
         const int piece = place % PIECES, tile = place / PIECES / ROUND_STEPS;
         const int step = min(first_step + place / PIECES % ROUND_STEPS, STEPS - 1);
         int within = step * STEP_CODES + piece * 16;
-        if (IS_ROW_MAJOR) // to where the tiles of others have it
+        if (IS_ROW_MAJOR) // from row-major to the order of a tile
             within = (piece / 32 % 2 * 8 + piece % 32 / 4) * (STEPS * STEP) + step * STEP +
                      piece / 64 * 64 + piece % 4 * 16;
         const long long row_tile = min(first_tile + tile, num_tiles - 1);
         copy(target + CODES_START + place * 16, codes + row_tile * TILE_CODES + within);
     }
     if constexpr (!ARE_SCALES_LAST) {
-        constexpr int RECORDS = TILES * ROUND_STEPS * RECORD_BYTES; // of 16 bytes
+        constexpr int RECORDS = TILES * ROUND_STEPS * RECORD_BYTES; // 16-byte copies
 #pragma unroll
         for (int start = 0; start < RECORDS; start += THREADS) {
             const int place = start + threadIdx.x;
@@ -177,7 +177,7 @@ __device__ __forceinline__ void clear(Sums& sums) {
     for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; ++i) (&sums[0][0][0])[i] = 0.0f;
 }
 
-// The warp's tokens of a run; `tokens` is at the thread's own columns of a step.
+// Loads the tokens of a run. `tokens` points to the thread's own columns of a step.
 __device__ __forceinline__ void load_tokens(Four (&values)[TOKEN_TILES], const u8* tokens,
                                             int run) {
 #pragma unroll
@@ -203,7 +203,7 @@ __device__ __forceinline__ Record shared_record(const u8* p) {
     return record;
 }
 
-// What centres a pair of codes: -(MAGIC + zero) twice, by its bits.
+// -(MAGIC + zero) as a pair of bf16 or fp16, built from its bits. Added to codes to centre them.
 __device__ __forceinline__ u32 negative_zeros(const Record& record, int group) {
     if constexpr (OFFSET_KIND == ZEROS) {
         const int byte = OFFSET_START + group;
@@ -213,7 +213,7 @@ __device__ __forceinline__ u32 negative_zeros(const Record& record, int group) {
     return ((IS_BFLOAT ? 0xc300u : 0xe400u) + ZERO) * 0x10001u;
 }
 
-// One step of the warp's rows, which lie at `codes` and `records`.
+// Multiplies one step of the warp's rows, at `codes` and `records` in shared memory.
 __device__ __forceinline__ void multiply_step(Sums& sums, const u8* codes, const u8* records,
                                               const u8* tokens) {
     const int lane = threadIdx.x % 32;
@@ -236,7 +236,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const u8* codes, const
     Sums& raw = ARE_SCALES_LAST ? sums : of_group;
     float x_sums[TOKEN_TILES][4];
     u32 zeros[ROW_TILES][2];
-    constexpr int GROUP_PAIRS = GROUP >= STEP ? 2 * RUNS : GROUP / 16; // instructions
+    constexpr int GROUP_PAIRS = GROUP >= STEP ? 2 * RUNS : GROUP / 16; // mma instructions per group
 #pragma unroll
     for (int run = 0; run < RUNS; ++run) {
         Four token[TOKEN_TILES];
@@ -298,12 +298,12 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const u8* codes, const
 }
 
 #if HAS_PLAIN
-// Rows that are not quantised lie in memory as on paper. They are asked for all at once, into L2,
-// and from there go to registers AHEAD runs before they are multiplied.
+// Unquantized rows are row-major. A block prefetches all of its rows into L2, then loads them into
+// registers AHEAD runs before they are multiplied.
 constexpr int AHEAD = 2;
 
 struct PlainRows {
-    const u16* own[ROW_TILES][2]; // at the thread's columns
+    const u16* own[ROW_TILES][2]; // at the thread's own columns
     Four ahead[AHEAD][ROW_TILES][2];
 
     __device__ __forceinline__ void load(int step, int run) {
@@ -324,7 +324,7 @@ struct PlainRows {
         for (int run = 0; run < AHEAD; ++run) load(step, run);
     }
 
-    // A block's rows in its steps, a line of 64 columns at a time.
+    // Prefetches the rows of a block for its steps, a cache line of 64 columns at a time.
     static __device__ __forceinline__ void prefetch(const u16* plain, int first_row, int num_plain,
                                                     int first_step) {
         const int num_rows = min(ROWS, num_plain - first_row);
@@ -335,7 +335,7 @@ struct PlainRows {
         }
     }
 
-    // One step, of which the first runs are here; those of the next one follow.
+    // Multiplies one step, whose first runs are loaded, and loads the first runs of the next.
     __device__ __forceinline__ void multiply_step(Sums& sums, const u8* tokens, int step,
                                                   int next_step) {
 #pragma unroll
@@ -361,8 +361,7 @@ struct PlainRows {
 };
 #endif
 
-// Block n takes a part of the columns (n % CLUSTER) of ROWS rows (n / CLUSTER); those that are not
-// quantised come last.
+// Block n computes columns part n % CLUSTER of row block n / CLUSTER. Unquantized rows come last.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #if CLUSTER > 1
     __cluster_dims__(CLUSTER, 1, 1)
@@ -380,12 +379,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int num_blocks = (num_quantized + ROWS - 1) / ROWS;
     const int rank = blockIdx.x % CLUSTER, block = blockIdx.x / CLUSTER;
     const bool is_plain = HAS_PLAIN && block >= num_blocks;
-    const int first_row = (is_plain ? block - num_blocks : block) * ROWS; // of its kind
+    const int first_row = (is_plain ? block - num_blocks : block) * ROWS; // in its part
     const int first_step = rank * OWN_STEPS, end_step = min(first_step + OWN_STEPS, STEPS);
     Sums sums;
     clear(sums);
 
-    // Weights are asked for before the kernel ahead has ended, tokens after it.
+    // Weights are loaded before the previous kernel is complete, tokens after it.
     if (!is_plain)
 #pragma unroll
         for (int round = 0; round < STAGES - 1 && round < ROUNDS; ++round)
@@ -417,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         end_stage();
     }
 
-    // Waits for a round of columns, and asks for the one that takes the place of the last.
+    // Waits for a round of columns, and starts copies into the stage that the last round used.
     const auto next_stage = [&](int round) {
         wait_for_stage();
         __syncthreads();
@@ -428,7 +427,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 stage_codes(later % STAGES, codes, records, first_row / 16, num_tiles, step);
             stage_tokens(later % STAGES, x, num_tokens, x_stride, step);
         }
-        end_stage(); // an empty one, too: stages are counted
+        end_stage(); // commits an empty group too: the wait counts groups
         return memory + round % STAGES * STAGE_BYTES;
     };
     const int own_token =
@@ -474,7 +473,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
     }
 
-    // [COLUMN_WARPS, TOKENS, SUM_STRIDE], where the stages were.
+    // [COLUMN_WARPS, TOKENS, SUM_STRIDE], in the memory of the stages.
     float* shared = (float*)memory;
     __syncthreads();
 #pragma unroll
@@ -488,8 +487,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 shared[(column_warp * TOKENS + token) * SUM_STRIDE + row] = sums[tile][j][i];
             }
     meet();
-    // Every block of a cluster adds up some of the rows. All are asked for before the first is
-    // written: they come from far.
+    // Each block of a cluster adds up some of the rows. All remote loads are issued before the
+    // first output is written, because their latency is high.
     const int num_rows = is_plain ? num_plain : num_quantized;
     const int first_output = is_plain ? num_quantized + first_row : first_row;
     float found[OUTPUTS][4] = {};
@@ -534,6 +533,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 if (j < left) store(out, target + j, found[i][j]);
     }
 #if CLUSTER > 1
-    meet(); // a block's memory stays until the others have read it
+    meet(); // a block may not exit before the others have read its memory
 #endif
 }

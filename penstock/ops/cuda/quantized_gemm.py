@@ -1,7 +1,8 @@
-"""Tiles of `quantized_gemm.cu`, products of 17 to 64 tokens with tiled rows. Launches nothing.
+"""Chooses tiles for `quantized_gemm.cu`: GEMMs of 17 to 64 tokens with tiled rows. Launches
+nothing.
 
-A block has some rows and all tokens, in some of the columns. What it takes is estimated from what
-it multiplies, unpacks and reads from L2; the tile whose grid takes least is chosen.
+A block computes some rows for all tokens, over some of the columns. A cost model estimates its time
+from what it multiplies, unpacks and reads from L2; the tile with the fastest grid is chosen.
 """
 
 from __future__ import annotations
@@ -14,19 +15,18 @@ import torch
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 
 Tile = dict[str, int]
-TOKENS = 8  # of an instruction
-# From so many tokens on it is faster than `quantized.cu`, whose warps all read tokens from L2; and
-# from so many tiles of rows for each processor on: with fewer, that one starts earlier.
+TOKENS = 8  # per mma instruction
+# It is faster than `quantized.cu`, whose warps all read tokens from L2, from this many tokens and
+# this many row tiles per SM; with fewer, `quantized.cu` starts earlier.
 MIN_TOKENS, MIN_SHARE = 33, 4
 HEAD_TOKENS, HEAD_SHARE = 17, 32
-MAX_CLUSTER = 2  # blocks that share the columns, on cards that have clusters
+MAX_CLUSTER = 2  # blocks that split K, on GPUs with clusters
 CLUSTER_CAPABILITY = (9, 0)
 MAX_STAGES = 4
-# Of a thread: sums, those of a group of columns, and sums of tokens. More would be spilled.
+# Accumulators per thread: totals, sums of a group, and sums of tokens. More would spill.
 MAX_SUMS, MAX_FLOAT8_SUMS, MAX_OFFSET_SUMS = 96, 128, 84
-MANY_COLUMN_WARPS, FEWER_SUMS = 4, 80  # a thread then copies more to a stage, by more addresses
-# ROW_TILES, ROW_WARPS, TOKEN_WARPS, COLUMN_WARPS: eight warps, two for each quarter of a
-# multiprocessor.
+MANY_COLUMN_WARPS, FEWER_SUMS = 4, 80  # more copies per thread, which need address registers
+# ROW_TILES, ROW_WARPS, TOKEN_WARPS, COLUMN_WARPS: eight warps, two per sub-partition of an SM.
 SHAPES = (
     *((row_tiles, 4, 2, 1) for row_tiles in (4, 3, 2, 1)),
     *((row_tiles, 2, 2, 2) for row_tiles in (4, 3, 2, 1)),
@@ -35,32 +35,32 @@ SHAPES = (
     *((row_tiles, 4, 1, 2) for row_tiles in (3, 2, 1)),
     *((row_tiles, 2, 1, 4) for row_tiles in (3, 2, 1)),
 )
-# Clocks of a multiprocessor.
-MULTIPLY = 1.6  # an instruction of the tensor cores
-UNPACK = {4: 4.5, 8: 8.0}  # 16 rows x 16 columns of codes, by their bits
-READ = 1 / 25  # a byte from L2, while all multiprocessors read
-LEAST_BUSY = 0.4  # a multiprocessor alone is no faster than this share makes it
-START, MEET = 1500, 1000  # a block's first columns; sums from the others of its cluster
+# The cost model, in clock cycles of an SM.
+MULTIPLY = 1.6  # one mma instruction
+UNPACK = {4: 4.5, 8: 8.0}  # bits of a code: unpacking 16 rows x 16 columns
+READ = 1 / 25  # one byte from L2, while all SMs read
+LEAST_BUSY = 0.4  # with fewer SMs at work than this share, each reads no faster
+START, MEET = 1500, 1000  # a block's first columns; sums of the other blocks of its cluster
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
     num_processors: int
-    shared_bytes: int  # of a block
+    shared_bytes: int  # per block
     max_cluster: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the choice of a tile depends on."""
+    """The properties of rows that the choice of a tile depends on."""
 
     num_tiles: int
     num_plain: int
     steps: int
     bits: int
-    step_bytes: int  # of a tile, with its records
-    padding: int  # of a staged token
-    sums: int  # kinds of them that a thread has of each token, but for those of tokens
+    step_bytes: int  # of a row tile, with its records
+    padding: int  # bytes per staged token
+    sums: int  # accumulator sets of a thread, without those for sums of tokens
     has_offsets: bool
     max_sums: int
 
@@ -100,7 +100,7 @@ def gemm_tile(
     row_tiles: int, row_warps: int, token_warps: int, column_warps: int, *, token_tiles: int,
     stages: int, cluster: int = 1, warp_steps: int = 1, blocks: int = 1,
 ) -> Tile:  # fmt: skip
-    """`token_tiles` of a block, an even number."""
+    """`token_tiles`: per block, an even number."""
     return {
         "ROW_TILES": row_tiles,
         "ROW_WARPS": row_warps,
@@ -127,7 +127,7 @@ def block_rows(tile: Tile) -> int:
 
 
 def gemm_shared_bytes(rows: TiledRows, tile: Tile) -> int:
-    """Of a block: its stages, and later its sums."""
+    """Shared memory of a block, for its stages and later for its sums."""
     return _shared_bytes(Rows.of(rows), tile)
 
 
@@ -154,7 +154,7 @@ def _has_registers(rows: Rows, shape: tuple[int, int, int, int], token_tiles: in
 def _fitting(
     rows: Rows, shape: tuple[int, int, int, int], token_tiles: int, cluster: int, card: Card
 ) -> Tile | None:
-    """With as many stages as a block's memory holds and its columns fill."""
+    """A tile with as many stages as shared memory holds and the columns fill."""
     rounds = -(-rows.steps // (cluster * shape[3]))
     for stages in range(max(2, min(MAX_STAGES, rounds + 1)), 1, -1):
         tile = gemm_tile(*shape, token_tiles=token_tiles, stages=stages, cluster=cluster)

@@ -1,42 +1,42 @@
-// The products of `quantized.cu`: a warp's tokens, and what it adds up over the columns of its
-// rows.
+// The inner product of `quantized.cu`: loads a warp's tokens, multiplies them with unpacked codes
+// and accumulates over the columns. Knows no grid and no experts.
 //
-// Scales multiply the sums of a group of columns, not its weights. What is added to a group's
-// codes (a zero point, an offset, what 4 bits are made a number with) multiplies the sum of the
-// token's values in that group. An instruction whose left side is ones computes it or, where it
-// would serve one row tile only, staging. Products are exact up to float32's rounding of sums.
+// Scales multiply the accumulators of a group of columns, not its weights. A term added to the
+// codes of a group (a zero point, an offset, MAGIC) multiplies the sum of the token's values in
+// that group. An mma whose A operand is all ones computes this sum; where only one row tile would
+// use it, staging computes it. Products are exact; only float32 accumulation rounds.
 //
-// A norm before the product is done by every block, in shared memory (HAS_NORM), and its 1 / rms
-// multiplies the sums at the end: bf16 has float32's range, so nothing is lost. fp16 may overflow
-// there, so with it 1 / rms comes first, which reads the tokens once more.
+// With HAS_NORM every block norms the tokens itself, in shared memory, and multiplies the sums by
+// 1 / rms at the end: bf16 has the range of float32, so nothing is lost. fp16 could overflow, so
+// there 1 / rms is applied first, which reads the tokens once more.
 //
-// Given when it is compiled, beside what rows take: MODE, WARPS, ROW_WARPS (with rows of their
-// own), HELD (steps on their way), STAGED_TOKENS, HAS_NORM, IS_OUT_FLOAT.
+// Compile-time constants, besides those of `quantized_rows.cu`: MODE, WARPS, ROW_WARPS (warps with
+// different rows), HELD (steps in flight), STAGED_TOKENS, HAS_NORM, IS_OUT_FLOAT.
 
 constexpr int TOKENS = 8 * TOKEN_TILES, THREADS = 32 * WARPS;
-constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS;                  // of a block
-constexpr int SPLIT = MODE == DOWN_TOKEN ? 1 : WARPS / ROW_WARPS; // warps that share the columns
+constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS;                  // per block
+constexpr int SPLIT = MODE == DOWN_TOKEN ? 1 : WARPS / ROW_WARPS; // split-K over warps
 static_assert(MODE == LINEAR || ROW_WARPS == 1, "only there are tokens so many");
-constexpr int OWN = (STEPS + SPLIT - 1) / SPLIT; // steps of one warp
+constexpr int OWN = (STEPS + SPLIT - 1) / SPLIT; // steps per warp
 constexpr int HELD_STEPS = HELD < OWN ? HELD : OWN;
-constexpr int AHEAD = TOKEN_TILES == 1 ? 4 : 1; // runs of the tokens that are on their way
+constexpr int AHEAD = TOKEN_TILES == 1 ? 4 : 1; // runs of tokens in flight
 
 #define IS_RMS_FIRST (HAS_NORM && !IS_BFLOAT)
 static_assert(!HAS_NORM || (TOKEN_TILES == 1 && STAGED_TOKENS <= 8),
               "more tokens are prepared by others");
 
-// Tokens start in different banks.
+// Padded so that tokens start in different banks.
 constexpr int STAGED_STRIDE = STEPS * STEP + (IS_ROW_MAJOR ? 8 : 32);
 
 constexpr bool STAGES_SUMS = NEEDS_SUMS && HAS_NORM && ROW_TILES == 1;
 #if HAS_NORM
-constexpr int SUMMED = GROUP < STEP ? GROUP : STEP; // columns that have one offset
+constexpr int SUMMED = GROUP < STEP ? GROUP : STEP; // columns per offset
 struct TokenSums {
     float of[STAGED_TOKENS][STAGES_SUMS ? STEPS * STEP / SUMMED : 1];
 };
 #endif
 
-// The thread's own token of each tile of 8: in memory, or staged.
+// The thread's token of each tile of 8, in global memory or staged in shared memory.
 struct Tokens {
     const u16* own[TOKEN_TILES];
 #if HAS_NORM
@@ -63,17 +63,17 @@ struct Tokens {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
-// An exact product with a power of two.
+// Multiplies by 2^60, exactly.
 __device__ __forceinline__ u32 raised(u32 pair) { return fma_pair(pair, 0x5d805d80u, 0x80008000u); }
 
 #if HAS_NORM
-// Adds up what the threads of a group of columns hold; `values` are 8 columns of one thread.
+// Sums a token's values over each group, across threads; `values` are 8 columns of one thread.
 __device__ __forceinline__ void share_token_sum(TokenSums& shared, const Four& values, int token,
                                                 int column) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum += low(values.part[i]) + high(values.part[i]);
-    const u32 lanes = 0xffffu << (threadIdx.x & 16); // of 128 columns: others may have none left
+    const u32 lanes = 0xffffu << (threadIdx.x & 16); // 128 columns: other lanes may be done
 #pragma unroll
     for (int distance = SUMMED / 16; distance; distance /= 2)
         sum += __shfl_xor_sync(lanes, sum, distance);
@@ -97,9 +97,9 @@ __device__ __forceinline__ float inverse_rms(const Squares& shared, int token, f
 }
 
 constexpr int STRIDE = 8 * THREADS,
-              PASSES = (STEPS * STEP + STRIDE - 1) / STRIDE; // of a block, by tokens
+              PASSES = (STEPS * STEP + STRIDE - 1) / STRIDE; // of a block, per token
 
-// Its norm's weights, of which a thread has the same columns of every token.
+// The norm's weights. A thread processes the same columns of every token.
 struct NormWeights {
     Four part[PASSES][2];
 
@@ -118,7 +118,7 @@ struct NormWeights {
     }
 };
 
-// Writes what the product multiplies: the tokens normed, but for 1 / rms.
+// Writes the B operand to shared memory: the normed tokens, for bf16 without the factor 1 / rms.
 __device__ __forceinline__ void stage(u16* staged, TokenSums& token_sums, Squares& square_sums,
                                       const u16* x, int num_tokens, int x_stride,
                                       const NormWeights& norm, float eps) {
@@ -190,8 +190,8 @@ __device__ __forceinline__ void apply_scales(Sums& sums, const Sums& raw,
         }
 }
 
-// One step of 128 columns; `ahead` holds the tokens' first runs and is filled with those of the
-// next step.
+// Multiplies one step of 128 columns. `ahead` holds the first runs of the tokens; on return, those
+// of the next step.
 __device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, const Tokens& tokens,
                                               Four (&ahead)[AHEAD][TOKEN_TILES], int step,
                                               int next_step) {
@@ -258,7 +258,7 @@ __device__ __forceinline__ void load_first(Step (&held)[HELD_STEPS], const RowTi
     }
 }
 
-// The product with the warp's own steps: first, first + SPLIT, ...
+// Multiplies the warp's own steps: first, first + SPLIT, ...
 __device__ __forceinline__ void multiply_own(Sums& sums, Step (&held)[HELD_STEPS],
                                              const RowTiles& rows, const Tokens& tokens,
                                              int first) {
@@ -280,8 +280,8 @@ __device__ __forceinline__ void multiply_own(Sums& sums, Step (&held)[HELD_STEPS
 }
 
 #if MODE == LINEAR
-// Rows that are not quantised, after those that are: [num_plain, COLUMNS], as in memory as on
-// paper.
+// Multiplies the unquantized rows, which follow the quantized ones: [num_plain, COLUMNS],
+// row-major.
 __device__ __forceinline__ void multiply_plain(Sums& sums, const u16* plain, int first_row,
                                                int num_plain, const Tokens& tokens, int first) {
     const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
@@ -318,7 +318,7 @@ __device__ __forceinline__ void multiply_plain(Sums& sums, const u16* plain, int
 }
 #endif
 
-// Of the block's tokens and rows, what each warp found.
+// Partial sums of the block's tokens and rows, per split.
 typedef float Shared[SPLIT][TOKENS][ROWS + 1];
 
 __device__ __forceinline__ void share_sums(Shared& shared, const Sums& sums) {

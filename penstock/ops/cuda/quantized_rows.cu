@@ -1,21 +1,21 @@
-// Quantised rows as `quantized.cu` and `quantized_gemm.cu` read them: codes that become pairs of
-// bf16 or fp16 by bit operations, exactly, and records with their scales.
+// Loads and unpacks quantized weight rows, for `quantized.cu` and `quantized_gemm.cu`. Bit
+// operations turn codes into pairs of bf16 or fp16, exactly. Multiplies nothing.
 //
-// Codes lie in memory as a warp's threads read them (`ops/tiles.py`): 16 bytes of a thread hold
-// what its part of the tensor cores' operand needs, of row lane / 4 and of the row 8 below it.
+// Codes are stored in the order in which the threads of a warp load them (`ops/tiles.py`). The 16
+// bytes of a thread are its part of the A fragment, for row lane / 4 and the row 8 below it.
 //
-//   a run, two instructions:  columns 0..31, then 32..63, ...
-//   of it, threads 0 to 3:    columns 0..7, 8..15, 16..23, 24..31
+//   a run is two mma instructions:  columns 0..31, then 32..63, ...
+//   threads 0 to 3 hold of a run:   columns 0..7, 8..15, 16..23, 24..31
 //
-// With groups of 16 columns a thread takes 4 of each 16, so that no instruction spans two groups.
-// E4M3 codes may lie row by row (IS_ROW_MAJOR), if no group is smaller than 64 columns: of each 64
-// a thread takes 16.
+// With a group size of 16, a thread holds 4 columns of each 16, so that no instruction spans two
+// groups. E4M3 codes may be row-major (IS_ROW_MAJOR) if the group size is at least 64; a thread
+// then holds 16 columns of each 64.
 //
-// A record holds the scales of one row in one step: coarse ones, then those of its groups, then
-// zeros or offsets, in the types of the file.
+// A record holds the scales of one row for one step of 128 columns: coarse scales, then the scales
+// of its groups, then zero points or offsets, in the dtypes of the file.
 //
-// Given when it is compiled: COLUMNS, ROW_TILES (of 16), TOKEN_TILES (of 8), BITS, IS_FLOAT8,
-// IS_ROW_MAJOR, ZERO, GROUP, RECORD_BYTES, SCALE_TYPE, COARSE_TYPE, OFFSET_TYPE,
+// Compile-time constants: COLUMNS (K), ROW_TILES (of 16 rows), TOKEN_TILES (of 8 tokens), BITS,
+// IS_FLOAT8, IS_ROW_MAJOR, ZERO, GROUP, RECORD_BYTES, SCALE_TYPE, COARSE_TYPE, OFFSET_TYPE,
 // OFFSET_COARSE_TYPE, OFFSET_KIND, IS_BFLOAT, IS_OUT_FLOAT.
 
 #include "tensor_cores.cu"
@@ -35,15 +35,15 @@ typedef unsigned char u8;
 
 constexpr int STEP = 128, RUNS = 4, CHUNKS = BITS / 4;
 constexpr int STEPS = (COLUMNS + STEP - 1) / STEP;
-constexpr int GROUPS = GROUP < STEP ? STEP / GROUP : 1; // with scales of their own, in a step
+constexpr int GROUPS = GROUP < STEP ? STEP / GROUP : 1; // per step, each with its own scale
 constexpr int TILE_CODES = STEPS * CHUNKS * 1024, TILE_RECORDS = STEPS * 16 * RECORD_BYTES; // bytes
 constexpr int RECORD_WORDS = (RECORD_BYTES + 3) / 4;
-constexpr bool IS_NARROW = GROUP == 16; // a thread takes 4 columns at a time
+constexpr bool IS_NARROW = GROUP == 16; // a thread holds 4 adjacent columns
 constexpr bool IS_WHOLE = COLUMNS % STEP == 0;
-// What 4-bit codes are added to by an exponent.
+// A 4-bit code in the mantissa below a fixed exponent is the number MAGIC + code.
 constexpr int MAGIC = BITS != 4 ? 0 : IS_BFLOAT ? 128 : 1024;
 constexpr bool NEEDS_SUMS = OFFSET_KIND != 0 || BITS == 4;
-constexpr bool ARE_RAISED = IS_FLOAT8 && IS_BFLOAT && TOKEN_TILES == 1; // tokens; else codes are
+constexpr bool ARE_RAISED = IS_FLOAT8 && IS_BFLOAT && TOKEN_TILES == 1; // tokens; if not, codes
 constexpr float RAISED = ARE_RAISED ? 0x1p60f : 1.0f;
 constexpr float SCALED = ARE_RAISED ? 0x1p60f : IS_FLOAT8 && !IS_BFLOAT ? 256.0f : 1.0f;
 static_assert(GROUP % 16 == 0 && (STEP % GROUP == 0 || GROUP % STEP == 0),
@@ -55,7 +55,7 @@ __device__ __forceinline__ u32 load_word(const void* p) {
     return v;
 }
 
-// Past the first-level cache: what other multiprocessors wrote.
+// Bypasses L1, to read what other SMs wrote.
 __device__ __forceinline__ u32 load_fresh(const void* p) {
     u32 v;
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
@@ -84,28 +84,28 @@ __device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
     return d;
 }
 
-// byte - zero: as an addition, which is quicker than a conversion.
+// byte - zero, by an addition: faster than a conversion.
 __device__ __forceinline__ float from_byte(u32 word, int place, int zero) {
     return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7540 + place)) - (8388608.0f + zero);
 }
 
-// The codes of a row in one step, and the two pairs that instruction i (0..7) of it takes.
+// The thread's codes of one row in one step. `unpack` gives the two pairs of mma i (0..7).
 struct Codes {
     Four chunk[CHUNKS];
 };
 
 #if BITS == 4
 __device__ __forceinline__ u32 four_bit_pair(u32 word) {
-    u32 pair; // (word & mask) | exponent, which the compiler would do in two instructions
+    u32 pair; // (word & mask) | exponent; the compiler would use two instructions
     asm("lop3.b32 %0, %1, %2, %3, 0xea;"
         : "=r"(pair)
         : "r"(word), "n"(0x000f000f), "n"(IS_BFLOAT ? 0x43004300 : 0x64006400));
     return pair;
 }
 #elif IS_FLOAT8
-// The byte's exponent and mantissa, where bf16 or fp16 have theirs: too small by a power of two,
-// 2^120 or 2^8. Half of the first multiplies tokens, the rest the scales, so that no sum leaves
-// float32's range; of many tokens, all of it the codes.
+// Moves exponent and mantissa of E4M3 to where bf16 or fp16 have theirs. The result is too small by
+// 2^120 or 2^8. For bf16 with one token tile, tokens and scales are multiplied by 2^60 each, so
+// that no sum leaves the range of float32; with more, codes are multiplied by 2^120.
 __device__ __forceinline__ u32 float8_pair(u32 word) { // the upper bytes of both halves
     constexpr int SHIFT = IS_BFLOAT ? 4 : 1;
     constexpr u32 kept = (0x7f00u >> SHIFT) * 0x10001u;
@@ -113,8 +113,8 @@ __device__ __forceinline__ u32 float8_pair(u32 word) { // the upper bytes of bot
     return IS_BFLOAT && !ARE_RAISED ? fma_pair(pair, 0x7b807b80u, 0x80008000u) : pair;
 }
 #else
-// Two bytes, less the zero. Below an exponent fp16 has room for a byte, bf16 for seven bits: there
-// the eighth chooses what is subtracted, if that is 128 of a signed byte; of others, each byte is
+// Two bytes minus the zero. An fp16 mantissa holds all 8 bits, a bf16 mantissa only 7. If the zero
+// is 128 (signed bytes), the eighth bit of bf16 selects what is subtracted. Otherwise each byte is
 // converted.
 __device__ __forceinline__ u32 byte_pair(u32 word, int first) {
     constexpr int OWN_ZERO = NEEDS_SUMS ? 0 : ZERO;
@@ -192,7 +192,7 @@ __device__ __forceinline__ float scale_of(const Record& record, int group) {
     return scale * SCALED;
 }
 
-// What is added to `scale * code`, for codes as `unpack` gives them.
+// The term added to `scale * code`, for a code returned by `unpack`.
 __device__ __forceinline__ float offset_of(const Record& record, int group, float scale) {
     if constexpr (OFFSET_KIND == NO_OFFSETS) return -(MAGIC + ZERO) * scale;
     float raw = field<OFFSET_TYPE>(record, OFFSET_START + group * bytes_of(OFFSET_TYPE));
@@ -201,14 +201,14 @@ __device__ __forceinline__ float offset_of(const Record& record, int group, floa
     return fmaf(-(MAGIC + ZERO), scale, raw);
 }
 
-// One step of a thread's rows, on its way.
+// One step of the thread's rows, in registers or in flight.
 struct Step {
     Codes codes[ROW_TILES][2];
     Record records[ROW_TILES][2];
 };
 
 struct RowTiles {
-    const u8* codes[ROW_TILES]; // the thread's own
+    const u8* codes[ROW_TILES]; // at the thread's own bytes
     const u8* records[ROW_TILES];
 
     __device__ __forceinline__ void point(int tile, const u8* all_codes, const u8* all_records,
@@ -241,14 +241,14 @@ struct RowTiles {
 
 constexpr int OWN_COLUMNS = IS_NARROW      ? 4
                             : IS_ROW_MAJOR ? 16
-                                           : 8; // of a thread, one after the other
+                                           : 8; // adjacent columns held by a thread
 
 // The first column of a run.
 __device__ constexpr int run_start(int run) {
     return IS_ROW_MAJOR ? run / 2 * 64 + run % 2 * 8 : run * 32;
 }
 
-// The thread's columns of a run: 8, or twice 4 of each 16. `p` is at its first ones.
+// The thread's columns of a run: 8, or 4 of each 16. `p` points to its first column.
 __device__ __forceinline__ Four load_columns(const u16* p, int step, int run) {
     const int column = step * STEP + run_start(run), own = OWN_COLUMNS * (threadIdx.x % 4);
     Four v = {};

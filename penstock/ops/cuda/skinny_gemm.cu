@@ -1,35 +1,37 @@
-// out [T, N] = prepared(x) [T, K] @ weight [N, K] transposed + bias + residual, for up to 8 tokens.
+// out [T, N] = norm(x) [T, K] @ weight [N, K] transposed + bias + residual, for up to 8 tokens.
+// Dense weights only; the norm is optional.
 //
-// The weight's bytes set the pace, so nothing else may. A thread loads 16 bytes of a weight row and
-// hands them to the tensor cores as they are: an instruction sums over 16 columns in an order that
-// is ours to choose, as long as weight and activations agree. Here the four threads that share a
-// row take 8 columns each, two instructions' worth, and the tokens are read in the same way.
-// Nothing is converted, shuffled or staged.
+// Reading the weight is the bottleneck, so nothing else may cost time. A thread loads 16 bytes of a
+// weight row and passes them to the tensor cores unchanged: an mma sums over 16 columns in any
+// order, as long as weight and activations use the same. Here the four threads of a row load 8
+// columns each, enough for two instructions, and tokens are loaded in the same way. Nothing is
+// converted, shuffled or staged.
 //
-//        columns  0..7   8..15  16..23  24..31          a step of a warp: 16 rows x 32 columns
+//        columns  0..7   8..15  16..23  24..31          one step of a warp: 16 rows x 32 columns
 //   row 0       thread 0      1       2       3
 //   row 1       thread 4      5       6       7
 //
-// The warps of a block share its rows and split the columns. Each asks for its first HELD steps of
-// weights before the kernel ahead is complete, and keeps as many on their way.
+// All warps of a block have the same rows and split K. Each loads its first HELD steps of weights
+// before the previous kernel is complete (programmatic dependent launch), and keeps HELD steps in
+// flight.
 //
-// A norm multiplies x by its weights on the way to the tensor cores, and the sums by 1 / rms at the
-// end: bf16 has float32's range, so nothing is lost. fp16 may overflow there, so with it 1 / rms
-// comes first, which reads the tokens once more while the weights are on their way.
+// With a norm, x is multiplied by the norm's weights before the mma, and the sums by 1 / rms at the
+// end: bf16 has the range of float32, so nothing is lost. fp16 could overflow, so there 1 / rms is
+// applied first, which reads the tokens once more while the weights are in flight.
 //
-// Given when it is compiled: K, WARPS, ROW_TILES (of 16 rows), HELD, BLOCKS (on a multiprocessor,
-// which bounds registers), HAS_NORM, HAS_BIAS, HAS_RESIDUAL, IS_BFLOAT, IS_OUT_FLOAT.
+// Compile-time constants: K, WARPS, ROW_TILES (of 16 rows), HELD, BLOCKS (per SM, which limits
+// registers), HAS_NORM, HAS_BIAS, HAS_RESIDUAL, IS_BFLOAT, IS_OUT_FLOAT.
 
 #include "tensor_cores.cu"
 
 constexpr int STEP_COLUMNS = 32, TOKENS = 8, ROWS = 16 * ROW_TILES, THREADS = 32 * WARPS;
-constexpr int STEPS = K / (STEP_COLUMNS * WARPS); // of one warp
+constexpr int STEPS = K / (STEP_COLUMNS * WARPS); // per warp
 constexpr int HELD_STEPS = HELD < STEPS ? HELD : STEPS;
-constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS; // of one thread
+constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS; // per thread
 #define IS_RMS_FIRST (HAS_NORM && !IS_BFLOAT)
 static_assert(K == WARPS * STEPS * STEP_COLUMNS, "every warp has the same number of steps");
 
-// The four threads of a token each have the squares of a quarter of the warp's columns.
+// Each of the four threads of a token has the squares of a quarter of the warp's columns.
 __device__ __forceinline__ void share_squares(float (&sums)[WARPS][TOKENS], float own, int warp,
                                               int lane) {
     own += __shfl_xor_sync(0xffffffffu, own, 1);
@@ -73,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 held[step][tile][half] = load_once(own_rows[tile][half] + step * STEP_COLUMNS);
 
 #if HAS_NORM
-    __shared__ __align__(16) float norms[K]; // every warp fills, and reads, its own columns
+    __shared__ __align__(16) float norms[K]; // each warp writes and reads only its own columns
 #pragma unroll
     for (int i = 0; i < STEPS * STEP_COLUMNS; i += 4 * 32) {
         const int column = warp * STEPS * STEP_COLUMNS + i + 4 * lane;

@@ -1,7 +1,7 @@
-"""Products of up to 8 tokens with a dense weight, which goes straight from memory to tensor cores.
+"""GEMMs of up to 8 tokens with a dense weight, which goes from memory to tensor cores unchanged.
 
-`skinny_gemm.cu` explains the kernel. This file holds the products it can take, its tiles and its
-launch.
+`skinny_gemm.cu` explains the kernel. This file decides which GEMMs it supports, chooses tiles and
+launches it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from penstock.ops.cuda.program import current_stream, is_available, program
 from penstock.ops.product import Product, Tile
 
 MAX_TOKENS = 8
-STEP_COLUMNS = 32  # that a warp multiplies at a time
-TILE_ROWS = 16  # of one instruction
-MOST_HELD = 16  # steps of one tile of rows: 128 registers of a thread
+STEP_COLUMNS = 32  # per step of a warp
+TILE_ROWS = 16  # per mma instruction
+MOST_HELD = 16  # steps of one row tile: 128 registers per thread
 WIDE_ROWS = 1 << 12
-MAX_NORMED = 1 << 13  # columns of a norm that fit the default shared memory beside the sums
-REGISTERS = 65536  # of a multiprocessor
+MAX_NORMED = 1 << 13  # columns of a norm that fit in default shared memory besides the sums
+REGISTERS = 65536  # per SM
 DTYPES = (torch.bfloat16, torch.float16)
 SOURCE = Path(__file__).with_name("skinny_gemm.cu")
 
 
 def can_multiply(product: Product) -> bool:
-    """Rows are read 16 bytes at a time, in whole steps."""
+    """Rows must be aligned for 16-byte loads, and K a multiple of the step."""
     x, weight = product.x, product.weight
     return (
         product.num_tokens <= MAX_TOKENS
@@ -46,7 +46,7 @@ def can_multiply(product: Product) -> bool:
 
 
 def multiply_skinny(product: Product, tile: Tile) -> Tensor:
-    """tile: row_tiles, num_warps, held, blocks."""
+    """`tile` has row_tiles, num_warps, held and blocks."""
     N, K = product.shape
     out = product.new_out()  # [T, N]
     x_stride, residual_stride = product.row_strides
@@ -87,8 +87,8 @@ def _address(tensor: Tensor | None) -> ctypes._SimpleCData[Any]:
 
 
 def skinny_rule(shape: tuple[int, int]) -> Tile | None:
-    """For few rows, one block per multiprocessor with many warps that load everything at once; else
-    several small blocks, with more rows per byte of the tokens. None if the columns do not divide.
+    """For few rows, one block per SM whose many warps load everything at once. Otherwise several
+    small blocks, with more rows per byte of the tokens. None if the warps cannot split K evenly.
     """
     is_wide = shape[0] > WIDE_ROWS
     row_tiles, num_warps, held, blocks = (2, 4, 4, 3) if is_wide else (1, 8, 16, 1)
@@ -98,7 +98,7 @@ def skinny_rule(shape: tuple[int, int]) -> Tile | None:
 
 
 def skinny_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """Warps that divide the columns evenly, steps that they hold, and blocks that still fit."""
+    """Tiles whose warps split K evenly and whose held steps and blocks fit in registers."""
     if num_tokens > MAX_TOKENS:
         return []
     tiles: list[Tile] = []
@@ -115,6 +115,6 @@ def skinny_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
 
 
 def _most_blocks(row_tiles: int, num_warps: int, held: int) -> int:
-    """Blocks that fit a multiprocessor, by a generous estimate of the registers of a thread."""
+    """Blocks that fit on an SM, by a generous estimate of registers per thread."""
     needed = 8 * held * row_tiles + 4 * row_tiles + 64
     return max(1, min(8, REGISTERS // (32 * num_warps * min(needed, 255))))

@@ -1,7 +1,7 @@
-// What products on tensor cores share: loads of 16 bytes, the hand-over from one kernel to the
-// next, pairs of bf16 or fp16, and the instruction.
+// Primitives shared by the tensor core kernels: 16-byte loads, programmatic dependent launch, pairs
+// of bf16 or fp16, and the mma instruction. Knows no layout of weights or activations.
 //
-// Given when it is compiled: IS_BFLOAT.
+// Compile-time constants: IS_BFLOAT.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -18,7 +18,8 @@ struct Four {
                      : "l"(p));                                                                    \
         return v;                                                                                  \
     }
-// For weights, which must not evict others from L1. Not .nc, which ptxas would move after the wait.
+// For weights, which must not evict other data from L1. Not .nc: ptxas would move such a load after
+// the wait for the previous kernel.
 LOAD(load_once, "ld.global.L1::no_allocate.v4.u32")
 LOAD(load_again, "ld.global.v4.u32")
 
@@ -64,8 +65,8 @@ __device__ __forceinline__ u32 pack(float first, float second) {
     return pair;
 }
 
-// sums [16 rows, 8 tokens] += 16 columns: two parts of each of the thread's two rows, and of its
-// token.
+// sums [16 rows, 8 tokens] += a product over 16 columns. The thread passes two registers for each
+// of its two rows (a0 and a2, a1 and a3) and two for its token.
 __device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                          u32 b1) {
 #if IS_BFLOAT
