@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds the image of Dockerfile, or of the file that FILE names, and writes it as image.tar.gz.
+# Builds the image of Dockerfile, or of the file in $FILE, and writes it to image.tar.gz.
 #
 #   scripts/build_image.sh [MODEL_FOLDER]
 #
-# With a folder its weights are baked in, at /opt/ml/model; without, they are mounted there. Arguments
-# of the build go into BUILD_ARGS. The image must stay below 20 GB, and the script says its size.
+# With MODEL_FOLDER, the image contains its weights at /opt/ml/model; without, mount them there.
+# BUILD_ARGS has arguments for docker build. The script prints the size; the limit is 20 GB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

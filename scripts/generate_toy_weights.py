@@ -1,5 +1,6 @@
-"""Random weights for a model config: python scripts/generate_toy_weights.py --config F --output
-FOLDER
+"""Writes random weights for a model config, as the forge's reference model loads them.
+
+Usage: python scripts/generate_toy_weights.py --config FILE --output FOLDER
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def main() -> None:
     folder, name = (output.parent, output.name) if output.suffix == ".pt" else (output, "model.pt")
     config = read_config(arguments.config)
     shape = Target.of(config, folder, "cpu").shape
-    dtype = pick_dtype(config, torch.device("cuda"))  # what is computed with there is stored
+    dtype = pick_dtype(config, torch.device("cuda"))  # the dtype that a GPU computes in
     try:
         path = save_toy_weights(shape, folder, dtype, arguments.seed, name)
     except OSError as error:

@@ -1,9 +1,7 @@
-"""Runs every test that needs a GPU, several at a time, and records the outcome with its commit and
-machine.
+"""Runs all tests that need a GPU, in parallel, and records the results with commit and machine.
 
-Kernels compile on the CPU, so one process per core is quick; tests that take all memory of the GPU
-run alone, after the others. Run it whenever a kernel, a layer or the engine's use of memory has
-changed.
+Kernels compile on the CPU, so one process per core is fast. Tests that use all GPU memory run
+alone, after the others. Run this after changes to a kernel, a layer or the engine's memory use.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 ALONE = ("test_gpu_full_size.py", "test_memory.py")
 NEEDS_GPU = re.compile(
     r"mark\.gpu|kernel_checks"
-)  # other files may want what such a machine does not have
+)  # other files may need packages that a GPU machine lacks
 
 
 def main() -> int:
@@ -66,7 +64,7 @@ def main() -> int:
 
 
 def _run(paths: list[str], *words: str) -> list[tuple[str, str, str]]:
-    """(file, test, outcome) of each."""
+    """(file, test, outcome) per test."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder, "report.xml")
         command = [

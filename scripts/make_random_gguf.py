@@ -1,11 +1,12 @@
-"""Writes a GGUF file of random weights, to measure a shape without its download:
+"""Writes a GGUF file of random weights, to benchmark a model without downloading it:
 
     python scripts/make_random_gguf.py Qwen3.5-35B-A3B -o /dev/shm/random.gguf
     penstock bench step -m /dev/shm/random.gguf --batch 1
 
-Blocks are random bytes with the two scales of each block set, so that a matrix keeps the variance
-of its input. They are drawn once for each type: 20 GB are a matter of how fast a disk takes them.
-Tensors, their types and their order are those of llama.cpp's files; the tokenizer knows bytes only.
+Blocks are random bytes. The two scales of each block are set so that a matrix preserves the
+variance of its input. One pool of blocks per type is drawn, so only the disk limits how fast 20 GB
+are written. Tensors, their types and their order are those of llama.cpp's files; the tokenizer has
+byte tokens only.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from penstock.weights.gguf_layout import GLOBALS, IN_LAYER, IN_MTP
 from penstock.weights.random_weights import fill_parameter
 
 ALIGNMENT = 32
-POOL_BLOCKS = 2**16  # of one type: 9 MB of Q4_K
+POOL_BLOCKS = 2**16  # per type; 9 MB for Q4_K
 PIECE_BYTES = 16 * 2**20
 NUM_WRITERS = 16
 BY_NAME = {block_type.name: (number, block_type) for number, block_type in BLOCK_TYPES.items()}
@@ -70,21 +71,21 @@ KEYS = {
     "linear_num_value_heads": "ssm.time_step_rank",
     "full_attention_interval": "full_attention_interval",
 }
-OTHER_NAMES = {  # that converters change
+OTHER_NAMES = {  # changed by converters
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
 }
 EXPERTS = re.compile(r"mlp\.experts\.(?:(\d+)\.)?(gate_up|gate|up|down)_proj(?:\.weight)?")
-# Small, and read as numbers: routers, gates, and what DeltaNet's decays are made of.
+# Small tensors that stay float32: norms, routers, gates, and the parameters of DeltaNet's decay.
 KEPT = re.compile(r".*(norm|bias|ssm_a|ssm_conv1d|ffn_gate_inp|ffn_gate_inp_shexp)(\.weight)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Of random bytes: where a block has its 16-bit scales, and what they must be.
+    """The byte offsets of the 16-bit scales in a block, and how to set them for random codes.
 
-    `deviation` is that of the weights for a scale of 1, `offset` the other scale in units of the
-    first: with it codes are around zero.
+    `deviation` is the standard deviation of the weights for a scale of 1. `offset` is the second
+    scale in units of the first; it centres the weights on zero.
     """
 
     scale_at: int
@@ -106,7 +107,7 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     type: BlockType
-    parameter: str  # of our model, which says how numbers are drawn
+    parameter: str  # in our model; decides the distribution
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +115,7 @@ class Tensor:
 
 
 def tensors_of(config: dict[str, Any], mix: str, with_drafting_head: bool) -> Iterator[Tensor]:
-    """All tensors of a file, by the table that the loader of checkpoints follows."""
+    """All tensors of a file, from the table that the GGUF loader uses."""
     model: Any = build_model(
         config, torch.bfloat16, torch.device("meta"), with_drafting_head=with_drafting_head
     )
@@ -153,7 +154,7 @@ def _named(
         )
         if (experts := EXPERTS.fullmatch(inside)) is not None:
             expert, projections = experts.groups()
-            if expert in (None, "0"):  # stored fused, or one by one; a stack in the file
+            if expert in (None, "0"):  # fused or separate in our model; a stack in the file
                 *_, num_rows, width = place.shape
                 num_rows //= 1 + projections.count("_")
                 for projection in projections.split("_"):
@@ -162,12 +163,12 @@ def _named(
             continue
         stem, _, suffix = inside.rpartition(".")
         own_name = OTHER_NAMES.get(inside) or f"{stems[stem]}.{suffix}"
-        shape = tuple(size for size in place.shape if size > 1)  # taps, and the shared gate
+        shape = tuple(size for size in place.shape if size > 1)  # of taps, and of the shared gate
         yield layer + own_name, shape, place.parameter
 
 
 def _type_of(name: str, mix: str, num_layers: int, is_tied: bool) -> str:
-    """As llama.cpp chooses: more bits for the head, and for some values and down projections."""
+    """The choice of llama.cpp: more bits for the head and for some value and down projections."""
     if name == "output.weight" or (name == "token_embd.weight" and is_tied):
         return "Q6_K"
     if mix == "Q4_K":
@@ -219,7 +220,7 @@ def metadata_of(name: str, config: Mapping[str, Any], num_drafting: int) -> dict
 
 
 def _vocabulary(size: int, rule: str) -> dict[str, Any]:
-    """A token for each byte, one that ends a text, and names for the ids that are left."""
+    """One token per byte, an end-of-text token, and placeholders for the remaining ids."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in shown}
     others = (byte for byte in range(256) if byte not in letters)
@@ -237,7 +238,7 @@ def _vocabulary(size: int, rule: str) -> dict[str, Any]:
 
 
 def header_of(metadata: Mapping[str, Any], tensors: list[Tensor]) -> tuple[bytes, list[int]]:
-    """The start of the file, up to its data, and where each tensor lies after it."""
+    """The header of the file, and the offset of each tensor after it."""
     entries, offsets, end = [], [], 0
     for tensor in tensors:
         offsets.append(end)
@@ -272,7 +273,7 @@ def _value(value: Any) -> bytes:
 
 
 class RandomBytes:
-    """Data for tensors: views of one pool of blocks for each type and width."""
+    """Data for tensors: views of one pool of blocks per type and width."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -280,7 +281,7 @@ class RandomBytes:
         self._pools: dict[tuple[str, int], np.ndarray] = {}
 
     def pieces(self, tensor: Tensor) -> Iterator[tuple[int, memoryview]]:
-        """Where in the tensor each lies, and its bytes."""
+        """(offset in the tensor, bytes) of each piece."""
         if tensor.type.name == "F32":
             yield 0, self._numbers(tensor).data.cast("B")
             return
@@ -319,7 +320,7 @@ def _set_half(blocks: np.ndarray, start: int, number: float) -> None:
 def write_file(
     path: Path, header: bytes, tensors: list[Tensor], offsets: list[int], seed: int
 ) -> int:
-    """Several pieces at a time; returns the size."""
+    """Writes pieces in parallel; returns the size of the file."""
     data = RandomBytes(seed)
     size = len(header) + offsets[-1] + tensors[-1].num_bytes
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

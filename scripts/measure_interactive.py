@@ -1,12 +1,12 @@
-"""How much longer short requests take among bulk: the same arrivals without and with it, over HTTP.
+"""Measures how much bulk load slows short requests: the same arrivals without and with it, by HTTP.
 
     penstock serve --model Qwen3.5-35B-A3B --random-weights --max-model-len 40960 &
     python scripts/measure_interactive.py --json results/h200/interactive.json
 
-Short requests arrive at random, at one rate and with one seed: first alone, then while 32 long
-prompts are always outstanding, each followed by another; then bulk runs alone for as long. Whatever
-short requests cost each other is in both of the first two. "Whole" is from sending a request to the
-end of its answer.
+Short requests arrive by a Poisson process with a fixed rate and seed: first alone, then while 32
+long prompts are always in flight. Then bulk runs alone for the same time. The first two runs both
+include what short requests cost each other. "Whole" is the time from sending a request to the end
+of its reply.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ TIMEOUT_S = 600.0
 
 
 class Bulk:
-    """So many long requests at a time until it is stopped, and the tokens that were served of
-    them.
-    """
+    """Keeps a number of long requests in flight until it is cancelled, and counts their tokens."""
 
     def __init__(self, target: Target, bodies: Iterator[bytes], num_prompt_tokens: int) -> None:
         self._target, self._bodies = target, bodies
@@ -45,9 +43,7 @@ class Bulk:
 
     @property
     def num_tokens(self) -> int:
-        """Prompts whose reply has begun, and the events of replies, which are about a token
-        each.
-        """
+        """Prompt tokens of started replies, plus the events of replies: about one token each."""
         return self._num_begun * self._num_prompt_tokens + self._num_events
 
     async def run(self, num_at_once: int) -> None:
@@ -78,7 +74,7 @@ def _require_ok(reply: StreamedReply) -> None:
 async def beside_bulk(
     bulk: Bulk, num_at_once: int, head_start_s: float, work: Coroutine[Any, Any, Any]
 ) -> tuple[Any, float]:
-    """What the work gives, and the tokens of bulk a second meanwhile."""
+    """The result of the work, and bulk tokens per second while it ran."""
     running = asyncio.ensure_future(bulk.run(num_at_once))
     await asyncio.sleep(head_start_s)
     began, num_before = time.monotonic(), bulk.num_tokens
@@ -86,11 +82,11 @@ async def beside_bulk(
     await asyncio.wait({doing, running}, return_when=asyncio.FIRST_COMPLETED)
     if running.done():
         doing.cancel()
-        running.result()  # raises: bulk ends only when something is wrong
+        running.result()  # raises: bulk ends only by an error
     tokens_per_s = (bulk.num_tokens - num_before) / (time.monotonic() - began)
     running.cancel()
     await asyncio.wait({running})
-    await asyncio.sleep(head_start_s)  # the server notices that its clients have gone
+    await asyncio.sleep(head_start_s)  # until the server has noticed the disconnects
     return await doing, tokens_per_s
 
 

@@ -1,12 +1,12 @@
-"""How far predictions go from those of the model's own KV when it is stored in 8 bits, on a CPU.
+"""How much an 8-bit KV cache changes a model's predictions, on a CPU.
 
     python scripts/measure_kv.py --json results/cpu/kv_fp8.json
     python scripts/measure_kv.py --model MODEL.gguf --text gsm8k/test.jsonl --json FILE
 
 Prompts are prefilled, so every token after the first attends to stored keys and values. Without
-`--text` they are held-out conversations of the embedded model. Besides what `--kv-dtype` offers,
-two schemes are measured that other engines have: FP8 without a scale, and FP8 with one scale for
-all keys of a layer and one for all values, set from the largest ones of the same text.
+`--text` they are held-out conversations of the embedded model. Besides the values of `--kv-dtype`,
+this measures two schemes of other engines: FP8 without scales, and FP8 with one scale per layer for
+keys and one for values, calibrated on the same text.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from penstock.types import Request, SamplingParams
 Encode = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 E4M3_MAX = 448.0
 GATES = ("word_problems", "tool_calls", "recall")
-LONGEST = 512  # tokens of a prompt
+LONGEST = 512  # tokens per prompt
 
 
 class LargestSeen:
-    """One scale for each tensor of a cache: calibrated in a first pass, used in a second."""
+    """One scale per tensor of a cache, calibrated in a first pass and used in a second."""
 
     def __init__(self) -> None:
         self.largest: dict[int, float] = {}
@@ -43,7 +43,7 @@ class LargestSeen:
 
     def store(self, cache: Tensor, scales: Tensor | None, places: Tensor, x: Tensor) -> None:
         assert scales is not None
-        # By its place: layers are allocated in the same order for every engine.
+        # The address identifies a layer: every engine allocates layers in the same order.
         key = cache.data_ptr()
         if self.is_calibrating:
             self.largest[key] = max(self.largest.get(key, 0.0), float(x.abs().max()))
@@ -62,10 +62,10 @@ def write(cache: Tensor, scales: Tensor, places: Tensor, x: Tensor, scale: float
 
 
 def predict(llm: LLM, prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """The log-probability of each prompt token after the first, and the likeliest token there."""
+    """Log-probability of each prompt token after the first, and the most likely token there."""
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=1)
     logprobs, top = [], []
-    for number, prompt in enumerate(prompts):  # one by one, so that the order is known
+    for number, prompt in enumerate(prompts):  # one at a time, to keep the order
         llm.engine.submit(Request(id=str(number), token_ids=tuple(prompt), sampling=sampling))
         while llm.engine.has_work:
             for delta in llm.engine.step():
@@ -123,7 +123,7 @@ def held_out_prompts(llm: LLM) -> list[list[int]]:
 
 
 def text_prompts(file: Path, num_tokens: int) -> Callable[[LLM], list[list[int]]]:
-    """The values of JSON lines, or plain text, in prompts of `LONGEST` tokens."""
+    """Splits the values of JSON lines, or plain text, into prompts of `LONGEST` tokens."""
     text = file.read_text()
     if file.suffix == ".jsonl":
         lines = [json.loads(line) for line in text[:200_000].splitlines()[:-1]]

@@ -1,20 +1,19 @@
-"""The latency contest on one GPU: whole replies of transformers and of Penstock, same weights.
+"""Latency contest on one GPU: whole replies of transformers and of Penstock with the same weights.
 
     python scripts/measure_latency_contest.py --output results/h200/latency_contest.json
 
-The model has the geometry of Qwen3.5-4B and random weights in bf16, made by transformers and saved
-once, so that both read the same. One request at a time, no prompt twice, three sizes of prompt +
-reply; the median counts, and the mean of the three ratios. Penstock runs with the settings of
-`--profile latency`, in this process: a server would add its HTTP. Random weights say nothing about
-drafts, so nothing is drafted; what drafts bring is measured on the embedded model
-(`scripts/measure_speculation.py --device cuda`), and its tokens a step enter the projection.
+The model has the shape of Qwen3.5-4B and random bf16 weights, created by transformers and saved
+once, so that both load the same file. Requests run one at a time, no prompt is repeated, and there
+are three sizes of prompt + reply. The result is the median per size, and the mean of the three
+ratios. Penstock runs in this process, without HTTP, with the settings of `--profile latency`.
+Random weights say nothing about speculation, so it is off; its gain is measured on the embedded
+model (`scripts/measure_speculation.py --device cuda`), whose tokens per step enter the projection.
 
-The A10G is projected, not measured: a step reads the weights once at its bandwidth, with the share
-of it that this card reached of its own; a prompt takes as much longer as the card has fewer
-operations a second.
+Numbers for the A10G are projected, not measured. A decode step reads the weights once, with the
+same share of peak bandwidth as on this GPU. Prefill time scales with peak operations per second.
 
-It ends within --seconds: runs that would take longer are left out, and the result says how many
-were made. `--small` tries all of it on a CPU.
+The script ends within --seconds: it skips runs that would take longer, and reports how many it
+made. `--small` tries everything on a CPU.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ SIZES = tuple(PUBLISHED_MS)
 SMALL_SIZES = ((16, 8), (64, 16), (200, 16))
 H200 = {"bytes_per_s": 4.8e12, "bf16_flops": 989e12}
 A10G = {"bytes_per_s": 600e9, "bf16_flops": 70e12}
-# Bytes of a weight: 4 bits, and a scale of 16 bits for every 128.
+# Bytes per weight: 4 bits, and one 16-bit scale per 128 weights.
 BYTES_OF = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
 
 
 @dataclass(frozen=True)
 class Run:
     seconds: float
-    first_s: float | None  # until the first token, where that is seen
+    first_s: float | None  # time to first token, if known
     token_ids: list[int]
 
 
@@ -111,7 +110,7 @@ def make_transformers(config: dict[str, Any], device: str) -> Any:
     finally:
         torch.set_default_dtype(torch.float32)
     model.eval()
-    model.generation_config.eos_token_id = None  # replies have full length
+    model.generation_config.eos_token_id = None  # so replies have full length
     model.generation_config.pad_token_id = 0
     return model
 
@@ -163,9 +162,9 @@ def measure(
     warmups: int,
     runs: int,
     clock: Clock,
-    reserve_s: float,  # that others still need
+    reserve_s: float,  # time that later runs need
 ) -> dict[tuple[int, int], list[Run]]:
-    """Sizes take turns, so that all have about as many runs when the time is over."""
+    """Alternates between sizes, so that all have about as many runs when time runs out."""
     made: dict[tuple[int, int], list[Run]] = {size: [] for size in sizes}
     for turn in range(warmups + runs):
         for number, (num_prompt, num_reply) in enumerate(sizes):
@@ -190,7 +189,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
 
 
 def project(ours: list[dict[str, Any]], weight_bytes: int, is_h200: bool) -> dict[str, Any]:
-    """What bytes and operations say of an A10G."""
+    """Projects times for an A10G from bytes and operations."""
     speculation = json.loads((ROOT / "results/cpu/speculation.json").read_text())
     tokens_a_step = max(
         row["tokens_a_step"]
@@ -243,7 +242,7 @@ def project(ours: list[dict[str, Any]], weight_bytes: int, is_h200: bool) -> dic
 
 
 def folder_for(num_bytes: int) -> Path:
-    """Memory if it has room: the weights are written and read once."""
+    """A temporary folder, in memory if there is room: weights are written and read once."""
     shm = Path("/dev/shm")
     has_room = shm.is_dir() and shutil.disk_usage(shm).free > 1.2 * num_bytes
     return Path(tempfile.mkdtemp(dir=shm if has_room else None, prefix="contest-"))

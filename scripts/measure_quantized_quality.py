@@ -1,11 +1,11 @@
-"""Measures what quantizing costs, and writes results/cpu/quantized_quality.json.
+"""Measures the quality loss of quantization, and writes results/cpu/quantized_quality.json.
 
     python scripts/measure_quantized_quality.py gates [--schemes fp8,int8,int4] [--limit 200]
     python scripts/measure_quantized_quality.py text MODEL.gguf TEXT.jsonl
 
-`gates` quantizes the embedded model with each scheme and lets each answer the held-out problems.
-`text` compares perplexities of a text: of a file's own codes, computed as codes and expanded, and
-of the model quantized by `penstock quantize` with each scheme and method.
+`gates` quantizes the embedded model with each scheme and runs the held-out problems on each.
+`text` compares perplexities on a text: for the codes of a GGUF file, computed from codes and
+dequantized, and for the model quantized by `penstock quantize` with each scheme and method.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "results"
 RESULTS, SHIPPED = FOLDER / "cpu" / "quantized_quality.json", FOLDER / "gates.json"
 SCHEMES = ("fp8", "int8", "int4")
 WAYS = [("fp8", "rtn"), ("int8", "rtn"), *(("int4", m) for m in ("rtn", "awq", "gptq"))]
-ROW_TOKENS, STEP_TOKENS = 128, 32  # few enough a step that the CPU multiplies with codes
+ROW_TOKENS, STEP_TOKENS = 128, 32  # steps small enough that the CPU computes from codes
 
 CALIBRATION_TOKENS = 4096
 
@@ -50,7 +50,7 @@ def quiet(phase: Phase) -> None:
 
 
 def measure_gates(schemes: list[str], limit: int, rows: dict[str, Any]) -> dict[str, Any]:
-    """Adds a row for each scheme; the model as it is has one in results/gates.json."""
+    """Adds a row per scheme. The row of the unquantized model is in results/gates.json."""
     source = find_model("")
     plain = json.loads(SHIPPED.read_text())["gates"]
     with tempfile.TemporaryDirectory() as folder, PhaseList() as phases:
@@ -113,7 +113,7 @@ def compared(packed: Score, expanded: Score) -> dict[str, float]:
 
 @torch.no_grad()
 def reference(source: ModelSource, rows: Tensor) -> Score:
-    """With the stored values as float32 numbers, a layer at a time."""
+    """Computes with the stored values in float32, a layer at a time."""
     model = LayerwiseModel(source, "cpu")
     hidden = model.embed(rows.flatten())
     for number in range(model.num_layers):
@@ -125,7 +125,7 @@ def reference(source: ModelSource, rows: Tensor) -> Score:
 
 @torch.no_grad()
 def in_codes(source: ModelSource, rows: Tensor) -> Score:
-    """As the engine loads and runs it on a CPU."""
+    """Computes as the engine does on a CPU."""
     model: Any = load_model(
         source, device="cpu", dtype="float32", random_weights=False, seed=0, on_phase=quiet
     )
@@ -141,7 +141,7 @@ def in_codes(source: ModelSource, rows: Tensor) -> Score:
 
 
 def step_of(whole: StepInputs, first: int) -> StepInputs:
-    """Some tokens of a step that has one row."""
+    """Some tokens of a step with one row."""
     own = slice(first, first + STEP_TOKENS)
     spans = (RowSpan(STEP_TOKENS, own.stop, is_prompt=True),)
     return dataclasses.replace(

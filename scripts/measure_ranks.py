@@ -1,10 +1,10 @@
-"""Times one rank's part of large models on this GPU, and collects rows for results/h200.
+"""Times one rank's shard of large models on this GPU, and collects rows for results/h200.
 
     python scripts/measure_ranks.py results/h200/parallel.json [--only 35B] [--repeats 20]
 
-Runs `penstock bench step --tp N` for every model below, in a process each: one that fails leaves
-the others. Writes the file after every model, and keeps rows of an earlier run that it does not
-replace.
+Runs `penstock bench step --tp N` for every model below, each in its own process, so that a failure
+does not affect the others. Writes the file after every model, and keeps rows of earlier runs that
+it does not replace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-# Of the projected times, what others have published for whole machines: ms a step at batch 1.
+# Published times of other engines on whole machines, to compare: ms per step at batch 1.
 PUBLISHED = {
     "vLLM 0.19, 35B-A3B, TP 8 on 8 H200": 4.5,
     "SGLang, 397B-A17B with MTP on 8 H200": 2.24,

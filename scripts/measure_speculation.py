@@ -1,16 +1,17 @@
-"""What drafts bring: tokens a second of the embedded model, with drafts and without.
+"""Measures the gain of speculation: tokens per second of the embedded model, drafts on and off.
 
     OMP_NUM_THREADS=1 python scripts/measure_speculation.py [--rounds 3] [--problems 24]
     python scripts/measure_speculation.py --device cuda --tasks "word problems" --drafters mtp:2
 
-Two tasks, one request at a time. Word problems are held out from training, and answered freely. For
-copy editing the reply is a text of the prompt with one in thirty words replaced; the model is too
-small to do that, so a grammar holds it to the reply, with drafts and without, and what the grammar
-forces is drafted only where a row says so. Engines take turns, request by request; a request's time
-is the median of its rounds. On a CPU, gains are of the process's CPU time, since wall time, which
-stands beside, depends on what else runs, and replies must be equal. On a GPU they are of wall time,
-and the share of equal replies is reported: steps of several tokens round differently in bf16.
-Prints one JSON object.
+There are two tasks; requests run one at a time. Word problems are held out from training and
+answered freely. In copy editing, the reply repeats a text of the prompt with one in thirty words
+replaced. The model is too small for that, so a grammar forces the reply, with and without drafts;
+tokens that the grammar forces are drafted only in rows that say so.
+
+Engines alternate after every request; the time of a request is the median of its rounds. On a CPU,
+the gain is in CPU time of the process, because wall time (also reported) depends on other load, and
+replies must be equal. On a GPU the gain is in wall time, and the share of equal replies is
+reported: steps of several tokens round differently in bf16. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from penstock.text.grammar import regex_grammar
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Request, SamplingParams
 
-WORDS_AN_EDIT = 30  # one of them is replaced
-NUM_PARTS = 40  # of the time that a plot shows
+WORDS_AN_EDIT = 30  # of which one is replaced
+NUM_PARTS = 40  # points of a plot
 
 
 @dataclass(frozen=True)
 class Setup:
     speculate: str
-    forces: bool = False  # drafts what a grammar forces
+    forces: bool = False  # drafts tokens that the grammar forces
 
     @property
     def name(self) -> str:
@@ -98,7 +99,7 @@ def copy_editing(num_texts: int, tokenizer: Tokenizer, ends: tuple[int, ...]) ->
 
 @dataclass(frozen=True)
 class Reply:
-    """Times from its first token to its last."""
+    """Times are from the first token to the last."""
 
     token_ids: list[int]
     cpu_s: float
@@ -123,14 +124,14 @@ def reply(engine: Engine, request: Request) -> Reply:
 def measure(
     name: str, requests: list[Request], setups: list[Setup], rounds: int, device: str
 ) -> list[Any]:
-    """Engines take turns request by request, so that all see the same disturbances."""
+    """Engines alternate after every request, so that all see the same disturbances."""
     engines = [setup.engine(device) for setup in setups]
-    # By setup, request and round.
+    # [setup][request][round]
     said: list[list[list[Reply]]] = [[[] for _ in requests] for _ in setups]
     for turn in range(rounds):
         for number, request in enumerate(requests):
             for place, engine in enumerate(engines):
-                # A tenant of its own: nothing is drafted from the same reply of another round.
+                # One tenant per round, so that no drafts come from the same reply of another round.
                 again = dataclasses.replace(request, id=f"{request.id}.{turn}", tenant=str(turn))
                 one = reply(engine, again)
                 said[place][number].append(one)
@@ -171,7 +172,7 @@ def measure(
 
 
 def _times(replies: list[list[Reply]]) -> tuple[float, float]:
-    """CPU and wall seconds a token over all requests, each by the median of its rounds."""
+    """CPU and wall seconds per token over all requests; medians over rounds per request."""
     cpu = sum(statistics.median(one.cpu_s for one in rounds_of) for rounds_of in replies)
     wall = sum(statistics.median(one.wall_s for one in rounds_of) for rounds_of in replies)
     num_tokens = sum(
@@ -181,7 +182,7 @@ def _times(replies: list[list[Reply]]) -> tuple[float, float]:
 
 
 def _over_time(steps: list[list[int]]) -> list[float]:
-    """Tokens a step from the first step to the last, over all requests, in NUM_PARTS parts."""
+    """Tokens per step over time, for all requests, averaged over NUM_PARTS parts."""
     every = [tokens for one in steps for tokens in one]
     edges = [len(every) * part // NUM_PARTS for part in range(NUM_PARTS + 1)]
     return [

@@ -1,4 +1,4 @@
-"""Draws tokens a step over time, from what `scripts/measure_speculation.py` wrote.
+"""Plots tokens per step over time, from the output of `scripts/measure_speculation.py`.
 
     python scripts/plot_speculation.py results/cpu/speculation.json docs/plots
 
@@ -18,7 +18,7 @@ from PIL import Image
 
 from penstock.eval.report.charts import THEMES
 
-# What is drawn of each task, and with which colour of a theme.
+# The row of each task to plot, and its colour in a theme.
 DRAWN = {
     "word problems": {"mtp:1": "other", "mtp:2": "ours", "ngram:7": "rival"},
     "copy editing": {

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Checks and times an engine against the model in /target, or else target/.
+# Tests and benchmarks an engine with the model in /target, or in target/ if there is none.
 #
-#   scripts/run_public_tests.sh [ENGINE] [flags of both evaluators, e.g. --device cpu]
+#   scripts/run_public_tests.sh [ENGINE] [flags for both evaluators, e.g. --device cpu]
 #
-# ENGINE is workspace/engine.py unless named; evaluator/baseline_engine.py is there to try it at once.
-# PYTHON names the interpreter (default: .venv/bin/python, or else python3).
+# ENGINE defaults to workspace/engine.py; evaluator/baseline_engine.py is an example to start with.
+# PYTHON is the interpreter (default: .venv/bin/python if it exists, otherwise python3).
 set -euo pipefail
 
 ENGINE=workspace/engine.py
 if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
   ENGINE=$1
   shift
-  if [ -f "$ENGINE" ]; then ENGINE=$(realpath "$ENGINE"); fi # as seen from where this was called
+  if [ -f "$ENGINE" ]; then ENGINE=$(realpath "$ENGINE"); fi # relative to the caller's folder
 fi
 if [ -n "${PYTHON:-}" ] && [ -x "$PYTHON" ]; then PYTHON=$(realpath -s "$PYTHON"); fi
 cd "$(dirname "$0")/.."

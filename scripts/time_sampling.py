@@ -1,6 +1,6 @@
 """Times the sampling kernels on a GPU, and prints a digest of the tokens they draw.
 
-To compare two commits, run it in one process for each, in the same session:
+To compare two commits, run it once for each on the same machine:
 
     python scripts/time_sampling.py --json new.json
     git worktree add /tmp/before COMMIT
@@ -32,7 +32,7 @@ SETTINGS = {
     "min_p 0.05": (1.0, 0, 1.0, 0.05),
     "top_k 1000, top_p 0.9": (1.0, 1000, 0.9, 0.0),
 }
-# Flat rows are the hardest for top_p; peaked ones are what a trained model gives.
+# Flat logits are the worst case of top_p; peaked ones are typical of a trained model.
 SHAPES = ("flat", "peaked")
 CALLS, REPEATS = 20, 15  # draws in a graph, and its replays
 
@@ -57,7 +57,7 @@ def arguments_of(setting: tuple[float, int, float, float], rows: int, seed: int)
 
 
 def microseconds(logits: Tensor, arguments: list[Tensor], filtered: bool) -> float:
-    """Of one draw, by the GPU's clock: the median over replays of a graph of many."""
+    """Time of one draw on the GPU: the median over replays of a graph of many draws."""
     sample(logits, *arguments, filtered=filtered)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
