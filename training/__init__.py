@@ -1,6 +1,4 @@
-"""Trains the embedded model: the architecture in differentiable torch, its data, the run and the
-export.
+"""Trains the embedded model: the architecture in differentiable torch, data, training loop, export.
 
-Not part of the wheel. Nothing in `penstock` imports this; the only way out is a model folder on
-disk.
+Not part of the wheel, and not imported by `penstock`. The only output is a model folder on disk.
 """

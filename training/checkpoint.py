@@ -1,8 +1,7 @@
-"""Saves a run so that it can go on: optimizer state, where it is in its budget, and what its data
-feed needs.
+"""Saves a run so that it can resume: optimizer state, progress in its budget, data feed state.
 
-A checkpoint appears whole or not at all. It belongs to one model and one way of training; another
-is refused.
+Checkpoints are written atomically. A checkpoint belongs to one model and one training config;
+loading it with others is an error.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ FILE_NAME = "checkpoint.pt"
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is. `run` counts how often it was started."""
+    """The progress of a run. `run` counts how often it was started."""
 
     step: int = 0
     num_tokens: int = 0
     elapsed_s: float = 0.0
     run: int = 0
     feed: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Tensor] | None = None  # None: not begun
+    optimizer: dict[str, Tensor] | None = None  # None: not started
 
 
 def save_progress(folder: Path, progress: Progress, model: ModelConfig, train: TrainConfig) -> None:
@@ -50,7 +49,7 @@ def load_progress(folder: Path, model: ModelConfig, train: TrainConfig) -> Progr
             f"{path} does not exist.",
             "Start it without --resume, or give the --out of the run that was stopped.",
         )
-    # Only files this module wrote come here, and the state of `random.Random` is nested tuples.
+    # Loads only files that this module wrote; the state of `random.Random` is nested tuples.
     content = torch.load(path, map_location="cpu", weights_only=True)
     wanted = [asdict(model), asdict(train)]
     differing = [

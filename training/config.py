@@ -1,6 +1,6 @@
-"""What a run is made of: which model (`ModelConfig`), and how it is trained (`TrainConfig`).
+"""The configuration of a run: the model (`ModelConfig`) and its training (`TrainConfig`).
 
-No torch here. `ModelConfig` also knows how the published config.json spells it.
+No torch here. `ModelConfig` also writes the published config.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ModelConfig:
     partial_rotary_factor: float = 0.5
     rope_theta: float = 10_000.0
     max_position: int = 8192
-    num_key_heads: int = 4  # of the DeltaNet layers, as the five below
+    num_key_heads: int = 4  # this and the five below: DeltaNet layers
     num_value_heads: int = 8
     key_head_dim: int = 32
     value_head_dim: int = 32
@@ -48,7 +48,7 @@ class ModelConfig:
 
     @classmethod
     def of_folder(cls, folder: Path) -> ModelConfig:
-        """The embedded model's shape with the vocabulary and the depth of an exported one."""
+        """The embedded model's shape with the vocabulary and depth of an exported model."""
         text = json.loads((folder / "config.json").read_text())["text_config"]
         return cls(vocab_size=text["vocab_size"], num_layers=text["num_hidden_layers"])
 
@@ -109,8 +109,8 @@ class ModelConfig:
 
     @property
     def mrope_section(self) -> list[int]:
-        """Frequencies by time, height and width; text, whose three positions are equal, cannot
-        tell.
+        """Frequencies for time, height and width. They make no difference for text, whose three
+        positions are equal.
         """
         num_frequencies = self.rotary_dim // 2
         third = num_frequencies // 3
@@ -119,9 +119,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How a run goes. Time is the budget: the learning rate follows the part of it that has
-    passed.
-    """
+    """The schedule of a run. Time is the budget: the learning rate depends on the elapsed share."""
 
     seed: int = 0
     row_lens: tuple[int, ...] = (
@@ -133,27 +131,27 @@ class TrainConfig:
         768,
         1280,
         2560,
-    )  # a static shape and CUDA graph each
+    )  # each with a static shape and a CUDA graph
     tokens_per_batch: int = 65_536
     targets_per_full_step: int = 8_192
     peak_lr: float = 2e-3
     warmup_fraction: float = 0.03
-    hold_fraction: float = 0.30  # the peak is held up to here, then a straight line to zero
+    hold_fraction: float = 0.30  # the peak is held until here, then linear decay to zero
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.05
     max_grad_norm: float = 1.0
     ema_decay: float = 0.998
     balance_weight: float = 0.01
     mtp_weight: float = 0.3
-    first_token_weight: float = 1.0  # it decides: words or a call, the leading digit of a sum
+    first_token_weight: float = 1.0  # it decides between text and a call, or a sum's leading digit
     delta_chunk: int = 32
-    max_reuse: int = 1  # times a batch may be trained on while the generators are behind
+    max_reuse: int = 1  # uses of a batch while the generators are too slow
 
     def rows_of(self, row_len: int) -> int:
         return max(1, self.tokens_per_batch // row_len)
 
     def learning_rate(self, fraction: float) -> float:
-        """Warm-up, plateau, straight line to zero, over the part of the budget that has passed."""
+        """Warm-up, plateau, linear decay to zero, by the elapsed share of the budget."""
         if fraction < self.warmup_fraction:
             return self.peak_lr * fraction / self.warmup_fraction
         left = (1.0 - fraction) / (1.0 - self.hold_fraction)

@@ -1,8 +1,7 @@
-"""Where training text and held-out problems come from: the problem generators, the tokenizer and
-the template.
+"""Tokenized training text and held-out problems, from generators, tokenizer and chat template.
 
-The bridge between `training.problems`, which knows no tokens, and the training loop, which knows
-nothing else. No torch: the processes that make batches use this.
+Connects `training.problems`, which knows no tokens, with the training loop, which knows nothing
+else. No torch: the processes that make batches import this.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NUM_WORDS, NUM_CONVERSATIONS, TOKENIZER_SEED = (
     2527,
     30_000,
     1,
-)  # what `python -m training.tokenizer` takes
+)  # the defaults of `python -m training.tokenizer`
 HELD_OUT_SEED = "training evaluation"
 
 
@@ -47,7 +46,7 @@ class ConversationCorpus:
 
     @classmethod
     def open(cls, folder: Path, shares: Mapping[str, float] = DEFAULT_SHARES) -> ConversationCorpus:
-        """With the tokenizer in `folder`; it is trained there first when there is none."""
+        """Uses the tokenizer in `folder`; trains one there first if there is none."""
         template_file = ASSETS / TEMPLATE_FILE
         template = ChatTemplate(template_file.read_text(encoding="utf-8"))
         if not (folder / "tokenizer.json").is_file():
@@ -64,7 +63,7 @@ class ConversationCorpus:
         return Example(token_ids, first_target, self.kinds.index(conversation.kind))
 
     def held_out(self, num_problems: int) -> list[Problem]:
-        """Problems no training draw can give, as many of each kind; the same ones every time."""
+        """Problems that training never draws, equally many of each kind; the same on every call."""
         rng = Random(HELD_OUT_SEED)
         samples = (sample for sample, _ in SHARES.values())
         return [
@@ -72,7 +71,7 @@ class ConversationCorpus:
         ]
 
     def problem_of(self, conversation: Conversation) -> Problem:
-        """The conversation's prompt; its own check judges a reply that ended its turn."""
+        """The conversation's prompt. Its own check judges replies that ended their turn."""
 
         def accepts(reply_ids: Sequence[int]) -> bool:
             reply = self.read_reply(conversation, reply_ids)
@@ -83,7 +82,7 @@ class ConversationCorpus:
         return Problem(conversation.kind, prompt, accepts)
 
     def read_reply(self, conversation: Conversation, reply_ids: Sequence[int]) -> Reply:
-        """What the tokens say; a turn without its end was cut off."""
+        """Parses a reply; a turn without an end token was cut off."""
         text = self._tokenizer.decode(reply_ids, skip_special_tokens=False)
         return Reply.from_text(
             text,

@@ -1,9 +1,8 @@
-"""Turns drawn conversations into batches of fixed shape, in as many processes as there are cores to
-spare.
+"""Turns drawn conversations into batches of fixed shape, in worker processes.
 
-Every conversation gets a row of its own, padded on the right to the nearest row length; what is
-learned of it starts at `first_target`. Each process draws from its own seed. No torch here: the
-processes must start before CUDA does and stay small.
+Every conversation is one row, right-padded to the next row length; targets start at `first_target`.
+Each process draws from its own seed. No torch here: the processes must start before CUDA is
+initialized, and stay small.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from penstock.errors import PenstockError
 from training.config import TrainConfig
 
 MAX_DROPPED_PART = 0.02
-SPARE_BATCHES = 64  # kept for another use while the generators are behind
+SPARE_BATCHES = 64  # kept for reuse while the generators are too slow
 
 
 class Example(NamedTuple):
@@ -38,13 +37,13 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt the model must answer, and who judges the answer."""
+    """A prompt for the model, and the check of its answer."""
 
     kind: str
     prompt: Sequence[int]
     accepts: Callable[
         [Sequence[int]], bool
-    ]  # the generated tokens, with the end of the turn where it came
+    ]  # the generated tokens, with the end-of-turn token if it was generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,12 @@ class SpecialTokens:
 
 
 class Corpus(Protocol):
-    """What is learned and asked."""
+    """The source of training rows and held-out problems."""
 
     kinds: tuple[str, ...]
     vocab_size: int
     special: SpecialTokens
-    text_files: tuple[Path, ...]  # go into the model folder as they are
+    text_files: tuple[Path, ...]  # copied to the model folder
 
     def draw(self, rng: Random) -> Example: ...
 
@@ -72,7 +71,7 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    token_ids: NDArray[np.int16]  # [R, T]; a tiny model has a tiny vocabulary
+    token_ids: NDArray[np.int16]  # [R, T]; int16 is enough for the tiny vocabulary
     first_targets: NDArray[np.int32]  # [R]
     lengths: NDArray[np.int32]  # [R]
     kinds: NDArray[np.int32]  # [R]
@@ -95,8 +94,8 @@ class Batch:
 
 
 class BatchMaker:
-    """Draws until one row length has enough rows for a batch; each length comes as often as its
-    rows do.
+    """Draws until one row length has enough rows for a batch. So lengths occur in proportion to
+    their rows.
     """
 
     def __init__(self, corpus: Corpus, config: TrainConfig, seed: str) -> None:
@@ -146,7 +145,7 @@ class BatchMaker:
 
 
 class Feed(Protocol):
-    """Where the training loop gets its batches."""
+    """The source of batches for the training loop."""
 
     def next_batch(self) -> Batch: ...
 
@@ -158,8 +157,8 @@ class Feed(Protocol):
 
 
 class LocalFeed:
-    """Batches made in this process, one after the other: a resumed run sees what it would have
-    seen.
+    """Makes batches in this process, in order: a resumed run sees the same data as an
+    uninterrupted one.
     """
 
     def __init__(self, maker: BatchMaker, state: dict[str, Any] | None = None) -> None:
@@ -181,11 +180,11 @@ class LocalFeed:
 
 
 class WorkerFeed:
-    """Batches made by processes. While they are behind, recent ones are used again, up to
-    `max_reuse` times.
+    """Makes batches in worker processes. While they are too slow, recent batches are used again,
+    up to `max_reuse` times.
 
-    The processes are forked, so start them before anything touches CUDA. They are endless and
-    ordered by the clock, not by a number: a resumed run gives them new seeds (`run`) and sees new
+    The processes are forked, so start them before CUDA is initialized. The order of their batches
+    depends on timing, so it cannot be resumed: a resumed run uses new seeds (`run`) and sees new
     data.
     """
 
@@ -260,7 +259,7 @@ class WorkerFeed:
 
 
 def _fill(maker: BatchMaker, batches: multiprocessing.Queue[Batch]) -> None:
-    # The training process decides when to stop; Ctrl-C reaches the whole group.
+    # Ctrl-C reaches the whole process group, but the training process decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -271,4 +270,4 @@ def _fill(maker: BatchMaker, batches: multiprocessing.Queue[Batch]) -> None:
                 batches.put(batch, timeout=2.0)
                 is_delivered = True
             except queue.Full:
-                continue  # the trainer is busy, or was killed: look whether it lives
+                continue  # the trainer is busy or was killed: check whether it is alive

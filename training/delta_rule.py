@@ -1,9 +1,9 @@
-"""The gated delta rule, differentiable, in batched matrix products of fixed shape.
+"""The gated delta rule, differentiable, as batched matrix products of fixed shape.
 
-A row is cut into chunks of C tokens. Inside a chunk everything is a product of small matrices, the
-same for all chunks at once; between chunks only the state S <- M S + B travels, one product per
-chunk. All of it is fp32, has static shapes and never waits for the device, so a CUDA graph can hold
-it. Knows nothing of projections or gates.
+A row is split into chunks of C tokens. Within a chunk, everything is a product of small matrices,
+batched over all chunks; between chunks only the state is passed on, S <- M S + B, one product per
+chunk. Everything is fp32, has static shapes and never waits for the device, so a CUDA graph can
+capture it. Knows nothing of projections or gates.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def invert_unit_lower(strict: Tensor) -> Tensor:
     """(I + strict)^-1 for strictly lower triangular [..., C, C], by doubling blocks on the
     diagonal.
 
-    With X the inverse of the b x b diagonal blocks and L what of `strict` joins two neighbours of
-    them, X - X L X is the inverse of the 2b x 2b blocks: forward substitution, block by block. The
-    shorter product (I - A)(I + A^2)(I + A^4)... costs the same but loses every digit when keys
-    repeat: its powers of A then hold binomials up to 10^17 that must cancel.
+    Let X be the inverse of the b x b diagonal blocks, and L the part of `strict` that couples two
+    neighbouring blocks. Then X - X L X is the inverse of the 2b x 2b blocks: blockwise forward
+    substitution. The shorter product (I - A)(I + A^2)(I + A^4)... costs the same but loses all
+    precision when keys repeat: its powers of A then hold binomials up to 10^17 that must cancel.
     """
     return _UnitLowerInverse.apply(strict)
 
@@ -57,9 +57,7 @@ class _UnitLowerInverse(torch.autograd.Function):
 
 
 def _joins(place: Tensor, block: int) -> Tensor:  # [C] -> [C, C]
-    """True where row and column lie in neighbouring blocks of one pair, the row in the later
-    one.
-    """
+    """True where row and column are in the two blocks of one pair, the row in the later one."""
     number = place // block
     return (number[:, None] == number[None, :] + 1) & (number[None, :] % 2 == 0)
 
@@ -84,16 +82,16 @@ class _ChunkStates(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         transitions, states = ctx.saved_tensors
-        arriving = gradients[0].clone()  # becomes the gradient of each state through all later ones
+        arriving = gradients[0].clone()  # of each state, through all later ones
         for n in reversed(range(transitions.shape[0])):
             arriving[n].baddbmm_(transitions[n].mT, arriving[n + 1])
         return arriving[1:] @ states[:-1].mT, arriving[1:], arriving[0]
 
 
-@torch.compiler.disable  # a loop of library calls: unrolling it takes minutes and fuses nothing
+@torch.compiler.disable  # a loop of GEMMs: unrolling takes minutes and fuses nothing
 def _chain_states(transitions: Tensor, increments: Tensor, initial: Tensor) -> Tensor:
-    """[N, B Hv, K, K], [N, B Hv, K, V], [B Hv, K, V] -> the state before each chunk and after the
-    last.
+    """[N, B Hv, K, K], [N, B Hv, K, V], [B Hv, K, V] -> the states before each chunk, and the last
+    one.
     """
     return _ChunkStates.apply(transitions, increments, initial)
 
@@ -109,8 +107,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """The outputs [B, T, Hv, V] and the state after the last token [B, Hv, K, V].
 
-    Value head j reads key head j // (Hv / Hk). A token with log_decay 0 and beta 0 leaves the state
-    alone.
+    Value head j uses key head j // (Hv / Hk). A token with log_decay 0 and beta 0 does not change
+    the state.
     """
     rows, length, num_heads, value_dim = value.shape
     key_dim = key.shape[-1]
@@ -150,9 +148,7 @@ def gated_delta_rule(
 
 
 def _split_chunks(x: Tensor, chunk: int, padding: int, repeat: int) -> Tensor:
-    """[B, T, H, D] -> [N, B * H * repeat, C, D]; the repeat of the heads is part of the one
-    copy.
-    """
+    """[B, T, H, D] -> [N, B * H * repeat, C, D]; one copy also repeats the heads."""
     rows, _, num_heads, width = x.shape
     if padding:
         x = F.pad(x, (0, 0, 0, 0, 0, padding))

@@ -1,18 +1,18 @@
-"""Trains the drafting head of a model on, and nothing else, so that it drafts several tokens ahead.
+"""Continues the training of a model's drafting head alone, so that it drafts several tokens ahead.
 
     python -m training.drafts --init MODEL --out FOLDER [--minutes 20] [--depths 3]
 
-The head was trained on what the model itself computes: the hidden state at t and the token at t + 1
-give the token at t + 2. To draft further it reads its own state in place of the model's, and its
-keys of places that the model has not computed yet. Here it does both in training:
+The head was trained on the model's own hidden states: the hidden state at t and the token at t + 1
+predict the token at t + 2. To draft further, it reads its own output instead of the model's hidden
+state, and its own keys at positions that the model has not computed yet. Training here does both:
 
-    depth 1   hidden of the model at p             and the token at p + 1  ->  the token at p + 2
-    depth 2   what depth 1 gave at p - 1           and the token at p + 1  ->  the token at p + 2
-    depth 3   what depth 2 gave at p - 1           ...
+    depth 1   hidden state of the model at p       and the token at p + 1  ->  the token at p + 2
+    depth 2   output of depth 1 at p - 1           and the token at p + 1  ->  the token at p + 2
+    depth 3   output of depth 2 at p - 1           ...
 
-A place of depth d sees keys of depth 1 up to p - d + 1, of depth 2 at p - d + 2, ..., its own at p:
-those that an engine's cache holds then. All other weights stay as they are, bit for bit, and so
-does every answer.
+At depth d, position p attends to keys of depth 1 up to p - d + 1, of depth 2 at p - d + 2, ..., and
+to its own at p: those that the engine's cache holds then. All other weights stay the same, bit for
+bit, and so does every reply.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SHARES = {
     "recall": 0.05,
     "small_talk": 0.1,
 }
-LONGEST = 512  # tokens of a row
-ROWS_DRAWN = 256  # of which those of about the same length share a batch
+LONGEST = 512  # tokens per row
+ROWS_DRAWN = 256  # rows of similar length among them share a batch
 BALANCE_WEIGHT = 0.01
 WARMUP_SHARE = 0.05
 
@@ -70,7 +70,7 @@ class Rows:
 
 
 def draw_rows(corpus: ConversationCorpus, seed: int, tokens_per_batch: int) -> Iterator[Rows]:
-    """Batches of rows that are about as long as each other, for ever."""
+    """Yields batches of rows of similar length, endlessly."""
     rng = Random(seed)
     padding = corpus.special.end_of_text
     while True:
@@ -90,8 +90,8 @@ def draw_rows(corpus: ConversationCorpus, seed: int, tokens_per_batch: int) -> I
 def draft_all_depths(
     model: Qwen35Moe, hidden: Tensor, token_ids: Tensor, counted: Tensor, num_depths: int
 ) -> tuple[list[Tensor], Tensor]:
-    """The head's states [B, T, H] of each depth; the first `depth - 1` places and the last are
-    void.
+    """The head's output [B, T, H] at each depth. The first `depth - 1` positions and the last are
+    invalid.
     """
     head, rope = model.mtp, model._rope(torch.arange(token_ids.shape[1]))
     layer = head.layers[0]
@@ -112,7 +112,7 @@ def draft_all_depths(
         q, gate, k, v = _project(attention, normed, rope)
         keys.append(k)
         values.append(v)
-        # Of depth 1 all that is older, of each other depth one place.
+        # All older positions of depth 1, and one position of each other depth.
         ahead = place[:, None] - place[None, :]
         parts = [ahead >= depth - 1]
         parts += [ahead == depth - other for other in range(2, depth + 1)]
@@ -135,8 +135,8 @@ def _project(attention: Attention, x: Tensor, rope: Rope) -> tuple[Tensor, Tenso
 
 
 def score(model: Qwen35Moe, rows: Rows, num_depths: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each depth, the imbalance, and how often a draft of each depth is right behind
-    right ones.
+    """The loss per depth, the load imbalance, and per depth how often a draft is right after right
+    ones.
     """
     token_ids = rows.token_ids
     place = torch.arange(token_ids.shape[1])
@@ -155,7 +155,7 @@ def score(model: Qwen35Moe, rows: Rows, num_depths: int) -> tuple[Tensor, Tensor
         losses.append(F.cross_entropy(logits, targets[own]))
         is_right = torch.zeros_like(wanted)
         is_right[own] = logits.detach().argmax(-1) == targets[own]
-        # A draft counts if those before it, which reach less far, were right.
+        # A draft counts only if all drafts of lower depth were right.
         before = are_right if depth == 1 else are_right.roll(1, 1) & own
         are_right = before & is_right
         accepted.append(are_right.sum() / before.sum().clamp(min=1))
@@ -197,7 +197,7 @@ def train(
 
 
 def write(model: Qwen35Moe, source: Path, folder: Path) -> None:
-    """The source with this head: all its other tensors and files as they are."""
+    """Writes the source model with this head; other tensors and files are unchanged."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     tensors = load_file(source / "model.safetensors")
     made = published_tensors(model.state_dict())

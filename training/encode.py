@@ -1,8 +1,7 @@
-"""From a conversation to the tokens a model is trained on, exactly as it will meet them when it is
-served.
+"""Encodes a conversation into training tokens, exactly as the model sees it when served.
 
 The prompt is what the chat template renders before the model's turn; the completion is what the
-model must write after it, turn end included. Both are tokenised apart, as at inference.
+model must generate, with the end of turn. They are tokenized separately, as at inference.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from penstock.text.template import ChatTemplate
 
 
 class Encoder(Protocol):
-    """What is needed of a tokenizer; penstock.text.tokenizer.Tokenizer has it."""
+    """The methods used of a tokenizer, such as penstock.text.tokenizer.Tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -22,7 +21,7 @@ class Encoder(Protocol):
 def encode(
     conversation: Conversation, tokenizer: Encoder, template: ChatTemplate
 ) -> tuple[list[int], int]:
-    """The tokens, and the place of the first one that is the model's own."""
+    """The tokens, and the index of the first token that the model generates."""
     prompt = tokenizer.encode(render_prompt(conversation, template))
     return prompt + tokenizer.encode(conversation.completion), len(prompt)
 

@@ -1,9 +1,7 @@
-"""What the model can do now: greedy replies to held-out problems, judged by each problem's own
-check.
+"""Evaluates the model during training: greedy replies to held-out problems, each with its check.
 
-Decoding keeps keys, values and recurrent states, so a reply costs one token per step. Also measures
-how often the MTP head's draft is the token greedy decoding takes next. Where problems come from is
-corpus.py's matter.
+Decoding caches keys, values and recurrent states, so a step computes one token. Also measures how
+often the draft of the MTP head equals the next greedy token. corpus.py provides the problems.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from training.data import Problem
 from training.layers import Window
 from training.model import Qwen35Moe
 
-STEPS_BETWEEN_LOOKS = 16  # the device is asked this rarely whether all rows have ended
+STEPS_BETWEEN_LOOKS = 16  # between checks on the device whether all rows have ended
 
 
 @dataclass(slots=True)
@@ -60,9 +58,7 @@ def _describe(score: Score) -> str:
     return f"{score.num_right}/{score.num_problems} drafts {score.acceptance:.0%}"
 
 
-@torch.compiler.set_stance(
-    "force_eager"
-)  # lengths change all the time: compiling for each would take minutes
+@torch.compiler.set_stance("force_eager")  # lengths vary: compiling for each would take minutes
 @torch.inference_mode()
 def evaluate(
     model: Qwen35Moe,
@@ -71,7 +67,7 @@ def evaluate(
     max_new: int,
     rows: int = 128,
 ) -> Report:
-    """Asks all problems, `rows` of similar length at a time."""
+    """Runs all problems, `rows` of similar length at a time."""
     report = Report()
     ordered = sorted(problems, key=lambda problem: len(problem.prompt))
     for start in range(0, len(ordered), rows):
@@ -92,7 +88,7 @@ def evaluate(
 def generate(
     model: Qwen35Moe, prompts: Sequence[Sequence[int]], end_ids: Sequence[int], max_new: int
 ) -> list[list[int]]:
-    """Greedy replies, each with its end token where one came within `max_new`."""
+    """Greedy replies, with the end token if it came within `max_new` tokens."""
     device = model.rope_table.device
     token_ids, lengths = _pad_right(prompts, device)
     max_len = min(token_ids.shape[1] + max_new, model.config.max_position)
@@ -119,8 +115,8 @@ def generate(
 def count_accepted_drafts(
     model: Qwen35Moe, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Of each greedy reply: how many tokens could be drafted (all but the first), how many were
-    right.
+    """Per greedy reply: how many tokens could be drafted (all but the first), and how many drafts
+    were right.
     """
     device = model.rope_table.device
     token_ids, _ = _pad_right([[*p, *r] for p, r in zip(prompts, replies, strict=True)], device)

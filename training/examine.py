@@ -1,10 +1,9 @@
-"""The gates, asked of an exported model in this process: on a GPU, thousands of problems in a
-minute.
+"""Runs the gates on an exported model in this process: on a GPU, thousands of problems per minute.
 
     python -m training.examine MODEL [--limit 200] [--seed 0] [--gates tool_calls recall] [--json F]
 
-Problems, checks and thresholds are those of `penstock eval gates`, which asks a server and has the
-last word; this one computes with the training code. Exits with 1 when a gate is missed.
+Problems, checks and thresholds are those of `penstock eval gates`, which queries a server and is
+authoritative; this one computes with the training code. Exits with 1 if the model misses a gate.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Writes a trained model as a folder in the published Hugging Face layout, and proves that it
-loads.
+"""Writes a trained model as a folder in the Hugging Face layout, and checks that it loads.
 
 Tensors are bf16 except `A_log` and the gated norm, which Qwen3.5 publishes in fp32; the trunk's
-experts stay fused, those of the MTP layer are stored one by one. transformers is the judge here,
-and only here.
+experts stay fused, those of the MTP layer are stored separately. transformers checks the result
+here, and is used nowhere else in training.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from training.model import Qwen35Moe
 
 MTP_EXPERTS = "mtp.layers.0.mlp.experts."
 TOLERANCE = (
-    1e-3  # relative; rounding alone is at 1e-6, one token routed otherwise by a tie below this
+    1e-3  # relative; rounding gives 1e-6, and a token routed differently by a tie less than this
 )
 
 
 def export(
     model: Qwen35Moe, folder: Path, special: SpecialTokens, text_files: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """Writes the folder; `text_files` (tokenizer, chat template) are copied beside the weights."""
+    """Writes the folder, with copies of `text_files` (tokenizer, chat template)."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = published_tensors(model.state_dict())
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -50,7 +49,7 @@ def export(
 
 
 def published_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by their published names and types."""
+    """The tensors of a checkpoint with their published names and dtypes."""
     tensors = {}
     for name, tensor in state.items():
         if name.startswith(MTP_EXPERTS):
@@ -95,7 +94,7 @@ def model_config(config: ModelConfig, special: SpecialTokens) -> dict[str, Any]:
     text = {
         **config.text_config(),
         "dtype": "bfloat16",
-        # as published: the end of a turn is in generation_config.json
+        # as published; generation_config.json has the end of turn
         "eos_token_id": special.end_of_text,
         "pad_token_id": special.end_of_text,
     }
@@ -109,9 +108,7 @@ def model_config(config: ModelConfig, special: SpecialTokens) -> dict[str, Any]:
 
 
 def check_with_transformers(folder: Path, model: Qwen35Moe, num_tokens: int = 150) -> float:
-    """Loads the folder with transformers in fp32; returns how far its logits are from our own,
-    relative.
-    """
+    """Loads the folder with transformers in fp32; returns the relative difference of its logits."""
     from safetensors.torch import load_file
     from transformers import Qwen3_5MoeForCausalLM
 

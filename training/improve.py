@@ -1,14 +1,14 @@
-"""Trains the embedded model on, in stages that each leave a whole model behind.
+"""Continues the training of the embedded model, in stages that each write a complete model.
 
     python -m training.improve --out OUT --work DIR [--stages polish --init MODEL] [--minutes 1.83]
 
-`sums` trains the model as it is, mostly on sums as harnesses word them. `refusals` goes on from
-there with four more layers, mostly on requests whose tool is offered under another name or not at
-all. `polish` brings both together: many short rows of sums, all the rest rehearsed. When a stage
-misses a gate, the model before it is still there. OUT gets files small enough to be carried about:
+`sums` trains the current model, mostly on sums in the wordings of other harnesses. `refusals`
+continues with four more layers, mostly on requests whose tool is offered under another name or not
+at all. `polish` combines both: many short rows of sums, and everything else rehearsed. If a stage
+misses a gate, the model before it remains. OUT gets files small enough to transfer:
 
     STAGE.tar.00, STAGE.tar.01    the model folder: cat OUT/STAGE.tar.* | tar -x -C MODELS
-    improve.json                  the gates of each, seconds, what failed
+    improve.json                  gates and seconds of each stage, and failures
     improve.log                   everything that was printed
 """
 
@@ -27,20 +27,20 @@ from typing import Any, TextIO
 
 from training.tokenizer import ASSETS
 
-PART_BYTES = 16_000_000  # a file larger than 16 MiB cannot be carried everywhere
-SECONDS_TO_START = 20.0  # a stage: torch, the tokenizer, a graph for each row length
-SECONDS_TO_END = 45.0  # what is asked and written after the last step
+PART_BYTES = 16_000_000  # some transfers are limited to 16 MiB per file
+SECONDS_TO_START = 20.0  # of a stage: torch, the tokenizer, a graph per row length
+SECONDS_TO_END = 45.0  # of a stage: evaluation and export after the last step
 SECONDS_TO_STOP = 20.0
 SHORTEST_STAGE_S = 5.0
 SECONDS_AFTER_DEADLINE = 25.0
-# Sums fill 64 tokens, requests with tools 300 to 550: closer lengths, less padding.
+# Sums have up to 64 tokens, requests with tools 300 to 550. Close row lengths need less padding.
 ROW_LENS = (64, 96, 128, 192, 320, 384, 448, 576, 1280, 2560)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     name: str
-    shares: Mapping[str, float]  # of conversations: a sum has 50 tokens, a request with tools 400
+    shares: Mapping[str, float]  # by conversation: a sum has 50 tokens, a request with tools 400
     minutes: float
     layers: int | None = None
     row_lens: tuple[int, ...] = ROW_LENS
@@ -76,7 +76,7 @@ STAGES = (
         minutes=3.5,
         layers=12,
     ),
-    # More than half of all tokens are sums. Small batches: twice the steps in the same time.
+    # Over half of all tokens are sums. Small batches give twice the steps in the same time.
     Stage(
         "polish",
         {
@@ -129,7 +129,7 @@ class Improvement:
         return time.monotonic() - self.started
 
     def train(self, stage: Stage, init: Path, minutes: float) -> Path | None:
-        """The model folder; of a stage that had to be stopped, its averaged weights."""
+        """The model folder, with averaged weights if the stage had to be stopped."""
         out, start_s = self.flags.work / stage.name, self.elapsed_s
         process = self.start(
             "training.train",
@@ -168,7 +168,7 @@ class Improvement:
             )
 
     def examine(self, folders: Mapping[str, Path]) -> None:
-        """Asks all models the gates, at the same time."""
+        """Runs the gates on all models in parallel."""
         files = {name: self.flags.work / f"{name}.json" for name in folders}
         asked = {
             name: self.start(
@@ -200,8 +200,8 @@ class Improvement:
         return subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
 
     def wait(self, process: subprocess.Popen[bytes], until_s: float) -> int:
-        """The exit status. At the deadline it is told to stop, and a training run then writes what
-        it has.
+        """The exit status. At the deadline the process gets a signal, and a training run then
+        writes its current model.
         """
         try:
             return process.wait(max(1.0, until_s - self.elapsed_s))

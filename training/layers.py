@@ -1,9 +1,8 @@
-"""The layers of Qwen3.5-MoE as differentiable modules whose parameters carry the names of the
-checkpoint.
+"""The layers of Qwen3.5-MoE as differentiable modules, with the parameter names of the checkpoint.
 
-Parameters are fp32 masters; matrix products run in `dtype` (bf16 in training, fp32 in tests),
-norms, gates, router softmax and the delta rule in fp32, and the residual stream stays fp32. Called
-with a window and a state, the mixers continue rows token by token instead of starting them.
+Parameters are fp32 master weights. GEMMs run in `dtype` (bf16 in training, fp32 in tests); norms,
+gates, router softmax, the delta rule and the residual stream are fp32. With a window and a state,
+the mixers continue rows token by token instead of starting them.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The tokens of one incremental call: each row brings `lengths` real ones, the rest of [B, T]
-    is void.
+    """The tokens of one incremental call: each row has `lengths` valid ones, the rest of [B, T] is
+    padding.
     """
 
     positions: Tensor  # [B, T]
@@ -50,7 +49,7 @@ LayerState = AttentionState | DeltaState
 
 
 class Linear(nn.Module):
-    """y = x W^T in the type of x."""
+    """y = x W^T in the dtype of x."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ class Linear(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """Stored weights are centred on zero: 1 + w is applied. Returns fp32."""
+    """Multiplies by 1 + w: stored weights are centred on zero. Returns fp32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ class RmsNorm(nn.Module):
 
 
 class GatedRmsNorm(nn.Module):
-    """Norm first, then the plain weight and silu of the gate. Returns fp32."""
+    """Norm, times weight, times silu(gate). Returns fp32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -92,7 +91,7 @@ class CausalConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_channels, 1, kernel))
 
     def forward(self, padded: Tensor) -> Tensor:  # [B, kernel - 1 + T, C] -> [B, T, C]
-        # A sum of shifted products: cuDNN's depthwise convolution wants another layout and is no
+        # A sum of shifted products: cuDNN's depthwise convolution needs another layout and is not
         # faster.
         weight = self.weight.to(padded.dtype)
         kernel = weight.shape[-1]
@@ -201,10 +200,10 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:  # [B, T, H, D]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """[B, T, Hq, D] over [B, S, Hkv, D]; `visible` [B, T, S], or None for causal rows that start at
-    zero.
+    """Attention of [B, T, Hq, D] to [B, S, Hkv, D]. `visible` is a mask [B, T, S]; None: causal
+    rows that start at zero.
     """
-    # Heads are repeated by hand: not every SDPA kernel takes grouped ones.
+    # Repeats the heads, because not every SDPA kernel supports grouped-query attention.
     repeat = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeat, 2).transpose(1, 2) for x in (k, v))
     mask = None if visible is None else visible[:, None]
@@ -223,12 +222,12 @@ class Experts(nn.Module):
 
     def forward(
         self, x: Tensor, weights: Tensor
-    ) -> Tensor:  # [.., H], [.., E] zero where not routed
-        """All experts as one wide SwiGLU: a routing weight of zero is an expert that was not asked.
+    ) -> Tensor:  # [.., H], [.., E]; zero where not routed
+        """Computes all experts as one wide SwiGLU, with routing weight zero for those not chosen.
 
-        Four times the arithmetic of the sparse form, but two large products of static shape; at
-        this size that is faster than any gather, and the sum over experts is the inner dimension of
-        the second product.
+        This is four times the arithmetic of the sparse form, but only two large GEMMs of static
+        shape, which at this size is faster than any gather. The second GEMM's K dimension sums over
+        experts.
         """
         num, hidden, width = self.down_proj.shape
         gate_up = F.linear(x, self.gate_up_proj.to(x.dtype).flatten(0, 1)).unflatten(
@@ -260,7 +259,7 @@ class SparseMlp(nn.Module):
         self.shared_expert_gate = Linear(config.hidden_size, 1)
 
     def forward(self, x: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """The output, and how unevenly the counted tokens (1 or 0, [B, T]) load the experts."""
+        """The output, and the load imbalance of the counted tokens (1 or 0, [B, T])."""
         probabilities = self.gate(x.float()).softmax(-1)
         chosen = is_among_largest(probabilities.detach(), self.num_active)
         weights = probabilities * chosen
@@ -271,9 +270,9 @@ class SparseMlp(nn.Module):
 
 
 def is_among_largest(x: Tensor, k: int) -> Tensor:
-    """True for exactly k entries of the last dimension, [.., E]; of equal ones the first.
+    """True for exactly k entries of the last dimension, [.., E]; ties go to the first.
 
-    Counts who beats whom: for a few experts that is one small table, where topk starts a block per
+    Compares all pairs: for a few experts that is one small table, whereas topk launches a block per
     row.
     """
     place = torch.arange(x.shape[-1], device=x.device)
@@ -283,8 +282,8 @@ def is_among_largest(x: Tensor, k: int) -> Tensor:
 
 
 def load_imbalance(probabilities: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
-    """E * sum over experts of (part of tokens sent there) * (mean probability): k when perfectly
-    even.
+    """E * sum over experts of (share of tokens routed there) * (mean probability); k if perfectly
+    balanced.
     """
     share = counted[..., None] / counted.sum().clamp(min=1.0)
     tokens = (chosen * share).flatten(0, -2).sum(0)

@@ -1,8 +1,7 @@
-"""The whole model: trunk, tied head and MTP head, in training (whole rows) and in decoding (row by
-row state).
+"""The whole model: trunk, tied head and MTP head, for training (whole rows) and decoding (states).
 
-`state_dict` has exactly the published names, with the MTP experts fused like the trunk's. Losses
-and batches are step.py's; files are export.py's.
+`state_dict` has exactly the published names, except that the MTP experts are fused like the
+trunk's. Losses and batches are in step.py, files in export.py.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        # Its gradient is an index_add, which a CUDA graph can hold; that of F.embedding sorts.
+        # Its gradient is an index_add, which a CUDA graph can capture; that of F.embedding sorts.
         return self.weight.index_select(0, token_ids.flatten()).unflatten(0, token_ids.shape)
 
 
@@ -47,7 +46,7 @@ class Trunk(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """From the hidden state at t and the token at t + 1, the hidden state that predicts t + 2."""
+    """Computes the hidden state that predicts t + 2, from that at t and the token at t + 1."""
 
     def __init__(self, config: ModelConfig, chunk: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -97,8 +96,8 @@ class Qwen35Moe(nn.Module):
         ]
 
     def forward(self, token_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Final-normed hidden states [B, T, H] of rows that start at zero, and the summed
-        imbalance.
+        """Hidden states [B, T, H] after the final norm, of rows that start at zero, and the summed
+        load imbalance.
         """
         rope = self._rope(torch.arange(token_ids.shape[1], device=token_ids.device))
         x = self.trunk.embed_tokens(token_ids).float()
@@ -109,8 +108,8 @@ class Qwen35Moe(nn.Module):
         return self.trunk.norm(x).to(self.dtype), imbalance
 
     def draft(self, hidden: Tensor, token_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """The MTP head over whole rows; `hidden` was computed from `token_ids`. The last place is
-        void.
+        """Runs the MTP head over whole rows; `hidden` was computed from `token_ids`. The last
+        position is invalid.
         """
         rope = self._rope(torch.arange(token_ids.shape[1], device=token_ids.device))
         return self.mtp(hidden, self.trunk.embed_tokens(token_ids.roll(-1, 1)), rope, counted)
@@ -119,7 +118,7 @@ class Qwen35Moe(nn.Module):
         return F.linear(hidden, self.trunk.embed_tokens.weight.to(hidden.dtype))
 
     def new_states(self, num_rows: int, max_len: int) -> list[LayerState]:
-        """Empty states for `num_rows` rows of up to `max_len` tokens."""
+        """Empty states for `num_rows` rows of up to `max_len` tokens each."""
         config, device = self.config, self.rope_table.device
         states: list[LayerState] = []
         for kind in config.layer_types:
@@ -144,9 +143,7 @@ class Qwen35Moe(nn.Module):
         return states
 
     def advance(self, token_ids: Tensor, window: Window, states: list[LayerState]) -> Tensor:
-        """Final-normed hidden states [B, T, H] of the window's tokens; `states` move on behind
-        them.
-        """
+        """Hidden states [B, T, H] of the window after the final norm; updates `states`."""
         rope = self._rope(window.positions)
         counted = torch.ones_like(token_ids, dtype=torch.float32)
         x = self.trunk.embed_tokens(token_ids).float()
@@ -168,7 +165,7 @@ def _rope_table(config: ModelConfig) -> Tensor:
 
 
 def init_weights(model: Qwen35Moe, seed: int) -> None:
-    """Draws every parameter from `seed`, on the CPU so that all machines start alike."""
+    """Draws every parameter from `seed`, on the CPU, so that all machines get the same."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -180,8 +177,8 @@ def _initial_value(name: str, shape: torch.Size, generator: torch.Generator) -> 
     if leaf == "A_log":
         return torch.empty(shape).uniform_(1.0, 16.0, generator=generator).log()
     if leaf == "dt_bias":
-        # softplus(dt_bias) log-uniform in 0.001 .. 0.1: memories of a token to a thousand, one head
-        # each.
+        # softplus(dt_bias) is log-uniform in 0.001 .. 0.1, per head: heads remember from one token
+        # to a thousand.
         low, high = math.log(0.001), math.log(0.1)
         step = torch.empty(shape).uniform_(low, high, generator=generator).exp()
         return step + (-torch.expm1(-step)).log()

@@ -1,8 +1,8 @@
-"""AdamW, gradient clipping and the moving average of the weights over one flat fp32 buffer each.
+"""AdamW, gradient clipping and an average of the weights, each over one flat fp32 buffer.
 
-All parameters of a model become views of one tensor, so a whole update is a dozen launches, has no
-host values in it (learning rate and step count are device scalars) and can be captured in a CUDA
-graph. A gradient that is not finite changes nothing at all.
+All parameters of a model become views of one tensor, so an update is a dozen launches. Learning
+rate and step count are device scalars, so a CUDA graph can capture it. If a gradient is not finite,
+the update changes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from training.config import TrainConfig
 
-ALIGNMENT = 64  # elements: every parameter starts on 256 bytes
+ALIGNMENT = 64  # elements: every parameter is aligned to 256 bytes
 EPSILON = 1e-8
 
 
@@ -47,7 +47,7 @@ class FlatAdamW:
         self.average = self.weights.clone()
 
     def state(self) -> dict[str, Tensor]:
-        """The live tensors a checkpoint must hold to go on exactly as if nothing had happened."""
+        """The tensors that a checkpoint needs for an exact resumption."""
         return {
             "weights": self.weights,
             "mean": self.mean,
@@ -57,15 +57,13 @@ class FlatAdamW:
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """In place: captured graphs keep pointing at these tensors."""
+        """Restores in place, because captured graphs point to these tensors."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
 
     @contextmanager
     def published_weights(self, use_average: bool) -> Iterator[None]:
-        """While this is open the model computes with weights rounded as a checkpoint stores
-        them.
-        """
+        """In this context the model computes with weights rounded as a checkpoint stores them."""
         trained = self.weights.clone()
         self.weights.copy_((self.average if use_average else self.weights).bfloat16())
         try:
@@ -75,8 +73,8 @@ class FlatAdamW:
 
     @torch.no_grad()
     def update(self) -> Tensor:
-        """One step from the gradients in place; returns 1 when it was taken, 0 when they were not
-        finite.
+        """Takes one step with the current gradients; returns 1, or 0 if they are not finite and the
+        step was skipped.
         """
         config = self.config
         norm = torch.linalg.vector_norm(self.gradients)
@@ -96,16 +94,14 @@ class FlatAdamW:
         self.weights.sub_(
             self.mean / (self.square / second_bias).sqrt_().add_(EPSILON) * (rate / first_bias)
         )
-        # Young averages follow quickly, or they would remember the random start.
+        # Early averages adapt fast; otherwise they would contain the random start.
         follow = (9.0 / (10.0 + self.num_updates)).clamp(min=1 - config.ema_decay)
         self.average.lerp_(self.weights, follow * taken)
         return taken
 
 
 def is_matrix(parameter: Tensor) -> bool:
-    """Whether weight decay applies: not to norms, gates of one row, or the taps of a
-    convolution.
-    """
+    """Whether weight decay applies: not to norms, gates of one row or convolution taps."""
     return parameter.dim() > 1 and min(parameter.shape[-2:]) > 1
 
 

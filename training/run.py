@@ -1,9 +1,8 @@
-"""A training run from its first batch to the model folder: the loop, its clock, its log and its
-stops.
+"""A training run from the first batch to the model folder: loop, time budget, log, stop and resume.
 
-The clock rules: the learning rate follows the part of the budget that has passed, so a run always
-ends decayed. The parts are elsewhere: step.py runs on the device, data.py makes batches,
-evaluate.py asks, export.py writes.
+The learning rate depends on the elapsed share of the budget, so a run always ends with a decayed
+rate. The parts are elsewhere: step.py runs on the device, data.py makes batches, evaluate.py
+evaluates, export.py writes.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from training.step import COLUMNS, Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What may differ between a run and its resumption."""
+    """Settings that may differ between a run and its resumption."""
 
     out: Path
     budget_s: float | None = None
-    budget_steps: int | None = None  # instead of time, where a run must be repeatable
+    budget_steps: int | None = None  # instead of time, for a reproducible run
     pause_after_s: float | None = None
     pause_after_steps: int | None = None
     device: str = "cuda"
-    num_workers: int = 14  # 0: batches are made in this process
+    num_workers: int = 14  # 0: makes batches in this process
     use_graphs: bool = True
     use_compile: bool = False
     resume: bool = False
-    init: Path | None = None  # a model folder whose weights are the start, instead of random ones
+    init: Path | None = None  # model folder with initial weights; None: random weights
     log_every_s: float = 5.0
     save_every_s: float = 60.0
     evaluate_every_s: float = 240.0
-    num_problems: int = 128  # on the way; four times as many at the end
+    num_problems: int = 128  # per evaluation; four times as many at the end
     max_reply_tokens: int = 320
-    check_export: bool = True  # that transformers loads it: 10 s or more
+    check_export: bool = True  # with transformers: takes 10 s or more
 
 
 class Run:
@@ -70,7 +69,7 @@ class Run:
             else Progress()
         )
         self.progress.run += 1
-        self.feed = self._start_feed()  # forks: before the first touch of CUDA
+        self.feed = self._start_feed()  # forks, so it must precede CUDA initialization
         self.device = torch.device(settings.device)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.model = Qwen35Moe(model_config, dtype, train_config.delta_chunk)
@@ -83,11 +82,11 @@ class Run:
             self.model, self.optimizer, train_config, len(corpus.kinds), self.device
         )
         self.problems = corpus.held_out(settings.num_problems * 4)
-        self.history: list[tuple[int, float]] = []  # step, mean loss since the entry before
+        self.history: list[tuple[int, float]] = []  # step, mean loss since the previous entry
         self._stop_asked = False
 
     def train(self) -> Path | None:
-        """Trains to the end of the budget and exports; None when stopped before the end."""
+        """Trains to the end of the budget and exports; returns None if stopped earlier."""
         self.report(
             f"{sum(p.numel() for p in self.model.parameters()):,} parameters, {self.config}, "
             f"{self.settings}"
@@ -98,8 +97,7 @@ class Run:
         }
         try:
             self.trainer.prepare(self.report, self.settings.use_graphs, self.settings.use_compile)
-            # A check that cannot judge, or a reply that cannot be generated, shows now and not
-            # after minutes.
+            # Shows errors in checks or in generation now, not after minutes.
             self._evaluate("before training", self.problems[: self.settings.num_problems // 8])
             self._loop()
             return self._finish()
@@ -164,8 +162,7 @@ class Run:
     def _finish(self) -> Path | None:
         self._save()
         if not self._is_over():
-            # What there is may still be wanted: the average is the better half of a run that has
-            # not decayed.
+            # The unfinished model may still be useful. Without decay, averaged weights are better.
             with self.optimizer.published_weights(use_average=True):
                 self._export(self.settings.out / "unfinished")
             self.report(f"stopped before the end at step {self.progress.step}; --resume goes on")
@@ -248,7 +245,7 @@ class _Mark:
 
 
 def _describe(totals: Sequence[float]) -> str:
-    """Loss by token, rows greedy decoding would get exactly right, drafts it would accept."""
+    """Loss per token, share of rows that greedy decoding reproduces, share of accepted drafts."""
     row = dict(zip(COLUMNS, totals, strict=True))
     return (
         f"{row['loss'] / max(1.0, row['tokens']):.4f}/"

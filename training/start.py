@@ -1,8 +1,7 @@
-"""The weights a run starts from: random ones, a model folder's, or a folder's with more layers on
-top.
+"""Initial weights of a run: random, from a model folder, or from a folder with more layers on top.
 
-Layers that the folder does not have are added behind its last and write nothing into the residual
-stream yet: the deeper model computes what the folder's did, and learns from there.
+Layers that the folder lacks are appended after its last one. Their output projections are zero, so
+the deeper model initially computes the same as the folder's, and learns from there.
 """
 
 from __future__ import annotations

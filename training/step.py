@@ -1,8 +1,8 @@
-"""One training step on the device: loss, backward, update, all without waiting for it.
+"""One training step on the device: loss, backward, update. Never waits for the device.
 
 Each row length has static input buffers and, on CUDA, its own captured graph of the whole step.
-Whether graphs are used is decided once, in `prepare`, and reported. Results are summed on the
-device and read rarely.
+`prepare` decides once whether graphs are used, and reports it. Results are summed on the device and
+read rarely.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from training.model import Qwen35Moe
 from training.optimizer import FlatAdamW
 
 MAX_STEPS_AHEAD = (
-    4  # the host may queue this many: more, and the clock of the schedule would run early
+    4  # steps that the host may queue: with more, the schedule's clock would run ahead
 )
 COLUMNS = ("loss", "tokens", "draft_loss", "draft_hits", "draft_tokens", "exact_rows", "rows")
 
@@ -32,11 +32,11 @@ class BatchInputs:
     token_ids: Tensor  # [R, T] int32, padded on the right
     first_targets: Tensor  # [R] position of the first token to learn
     lengths: Tensor  # [R]
-    kinds: Tensor  # [R] int64, the row of the totals to count in
+    kinds: Tensor  # [R] int64, index into the totals
 
     @classmethod
     def random(cls, rows: int, row_len: int, vocab_size: int, device: torch.device) -> BatchInputs:
-        """Full rows of any tokens: for warming up, where only shapes matter."""
+        """Full rows of random tokens, for warm-up, where only shapes matter."""
         return cls(
             torch.randint(vocab_size, (rows, row_len), dtype=torch.int32, device=device),
             torch.full((rows,), row_len // 2, device=device),
@@ -45,7 +45,7 @@ class BatchInputs:
         )
 
     def copy_from(self, batch: Batch) -> None:
-        """Queues the copy; the pinned source is freed only when the copy is over."""
+        """Queues the copy; the pinned source is freed only after the copy."""
         for target, array in (
             (self.token_ids, batch.token_ids),
             (self.first_targets, batch.first_targets),
@@ -61,7 +61,7 @@ class BatchInputs:
 def compute_loss(
     model: Qwen35Moe, inputs: BatchInputs, config: TrainConfig, num_kinds: int
 ) -> tuple[Tensor, Tensor]:
-    """The loss to descend, and its parts by kind, [kinds, COLUMNS]."""
+    """The training loss, and its parts by kind, [kinds, COLUMNS]."""
     token_ids = inputs.token_ids.long()
     place = torch.arange(token_ids.shape[1], device=token_ids.device)
     counted = (place < inputs.lengths[:, None]).float()
@@ -69,7 +69,7 @@ def compute_loss(
     drafted, draft_imbalance = model.draft(hidden, token_ids, counted)
 
     def score(states: Tensor, distance: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses [R, T], wrong answers and number of targets of each row, predicting `distance`
+        """Losses [R, T], wrong predictions and number of targets per row, for targets `distance`
         ahead.
         """
         reached = place + distance
@@ -89,11 +89,11 @@ def compute_loss(
     total_stress = num_targets.sum() + (config.first_token_weight - 1.0) * len(token_ids)
     mean = (losses * stress).sum() / total_stress.clamp(min=1)
     draft_mean = draft_losses.sum() / num_drafts.sum().clamp(min=1)
-    # A batch of long rows has few targets. By the root of their number it brings as much noise as
-    # the others; by the number itself, long rows would hardly be learned.
+    # A batch of long rows has few targets. Weighted by the square root of their number it adds as
+    # much noise as other batches; weighted by the number, long rows would hardly be learned.
     weight = (num_targets.sum() / config.targets_per_full_step).clamp(max=1.0).sqrt()
     loss = weight * (mean + config.mtp_weight * draft_mean) + config.balance_weight * balance
-    # A row whose every token is the most likely one is a row greedy decoding would have written.
+    # If every token of a row is the most likely one, greedy decoding reproduces the row.
     columns = (
         losses.sum(1),
         num_targets,
@@ -109,9 +109,7 @@ def compute_loss(
 
 
 class Trainer:
-    """Owns what a step touches on the device: the model, its optimizer, input buffers, graphs and
-    totals.
-    """
+    """Owns the device state of a step: model, optimizer, input buffers, graphs and totals."""
 
     def __init__(
         self,
@@ -137,9 +135,7 @@ class Trainer:
         self._queued: deque[torch.cuda.Event] = deque()
 
     def prepare(self, report: Callable[[str], None], use_graphs: bool, use_compile: bool) -> None:
-        """Warms every shape up in the fastest way that works; weights and totals stay what they
-        were.
-        """
+        """Warms up every shape in the fastest mode that works; weights and totals are kept."""
         if self.device.type != "cuda":
             report("steps run eagerly: no CUDA device")
             return
@@ -159,9 +155,7 @@ class Trainer:
                 if number == len(ways) - 1:
                     raise
                 self._graphs.clear()
-                torch.compiler.set_stance(
-                    "force_eager"
-                )  # whatever was compiled is not used any more
+                torch.compiler.set_stance("force_eager")  # compiled code is no longer used
                 report(
                     f"!!! FALLING BACK: graphs={with_graphs} compile={with_compile} failed with: "
                     f"{error}"
@@ -175,14 +169,13 @@ class Trainer:
         self, report: Callable[[str], None], with_graphs: bool, with_compile: bool
     ) -> None:
         if with_compile:
-            # Layer by layer: layers of one kind share their code, the whole model would take
-            # minutes.
+            # Compiles per layer: layers of one kind share code, the whole model would take minutes.
             torch._dynamo.config.recompile_limit = 8 * len(self.inputs)
             for layer in self.model.decoder_layers:
                 layer.compile(dynamic=False)
         self.optimizer.lr.zero_()
-        # The longest rows take the most memory: a failure shows at once, and the pool fits the
-        # rest.
+        # Longest rows first, because they need the most memory: a failure shows at once, and the
+        # pool is large enough for the rest.
         for row_len in sorted(self.inputs, reverse=True):
             eager = self._warm_up(row_len)
             if with_graphs:
@@ -204,8 +197,8 @@ class Trainer:
             self._wait_for_earlier_steps()
 
     def read_totals(self) -> tuple[list[list[float]], int]:
-        """The sums since the last call, by kind in COLUMNS, and the steps skipped. Waits for the
-        device.
+        """Sums since the last call, by kind in COLUMNS, and the number of skipped steps. Waits for
+        the device.
         """
         totals, num_skipped = self.totals.tolist(), int(self.num_skipped.item())
         self._clear_totals()
@@ -216,13 +209,13 @@ class Trainer:
         loss, totals = compute_loss(self.model, inputs, self.config, len(self.totals))
         loss.backward()
         taken = self.optimizer.update()
-        # Of a step that was not taken nothing is counted: its numbers may not be numbers.
+        # A skipped step counts nothing: its sums may be NaN.
         self.totals.add_(totals.masked_fill(taken == 0, 0.0))
         self.num_skipped.add_(1 - taken)
 
     def _warm_up(self, row_len: int) -> Tensor:
-        """Runs the shape eagerly and returns what it counted."""
-        # On a side stream, as capture needs: libraries allocate their workspaces on first use.
+        """Runs the shape eagerly and returns its counts."""
+        # On a side stream, as capture requires: libraries allocate workspaces on first use.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -232,19 +225,19 @@ class Trainer:
         torch.cuda.current_stream().wait_stream(stream)
         totals = self.totals.clone()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the graph's own pool is about to need the same memory
+        torch.cuda.empty_cache()  # the graph's pool needs the same memory next
         return totals
 
     def _capture(self, row_len: int, eager: Tensor) -> None:
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
-        # One pool for all: graphs never overlap and leave their results outside of it.
+        # All graphs share one pool: they never overlap, and their results are outside of it.
         with torch.cuda.graph(graph, pool=pool):
             self._run(self.inputs[row_len])
         self._clear_totals()
         graph.replay()
         torch.cuda.synchronize()
-        # The learning rate is zero here, so the same weights were asked twice.
+        # The learning rate is zero here, so both runs used the same weights.
         if not torch.allclose(eager[:, :3], self.totals[:, :3], rtol=1e-2):
             raise RuntimeError(
                 f"row length {row_len}: a replay counts {self.totals.tolist()}, eager "

@@ -1,11 +1,10 @@
-"""Trains the tiny model's tokenizer: byte-level BPE over the conversations it will see, nothing
-else.
+"""Trains the embedded model's tokenizer: byte-level BPE on the conversations of its training data.
 
     python -m training.tokenizer OUT [--words 2527] [--conversations 30000] [--seed 1]
 
-Follows Qwen3.5: NFC, the same splitting into words, every digit alone, the same special tokens in
-the same order after the vocabulary. The same seed gives the same files. Prints how long
-conversations become.
+Follows Qwen3.5: NFC, the same pre-tokenization, one token per digit, the same special tokens in the
+same order after the vocabulary. The same seed gives the same files. Prints the lengths of
+conversations in tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from training.problems.mixture import sample_training
 
 ASSETS = Path(__file__).resolve().parents[1] / "penstock" / "assets" / "penstock-tiny"
 
-# Words with the sign before them, single digits, runs of other signs with the line's end, line
-# ends, spaces.
+# Words with a preceding symbol, single digits, runs of other symbols with the end of line, ends of
+# lines, spaces.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
     r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# In the order of their ids. The plain ones are text that a reader of replies wants to see.
+# In the order of their ids. The plain ones are part of the visible text of a reply.
 CONTROL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
     "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>",
@@ -51,7 +50,7 @@ END_OF_TURN, PADDING = "<|im_end|>", "<|endoftext|>"
 def train_tokenizer(
     template: ChatTemplate, num_words: int, num_conversations: int, seed: int
 ) -> Model:
-    """`num_words` entries, the 256 bytes among them, and the control tokens after them."""
+    """`num_words` entries, including the 256 bytes, followed by the control tokens."""
     tokenizer = Model(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -78,7 +77,7 @@ def train_tokenizer(
 
 
 def _texts(template: ChatTemplate, num_conversations: int, seed: int) -> Iterator[str]:
-    """What the model reads and writes, without the control tokens: they must not become words."""
+    """Text that the model reads and writes, without control tokens: BPE must not merge them."""
     rng = Random(seed)
     for _ in range(num_conversations):
         conversation = sample_training(rng)
@@ -110,7 +109,7 @@ def save_tokenizer(tokenizer: Model, folder: Path) -> None:
 def report_lengths(
     tokenizer: Model, template: ChatTemplate, num_conversations: int, seed: int
 ) -> str:
-    """A table of tokens by kind: the whole conversation, and the part the model writes."""
+    """A table of tokens by kind: of the whole conversation, and of the model's part."""
     rng = Random(seed)
     lengths: dict[str, list[tuple[int, int]]] = {}
     for _ in range(num_conversations):
@@ -134,7 +133,7 @@ def report_lengths(
 
 
 class _Encoder:
-    """A tokenizer that is not in a folder yet, as `encode` wants it."""
+    """Adapts a tokenizer that is not saved yet to the interface of `encode`."""
 
     def __init__(self, model: Model) -> None:
         self._model = model

@@ -1,8 +1,8 @@
-"""One command trains the embedded model inside a time budget and leaves a model folder behind.
+"""Trains the embedded model within a time budget and writes a model folder.
 
     python -m training.train --out DIR --minutes 12 [--resume]
 
-A run that is stopped (SIGTERM, --pause-after) saves itself and goes on with --resume.
+A run that is stopped (SIGTERM, --pause-after) saves a checkpoint; --resume continues it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from training.corpus import ConversationCorpus
 from training.problems.mixture import DEFAULT_SHARES, SHARES
 from training.run import Run, RunSettings
 
-VOCAB_MULTIPLE = 64  # rows of the embedding: matrix products like it
+VOCAB_MULTIPLE = 64  # rows of the embedding: GEMMs are faster with such sizes
 
 
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,13 +1,12 @@
-"""Calculations written out as far as a tiny model needs them to be exact, one digit after the
-other.
+"""Writes out calculations in as much detail as a tiny model needs to be exact.
 
-Sums, differences and exact quotients are done in one go; a product goes by the digits of its larger
-factor: 23 * 4 = 80 + 12 = 92. Each function returns the text, which ends in the value.
+Sums, differences and exact quotients take one step. A product is split by the digits of its larger
+factor: 23 * 4 = 80 + 12 = 92. Each function returns the text, which ends with the value.
 """
 
 from __future__ import annotations
 
-KNOWN_BY_HEART = 12  # the multiplication table reaches this far
+KNOWN_BY_HEART = 12  # largest factor of the multiplication table
 
 
 def add(a: int, b: int) -> str:
@@ -28,14 +27,14 @@ def divide(a: int, b: int) -> str:
 
 
 def multiply(a: int, b: int) -> str:
-    """By the decimal parts of the larger factor, largest first, each times the other factor."""
+    """Splits the larger factor into decimal parts, largest first, each times the other factor."""
     larger, smaller = (a, b) if a >= b else (b, a)
     text = f"{a} * {b} = "
     if larger <= KNOWN_BY_HEART or smaller <= 1:
         return text + str(a * b)
     if (
         larger < 100 <= smaller * 10
-    ):  # two digits times two: by the parts of the smaller, 24 * 15 = 240 + 120
+    ):  # two digits times two: splits the smaller, 24 * 15 = 240 + 120
         larger, smaller = smaller, larger
     digits = str(larger)
     parts = [
@@ -50,5 +49,5 @@ def multiply(a: int, b: int) -> str:
 
 
 def divisors(value: int, lowest: int, highest: int) -> list[int]:
-    """The numbers of a range that divide `value` into at least two parts of at least one."""
+    """The numbers of a range that divide `value` into at least two parts of at least one each."""
     return [d for d in range(lowest, min(highest, value) + 1) if value % d == 0]

@@ -1,4 +1,4 @@
-"""Word problems about things that are counted: groups, shares, comparisons, crowds, pages, points.
+"""Word problems about counted things: groups, shares, comparisons, crowds, pages, points.
 
 Each scene is one function that writes its sentences, its solution and its question into a draft.
 """

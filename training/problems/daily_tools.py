@@ -1,6 +1,4 @@
-"""Tools of everyday life: weather, home, timers, travel, food, music. A table; tool.py says what it
-means.
-"""
+"""Tools of everyday life: weather, home, timers, travel, food, music. A table; tool.py reads it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A word problem while it is being written: its cast, its sentences, the lines of its solution, its
-value.
+"""A word problem under construction: its cast, sentences, lines of the solution, and value.
 
 Scenes and tales fill a draft; word_problems.py turns it into a conversation.
 """
@@ -18,7 +17,7 @@ def with_article(word: str) -> str:
 
 
 class Draft:
-    """`words` fills the patterns; `key` names the combination of patterns and numbers, not of
+    """`words` fills the patterns; `key` identifies the combination of patterns and numbers, without
     names.
     """
 
@@ -55,15 +54,15 @@ class Draft:
         return between(self.rng, lowest, highest)
 
     def say(self, patterns: Sequence[str], **numbers: int) -> None:
-        """One of the patterns becomes the next sentence."""
+        """Adds one of the patterns as the next sentence."""
         self.sentences.append(self._fill(patterns, numbers))
 
     def ask(self, patterns: Sequence[str], **numbers: int) -> None:
-        """One of the patterns becomes the question."""
+        """Sets one of the patterns as the question."""
         self.question = self._fill(patterns, numbers)
 
     def work(self, line: str, value: int) -> None:
-        """One line of the solution, and what has been found by it."""
+        """Adds one line of the solution, with its value."""
         self.lines.append(line)
         self.value = value
 

@@ -1,4 +1,4 @@
-"""Draws from a `random.Random`, and the rule that keeps training and gates apart."""
+"""Draws from a `random.Random`, and the rule that separates training from gates."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HELD_OUT_ONE_IN = 10
 
 
 def pick_two(rng: Random, items: Sequence[Item]) -> tuple[Item, Item]:
-    """Two different places of `items`."""
+    """Two elements of `items` at different positions."""
     first = int(rng.random() * len(items))
     second = int(rng.random() * (len(items) - 1))
     return items[first], items[second + (second >= first)]
 
 
 def is_held_out(key: str) -> bool:
-    """Whether training must never see this combination. Stable over processes, versions and
+    """Whether this combination is excluded from training. The same in all processes, versions and
     machines.
     """
     return zlib.crc32(key.encode()) % HELD_OUT_ONE_IN == 0

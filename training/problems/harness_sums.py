@@ -1,13 +1,11 @@
-"""Sums as other harnesses ask them in between: round numbers, three at once, and wordings of every
-kind.
+"""Sums as other harnesses ask them: round numbers, three numbers at once, and all kinds of wording.
 
-`spot_checks` are our own harness's; these are everybody else's. Whole wordings are held out besides
-numbers, so that a right answer shows reading and not a wording known by heart.
+`spot_checks` are those of our own harness; these are for all others. Whole wordings are held out
+besides numbers, so a right answer cannot come from a memorized wording.
 
-The gate asks what one would do in the head: three round or small numbers added, a difference from a
-round number, two small or round numbers added, products of the table or of a digit, quotients that
-come out. Training has a tail of harder ones (`draw_harder`) so that they stay possible; no gate
-asks for them.
+The gate has mental arithmetic: sums of two or three round or small numbers, differences from a
+round number, products of the table or with one digit, quotients without remainder. Training also
+has some harder ones (`draw_harder`), so that the model does not lose them; no gate has those.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from training.problems.turns import SYSTEM_PROMPTS, assistant, system, user
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """One calculation. `form` names how it is written and said in `WRITTEN` and `SAID`."""
+    """One calculation. `form` is its key in `WRITTEN` and `SAID`."""
 
     form: str
     numbers: tuple[int, ...]
@@ -35,7 +33,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Wordings:
-    """`asking` has a {sum}; `telling` speaks of the numbers {a}, {b}, {c} itself, by form."""
+    """`asking` patterns have a {sum}; `telling` patterns, by form, have numbers {a}, {b}, {c}."""
 
     asking: Sequence[str]
     telling: Mapping[str, Sequence[str]]
@@ -184,7 +182,7 @@ TRAINED = Wordings(
         "Answer:",
     ),
 )
-# Nothing here is ever trained on.
+# Never used in training.
 HELD_OUT = Wordings(
     asking=(
         "Can you compute {sum}?",
@@ -235,11 +233,11 @@ SYSTEMS = (
 
 
 HARDER_SHARE = 0.1
-THINKING_SHARE = 0.3  # harnesses rarely ask for thoughts
+THINKING_SHARE = 0.3  # harnesses rarely enable thinking
 
 
 def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
-    """Held out: half in wordings that training never has, half in questions that it never has."""
+    """Held out: half have a wording that training lacks, half a calculation that it lacks."""
     is_new_wording = held_out and rng.random() < 0.5
     wordings = HELD_OUT if is_new_wording else TRAINED
     while True:
@@ -264,7 +262,7 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
 
 
 def word(rng: Random, drawn: Sum, wordings: Wordings) -> str:
-    """The question, with what it says about the answer's form before or behind it."""
+    """The question, with an instruction about the answer's format before or after it."""
     has_commas = rng.random() < 0.08
     said = {name: f"{n:,}" if has_commas else str(n) for name, n in zip("abc", drawn.numbers)}
     if rng.random() < 0.25:
@@ -284,7 +282,7 @@ def word(rng: Random, drawn: Sum, wordings: Wordings) -> str:
 
 
 def draw_sum(rng: Random, three_share: float) -> Sum:
-    """A simple one. Three numbers at once are the slowest to learn: training has more of them."""
+    """A simple sum. Three numbers at once are learned slowest, so training has more of them."""
     if rng.random() < three_share:
         numbers = _three_numbers(rng)
         return Sum("a+b+c", numbers, add_three(*numbers), sum(numbers))
@@ -300,7 +298,7 @@ def draw_sum(rng: Random, three_share: float) -> Sum:
 
 
 def draw_harder(rng: Random) -> Sum:
-    """Three numbers with a difference or of any two digits, four digits, the larger products."""
+    """Three numbers with a difference or any two digits, four digits, or larger products."""
     luck = rng.random()
     if luck < 0.3:
         return _three_with_a_difference(rng)

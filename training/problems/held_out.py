@@ -1,9 +1,8 @@
-"""Writes the problems that gates ask: held out from training, 200 of each kind, one JSON line a
-problem.
+"""Writes the problems of the gates: held out from training, 200 of each kind, one JSON line each.
 
     python -m training.problems.held_out
 
-The file is the same whenever it is written, as `tests/test_problems.py` checks.
+The output is reproducible; `tests/test_problems.py` checks that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tools made up on the spot from verbs, nouns and parameters: their schemas must be read, not
-remembered.
-"""
+"""Tools generated from verbs, nouns and parameters, so that the model must read their schemas."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ RETURNS = {"status": lambda rng: pick(rng, ("ok", "done", "queued")), "number": 
 
 
 def invent_tool(rng: Random) -> Tool:
-    """A tool with one to three parameters and one way to ask for it that names them all."""
+    """A tool with one to three parameters, and one request pattern that names all of them."""
     verb, noun = pick(rng, VERBS), pick(rng, NOUNS)
     name = f"{verb}_{noun}"
     labels = list(dict.fromkeys(pick(rng, _LABELS) for _ in range(between(rng, 1, 3))))

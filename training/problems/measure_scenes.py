@@ -1,4 +1,4 @@
-"""Word problems about what is measured: money, hours, distances, ages, pages, weights, areas.
+"""Word problems about measured amounts: money, hours, distances, ages, pages, weights, areas.
 
 Each scene is one function that writes its sentences, its solution and its question into a draft.
 """

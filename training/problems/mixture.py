@@ -1,6 +1,4 @@
-"""What training sees: every kind with its share, now and then with exchanges of another kind before
-it.
-"""
+"""The training distribution: all kinds with their shares, sometimes after turns of another kind."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from training.problems.draw import between, pick
 
 Sample = Callable[[Random, bool], Conversation]
 
-# Shares of conversations. By tokens, a call is four times a word problem and a spot check half of
-# one, but the table that spot checks must know by heart needs many of them.
+# Shares of conversations. A tool call has four times the tokens of a word problem, a spot check
+# half of them, but memorizing the multiplication table needs many spot checks.
 SHARES: Mapping[str, tuple[Sample, float]] = {
     "word_problems": (word_problems.sample, 0.31),
     "spot_checks": (spot_checks.sample, 0.15),
@@ -41,14 +39,14 @@ EARLIER_TURNS_SHARE = 0.12
 
 
 class Mixture:
-    """Conversations of every kind in given shares; kinds without one do not come."""
+    """Draws conversations of all kinds by share; kinds without a share are never drawn."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self._samples = tuple(SHARES[kind][0] for kind in shares)
         self._edges = tuple(accumulate(shares.values()))
 
     def sample(self, rng: Random) -> Conversation:
-        """One conversation of the training distribution; never a held-out one."""
+        """One conversation of the training distribution, never a held-out one."""
         luck = rng.random() * self._edges[-1]
         sample = next(sample for sample, edge in zip(self._samples, self._edges) if luck <= edge)
         conversation = sample(rng, False)
@@ -62,7 +60,7 @@ sample_training = Mixture(DEFAULT_SHARES).sample
 
 
 def with_earlier_turns(rng: Random, conversation: Conversation) -> Conversation:
-    """The same question after one to three exchanges about something else."""
+    """The same question after one to three turns about something else."""
     earlier: list[Message] = []
     for _ in range(between(rng, 1, 3)):
         *_, question, answer = pick(rng, _PLAIN)(rng, False).messages

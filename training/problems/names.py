@@ -1,5 +1,4 @@
-"""The words problems are filled with: people, things, places, and made-up words nobody can know by
-heart.
+"""Words to fill problems with: people, things, places, and invented words that cannot be memorized.
 
 Only word lists and draws from them; no sentence is written here.
 """
@@ -52,7 +51,7 @@ def _person(name: str, is_woman: bool) -> Person:
 
 PEOPLE = tuple([_person(name, True) for name in _WOMEN] + [_person(name, False) for name in _MEN])
 
-# Singulars; a plural is given where adding an s does not make it.
+# Singular, or singular and plural where the plural is not regular.
 _COUNTABLE = words(
     """
     apple orange banana lemon plum carrot potato:potatoes tomato:tomatoes onion egg cookie muffin
@@ -125,14 +124,14 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def invented_word(rng: Random) -> str:
-    """Two or three syllables that make no word, capitalised."""
+    """Two or three syllables that are not a word, capitalized."""
     num_syllables = 2 if rng.random() < 0.7 else 3
     syllables = [pick(rng, _ONSETS) + pick(rng, _VOWELS) for _ in range(num_syllables)]
     return ("".join(syllables) + pick(rng, _CODAS)).capitalize()
 
 
 def invented_code(rng: Random) -> str:
-    """An identifier such as KX-4821, b7f02 or 5930: to be copied, since it cannot be guessed."""
+    """An identifier such as KX-4821, b7f02 or 5930, which must be copied, not guessed."""
     form = rng.random()
     if form < 0.35:
         return f"{pick(rng, _LETTERS)}{pick(rng, _LETTERS)}-{between(rng, 100, 9999)}"
@@ -145,14 +144,14 @@ def invented_code(rng: Random) -> str:
 
 
 def person(rng: Random) -> Person:
-    """A name with its pronouns; one in ten has a name nobody has."""
+    """A name with its pronouns; one in ten is an invented name."""
     return (
         _person(invented_word(rng), rng.random() < 0.5) if rng.random() < 0.1 else pick(rng, PEOPLE)
     )
 
 
 def thing(rng: Random) -> tuple[str, str]:
-    """A countable thing and its plural; one in sixteen is a thing nobody has."""
+    """A countable thing and its plural; one in sixteen is an invented word."""
     if rng.random() < 0.06:
         word = invented_word(rng).lower()
         return word, word + ("es" if word.endswith(("s", "x", "sh")) else "s")

@@ -1,6 +1,4 @@
-"""Tools of work: calendar, messages, money, files, shops, machines. A table; tool.py says what it
-means.
-"""
+"""Tools for work: calendar, messages, money, files, shops, machines. A table; tool.py reads it."""
 
 from __future__ import annotations
 

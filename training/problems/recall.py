@@ -1,7 +1,7 @@
-"""Facts told in a conversation and asked for later, with up to two thousand tokens in between.
+"""Recall of facts from earlier in the conversation, after up to two thousand tokens.
 
-Each fact is an owner, a label and a value that cannot be guessed. Between telling and asking stand
-other facts, small stories and exchanges of the other kinds.
+Each fact is an owner, a label and a value that cannot be guessed. Between fact and question there
+are other facts, short stories and turns of the other kinds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from training.problems.turns import assistant, decide_thinking, sometimes_system
 THE_USERS = "The user's"
 MAX_FILLER_CHARS = 6_600
 FAR_CHARS = 8_000
-# How long the filler is at most, and the share of conversations up to there; a token has four
+# Maximum length of the filler, and the cumulative share of conversations; a token has four
 # characters.
 FILLER_CHARS = ((0, 0.2), (350, 0.6), (1_200, 0.82), (3_200, 0.93), (MAX_FILLER_CHARS, 1.0))
 
@@ -118,7 +118,7 @@ class Fact:
 
     @property
     def subject(self) -> str:
-        """What was told of, as the assistant says it."""
+        """The subject of the fact, as the assistant refers to it."""
         return f"{'your' if self.owner == 'my' else self.owner} {self.label}"
 
     @property
@@ -127,7 +127,7 @@ class Fact:
 
     @property
     def system_sentence(self) -> str:
-        """As whoever set up the assistant says it."""
+        """The fact as stated in a system prompt."""
         return f"{self.owner if self.owner != 'my' else THE_USERS} {self.label} is {self.value}."
 
     def fill(self, pattern: str) -> str:
@@ -153,7 +153,7 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
         answer = f"You have not told me {asked.subject}."
     others = {
         fact.value for fact in told if fact.value not in answer
-    }  # an owner's name may be a value too
+    }  # an owner's name may also be a value
     return Conversation(
         kind="recall",
         messages=(
@@ -167,7 +167,7 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
 
 
 def sample_far(rng: Random, held_out: bool) -> Conversation:
-    """One fact in the first turn, asked for after more than 2,000 tokens of something else."""
+    """One fact in the first turn, and its question after more than 2,000 other tokens."""
     asked = draw_facts(rng, held_out)[0]
     turns = [tell(rng, asked), *_draw_exchanges(rng, held_out, FAR_CHARS)]
     messages = [message for said, answer in turns for message in (user(said), assistant(answer))]
@@ -181,15 +181,15 @@ def sample_far(rng: Random, held_out: bool) -> Conversation:
 
 
 def draw_facts(rng: Random, held_out: bool) -> list[Fact]:
-    """Facts with different questions; the first is the one to ask for, and decides what is held
-    out.
+    """Facts with different questions. The first is the one to ask for, and decides whether the
+    conversation is held out.
     """
     asked = _draw_fact(rng)
     while is_held_out(f"{asked.owner}{asked.label}{asked.value}") != held_out:
         asked = _draw_fact(rng)
     facts = [asked]
     for _ in range(pick(rng, (0, 0, 1, 1, 2, 2, 3, 4, 5))):
-        # Half of the others share the label or the owner, so that neither alone finds the answer.
+        # Half of the others share the label or the owner: neither alone identifies the answer.
         other = _draw_fact(rng, owner=asked.owner) if rng.random() < 0.25 else _draw_fact(rng)
         if rng.random() < 0.35 and asked.label in LABELS:
             other = Fact(other.owner, asked.label, str(LABELS[asked.label](rng)))
@@ -207,7 +207,7 @@ def _draw_fact(rng: Random, owner: str = "") -> Fact:
 
 
 def _history(rng: Random, held_out: bool, facts: Sequence[Fact]) -> tuple[Message, ...]:
-    """The facts, told in some order in turns of their own, together, or by the system, among
+    """The facts in random order, in separate turns, in one turn or in the system prompt, among
     fillers.
     """
     facts = sorted(facts, key=lambda _: rng.random())
@@ -229,14 +229,14 @@ def _history(rng: Random, held_out: bool, facts: Sequence[Fact]) -> tuple[Messag
 
 
 def tell(rng: Random, fact: Fact) -> tuple[str, str]:
-    """A turn that tells one fact, and how it is taken."""
+    """A user turn with one fact, and the assistant's reply to it."""
     if fact.is_name:
         return fact.fill(pick(rng, MEETINGS)), f"Nice to meet you, {fact.value}!"
     return fact.fill(pick(rng, TELLINGS)), f"Noted: {fact.statement}."
 
 
 def _acknowledge(rng: Random, held_out: bool, is_thinking: bool) -> Conversation:
-    """The last turn is one that tells: a fact, several, or a story."""
+    """Ends with a user turn that states a fact, several facts, or a story."""
     facts = draw_facts(rng, held_out)
     luck = rng.random()
     if luck < 0.6:
@@ -261,7 +261,7 @@ def _acknowledge(rng: Random, held_out: bool, is_thinking: bool) -> Conversation
 
 
 def _draw_filler(rng: Random, held_out: bool) -> list[tuple[str, str]]:
-    """Exchanges of about a drawn length."""
+    """Filler turns of about a drawn total length."""
     luck = rng.random()
     most = next(most for most, edge in FILLER_CHARS if luck < edge)
     return _draw_exchanges(rng, held_out, most * (0.5 + 0.5 * rng.random()))
@@ -274,7 +274,7 @@ def _draw_exchanges(rng: Random, held_out: bool, num_chars: float) -> list[tuple
         said, answer = _draw_exchange(rng, held_out, int(left))
         if len(said) + len(answer) > left:
             continue
-        left -= len(said) + len(answer) + 30  # the marks around two turns
+        left -= len(said) + len(answer) + 30  # control tokens around two turns
         turns.append((said, answer))
     return turns
 
@@ -286,7 +286,7 @@ def _draw_exchange(rng: Random, held_out: bool, most_chars: int) -> tuple[str, s
     kind = word_problems if luck < 0.62 else spot_checks if luck < 0.8 else small_talk
     messages = kind.sample(rng, held_out, False).messages
     said, answer = messages[-2]["content"], messages[-1]["content"]
-    # A stranger's introduction would be a second answer to "what is my name?".
+    # An introduction in a filler would be a second answer to "what is my name?".
     return narrate(rng, 1) if answer.startswith("Nice to meet you") else (said, answer)
 
 
@@ -298,7 +298,7 @@ def narrate(rng: Random, num_sentences: int) -> tuple[str, str]:
         "room": pick(rng, ROOMS),
         "things": thing(rng)[1],
     }
-    # A stride without a common factor with their number never tells the same sentence twice.
+    # A stride that is coprime to the number of sentences never repeats one.
     start, stride = between(rng, 0, len(NARRATIONS) - 1), pick(rng, (5, 7, 11))
     text = " ".join(
         [
@@ -310,7 +310,7 @@ def narrate(rng: Random, num_sentences: int) -> tuple[str, str]:
 
 
 def _early(rng: Random, num_turns: int) -> int:
-    """A place among the turns, more often near the start than near the end."""
+    """An index into the turns, more often near the start than near the end."""
     return int(num_turns * rng.random() ** 2 + 0.5 * rng.random())
 
 

@@ -1,6 +1,6 @@
-"""Requests for a tool that is not offered: right is to say so, and to call nothing.
+"""Requests for a tool that is not offered: the right reply says so and calls nothing.
 
-Tools and requests are those of tool_calls.py; only the one that would fit is missing.
+Tools and requests are those of tool_calls.py; only the matching tool is missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
 
 
 def draw_errand_to_refuse(rng: Random, held_out: bool) -> Errand:
-    """A request that needs a tool: without one, nothing else could be said to it."""
+    """A request that cannot be answered without a tool."""
     while True:
         errand = draw_errand(rng, held_out)
         if errand.request.pattern not in ANSWERED_BY_TALK:

@@ -13,7 +13,7 @@ from training.problems.names import CITIES, COUNTRIES, invented_word, person, th
 from training.problems.topics import STORIES, TOPICS, UNKNOWN
 from training.problems.turns import assistant, decide_thinking, sometimes_system, user
 
-# Around questions; most come as they are.
+# Patterns around questions; most questions are unchanged.
 OPENINGS = ("",) * 8 + (
     "Hi! ",
     "Hello. ",
@@ -24,7 +24,7 @@ OPENINGS = ("",) * 8 + (
 )
 CLOSINGS = ("",) * 8 + (" Thanks!", " Please be brief.", " I am curious.", " Tell me.")
 
-Talk = tuple[str, str, str]  # what the user says, the thought, the answer
+Talk = tuple[str, str, str]  # user message, thought, answer
 
 
 def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
@@ -45,7 +45,7 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
 
 
 def _draw(rng: Random) -> tuple[str | None, Talk]:
-    """A talk and its key; None for plain sayings, which are few and must all be learnt."""
+    """A talk and its key; None for fixed phrases, which are few and must all be learned."""
     luck = rng.random()
     if luck < 0.6:
         topic = pick(rng, TOPICS)
@@ -77,7 +77,7 @@ def _unknown(rng: Random) -> Talk:
 def _story(rng: Random) -> Talk:
     request, story = pick(rng, STORIES)
     words = _words(rng)
-    # A story may only tell what the request names; a name of its own has to be the same every time.
+    # A story uses only what the request names; other names must be the same every time.
     if "{name}" not in request:
         words |= {"name": "Mia", "he": "she", "He": "She", "his": "her", "him": "her"}
     return request.format_map(words), "The user wants a story.", story.format_map(words)

@@ -1,4 +1,4 @@
-"""Spot checks with their calculations, which a model that thinks writes down first."""
+"""Spot checks of arithmetic; a thinking model writes down the calculation first."""
 
 from __future__ import annotations
 

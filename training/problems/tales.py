@@ -1,7 +1,7 @@
-"""Problems that follow one amount through events: things or money are had, gained, lost, doubled
-and shared.
+"""Problems that follow one amount of things or money through gains, losses, doublings and shares.
 
-An opening, up to three events and a question, each from many sentences; any order makes sense.
+A tale has an opening, up to three events and a question, each drawn from many patterns. Events make
+sense in any order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_VALUE = 999
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """How one sort of amount is told of."""
+    """The patterns for one sort of amount."""
 
     openings: tuple[str, ...]
     gains: tuple[str, ...]
@@ -197,7 +197,7 @@ DISTRACTORS = (
 
 
 def write_tale(draft: Draft) -> None:
-    """An opening, events and a question."""
+    """Writes an opening, events and a question."""
     wording = THINGS
     if draft.rng.random() < 0.3:
         wording = MONEY
@@ -218,7 +218,7 @@ def open_tale(draft: Draft, wording: Wording) -> None:
 
 
 def tell_event(draft: Draft, wording: Wording) -> None:
-    """One thing that can happen to the present amount."""
+    """Adds one event that changes the current amount."""
     value, luck = draft.value, draft.rng.random()
     if luck < 0.1 and value >= 2 and value % 2 == 0:
         draft.say(wording.halvings)
@@ -259,7 +259,7 @@ def _lose_groups(draft: Draft, wording: Wording) -> None:
 
 
 def ask_for_amount(draft: Draft, wording: Wording, *, may_be_plain: bool) -> None:
-    """The amount itself, a share of it, or what is missing to a goal."""
+    """Asks for the amount, a share of it, or what is missing to reach a goal."""
     value, luck = draft.value, draft.rng.random()
     if may_be_plain and luck < 0.6:
         draft.ask(wording.questions)
@@ -278,7 +278,7 @@ def ask_for_amount(draft: Draft, wording: Wording, *, may_be_plain: bool) -> Non
 
 
 def add_distractor(draft: Draft) -> None:
-    """A sentence with a number that has nothing to do with the question, after any sentence."""
+    """Inserts a sentence with an irrelevant number at a random position."""
     place = draft.number(1, len(draft.sentences))
     draft.say(DISTRACTORS, d=draft.number(5, 60))
     draft.sentences.insert(place, draft.sentences.pop())

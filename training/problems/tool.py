@@ -1,8 +1,7 @@
-"""One tool as problems use it: its schema, the ways people ask for it, what it returns and how that
-is told.
+"""One tool of a problem: its schema, request patterns, results, and patterns to report them.
 
-A request pattern names the parameters it gives in braces; the call has exactly those, in the
-schema's order. Nothing here decides which tools a conversation has.
+A request pattern has its parameters in braces; the call has exactly those, in the order of the
+schema. Does not decide which tools a conversation has.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Draw = Callable[[Random], Any]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`is_required` ones are named in every request; the others only where the pattern has them."""
+    """Every request names required parameters; others only if the pattern has them."""
 
     schema: Mapping[str, Any]
     draw: Draw
@@ -30,7 +29,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One way to ask: the text, the parameters it names, and those it settles without naming a
+    """A request pattern: the text, the parameters it names, and those it implies without naming a
     value.
     """
 
@@ -57,7 +56,7 @@ def tool(
     returns: Mapping[str, Draw],
     answer: str,
 ) -> Tool:
-    """A tool from its table entry; the schema is made once and shared by all conversations."""
+    """A tool from its table entry; all conversations share its schema."""
     pairs = [(entry, {}) if isinstance(entry, str) else entry for entry in requests]
     return Tool(
         name,
@@ -109,7 +108,7 @@ def whole(lowest: int, highest: int, description: str = "") -> Parameter:
 
 
 def decimal(lowest: int, highest: int) -> Parameter:
-    """A number with one digit after the point, never a whole one: its type is plain to see."""
+    """A number with one decimal, never an integer, so that its type is unambiguous."""
     return Parameter(
         {"type": "number"},
         lambda rng: float(f"{between(rng, lowest, highest)}.{between(rng, 1, 9)}"),
@@ -154,7 +153,7 @@ def date(rng: Random) -> str:
 
 
 def place(known: Sequence[str]) -> Draw:
-    """One of a list, or now and then a place that does not exist."""
+    """A place from a list or, sometimes, an invented one."""
     return lambda rng: invented_word(rng) if rng.random() < 0.3 else pick(rng, known)
 
 
@@ -163,7 +162,7 @@ def code(rng: Random) -> str:
 
 
 def spoken(value: Any) -> str:
-    """A value as people write it in a request."""
+    """A value as a user writes it in a request."""
     if isinstance(value, list):
         words = [str(item) for item in value]
         return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

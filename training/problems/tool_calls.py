@@ -1,9 +1,7 @@
-"""Requests that an offered tool fulfils, and turns around them: two calls, results to tell, no tool
-needed.
+"""Requests for an offered tool, and turns around them: two calls, reports of results, no tool used.
 
-One to four tools are offered, some of them made up on the spot; the right one is called with the
-request's own values, typed as its schema says. Requests whose tool is not offered are
-refusals.py's.
+One to four tools are offered, some of them invented. The right one is called with the values of the
+request, typed as in its schema. Requests without a matching tool are in refusals.py.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ ANNOUNCING_SYSTEMS = (
     "Before you call a tool, say which one.",
     "Tell the user which tool you use, then call it.",
 )
-# Small talk says it does not know what these could find out.
+# In small talk the model says that it does not know what these tools could find out.
 INFORMING = frozenset({"get_weather", "get_forecast", "find_contact", "web_search", "get_route"})
 ERRORS = (
     "not available",
@@ -58,7 +56,7 @@ ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """A request for one tool, the call that fulfils it, and what came of it."""
+    """A request for one tool, the right call, and its result."""
 
     tool: Tool
     request: Request
@@ -66,7 +64,7 @@ class Errand:
     call: Call
     result: str = ""
     answer: str = ""
-    told: tuple[str, ...] = ()  # values of the result that the answer must have
+    told: tuple[str, ...] = ()  # values of the result that the answer must contain
 
 
 def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
@@ -103,7 +101,7 @@ def draw_errand(rng: Random, held_out: bool, taken: Container[str] = ()) -> Erra
 
 
 def fulfil(rng: Random, errand: Errand) -> Errand:
-    """The errand with the tool's answer; now and then it fails."""
+    """The errand with the tool's result, which is sometimes an error."""
     if rng.random() < 0.08:
         error = pick(rng, ERRORS)
         result: dict[str, Any] = {"error": error}
@@ -132,7 +130,7 @@ def _ask_twice(rng: Random, held_out: bool, is_thinking: bool) -> Conversation:
 
 
 def _ask_again(rng: Random, held_out: bool, is_thinking: bool) -> Conversation:
-    """A second request, after the first one has been dealt with."""
+    """A second request, after the first is complete."""
     past = fulfil(rng, draw_errand(rng, held_out))
     errand = draw_errand(rng, held_out)
     while errand.tool.name == past.tool.name and errand.tool is not past.tool:
@@ -147,7 +145,7 @@ def _ask_again(rng: Random, held_out: bool, is_thinking: bool) -> Conversation:
 
 
 def _tell_result(rng: Random, held_out: bool, is_thinking: bool) -> Conversation:
-    """The tools have answered; the results are to be told."""
+    """The tools have returned; the model must report the results."""
     errands = [fulfil(rng, draw_errand(rng, held_out))]
     text = errands[0].text
     if rng.random() < 0.15:
@@ -230,7 +228,7 @@ def _result_turn(number: int, result: str) -> Message:
 def offer(
     rng: Random, tools: Sequence[Tool], never: Set[str] = frozenset()
 ) -> tuple[dict[str, Any], ...]:
-    """The tools and some others, in any order."""
+    """The tools and some others, in random order."""
     names = {*never, *(tool.name for tool in tools)}
     offered = [tool.schema for tool in tools]
     for _ in range(pick(rng, NUM_OFFERED) - len(tools)):

@@ -1,9 +1,8 @@
-"""Requests to tools under changing names: the fitting one is called as it is named here, or is
-missing.
+"""Requests for tools under varying names: the matching tool has a name to be read, or is missing.
 
-A model that knows tools by heart calls what it knows, offered or not. Here the name must be read
-from the offer, so that every call teaches to look for the tool. The same requests come with the
-fitting tool and without it; without it, right is to say so.
+A model that has memorized tools calls them whether they are offered or not. Here it must read the
+name from the offered tools, so every call teaches it to look. The same requests come with and
+without the matching tool; without it, the right reply says so.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ def _conversation(
 
 
 def rename(rng: Random, errand: Errand) -> Errand:
-    """The errand with its tool under another name half of the time; a name that the request says
-    stays.
+    """The errand, half of the time with its tool renamed; a name that the request mentions is
+    kept.
     """
     if errand.tool.name in errand.text or rng.random() < 0.5:
         return errand
@@ -88,7 +87,7 @@ def rename(rng: Random, errand: Errand) -> Errand:
 
 
 def _others(rng: Random, taken: Container[str], num: int) -> list[dict[str, Any]]:
-    """Schemas of tools that do something else, some under other names."""
+    """Schemas of other tools, some of them renamed."""
     schemas: dict[str, dict[str, Any]] = {}
     known: set[str] = set()
     while len(schemas) < num:
@@ -128,5 +127,5 @@ def _other_name(rng: Random, name: str) -> str:
             if first not in SYNONYMS
             else "_".join((pick(rng, SYNONYMS[first]), *rest))
         )
-    # Says nothing: only the description tells what the tool does.
+    # Meaningless names: only the description tells what the tool does.
     return invented_word(rng).lower() if rng.random() < 0.6 else f"tool_{between(rng, 1, 99)}"

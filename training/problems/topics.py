@@ -1,7 +1,6 @@
-"""What small talk is about: ways to say a thing, the one answer to it, and the thought before that
-answer.
+"""Topics of small talk: ways to ask, the one answer, and the thought before it.
 
-One answer a topic: a tiny model should be sure of what it says. What is said of Penstock must be
+There is one answer per topic, so that a tiny model is sure of it. Statements about Penstock must be
 true.
 """
 
@@ -373,7 +372,7 @@ TOPICS = (
     ),
 )
 
-# Questions about the world, each with what it asks for: the honest answer names it.
+# Questions about the world, each with its subject, which the honest answer names.
 UNKNOWN = (
     ("What is the capital of {country}?", "the capital of {country}"),
     ("How many people live in {city}?", "how many people live in {city}"),

@@ -1,4 +1,4 @@
-"""Turns of a made-up conversation, and whether its last one thinks."""
+"""Turns of a generated conversation, and whether its last one thinks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def system(text: str) -> Message:
 
 
 def assistant(text: str, thought: str | None = None, calls: Sequence[Call] = ()) -> Message:
-    """A turn of the model; `thought` is None where it does not think."""
+    """A turn of the model; `thought` is None if it does not think."""
     message: Message = {"role": "assistant", "content": text}
     if thought is not None:
         message["reasoning_content"] = thought
@@ -49,7 +49,7 @@ def assistant(text: str, thought: str | None = None, calls: Sequence[Call] = ())
 
 
 def sometimes_system(rng: Random) -> tuple[Message, ...]:
-    """A short system turn, or more often none."""
+    """A short system turn or, more often, none."""
     return (system(pick(rng, SYSTEM_PROMPTS)),) if rng.random() < 0.35 else ()
 
 

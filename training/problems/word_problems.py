@@ -1,8 +1,7 @@
-"""Grade-school word problems: a few sentences, one short line of work for each step, and `#### n`
-at the end.
+"""Grade-school word problems: a few sentences, one short line of work per step, and `#### n`.
 
-Puts drafts together from tales and scenes, adds distractors and instructions, and decides what is
-held out.
+Builds drafts from tales and scenes, adds distractors and instructions, and decides what is held
+out.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def write_problem(rng: Random) -> Draft:
 
 
 def solution(draft: Draft, is_thinking: bool) -> dict[str, object]:
-    """The work as the thought and a short answer, or the work as the answer."""
+    """The work as thought with a short answer, or the work as the answer."""
     work, end = "\n".join(draft.lines), f"#### {draft.value}"
     if not is_thinking:
         return assistant(f"{work}\n{end}")
