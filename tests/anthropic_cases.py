@@ -1,4 +1,4 @@
-"""What tests of Anthropic's API share: blocks as clients send them, and events as they are told."""
+"""Helpers for tests of Anthropic's API: content blocks as clients send them, and events."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Small random models whose routers choose clearly, as those of trained models mostly do.
 
-In a random model some token always has two experts that are nearly tied for the last place.
-Rounding then decides which of them runs, and the logits of two right implementations differ by a
-whole expert.
+In a random model, some token always has two experts nearly tied for the last place. Rounding then
+decides which one runs, and the logits of two correct implementations differ by a whole expert.
 """
 
 from __future__ import annotations

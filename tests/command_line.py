@@ -1,4 +1,4 @@
-"""Runs `penstock` for tests, in a process of its own or in this one, and reads what it said."""
+"""Runs `penstock` for tests, in a child process or in this one, and captures its output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What several test files need: where the shared real data is, one BLAS thread per worker,
-where kernels run, and one server per worker."""
+"""Shared fixtures: test data, one BLAS thread per worker, kernel device, a server per worker."""
 
 from __future__ import annotations
 

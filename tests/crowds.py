@@ -1,9 +1,9 @@
-"""Crowds of clients: polite ones, whose waiting is measured, and rude ones, among whom they wait.
+"""Crowds of clients: polite clients, whose latency is measured, and abusive ones around them.
 
-Rude ones send half a head or half a body, drip, read two bytes a second, or leave. They are a
-process of their own, so that what they cost their own side is not measured as the server's. Run as
-a program this is that process; arguments: a host, a port, how many, for how many seconds, and
-perhaps the one way they behave.
+Abusive clients send half a header or half a body, send or read a few bytes at a time, or
+disconnect. They run in a separate process, so that their own cost is not measured as the server's.
+This file is that program; arguments: host, port, number of clients, seconds and, optionally, one
+behaviour.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Outputs of models and what they mean, for test_dialects.py.
+"""Model outputs and their parsed meaning, for test_dialects.py.
 
-The tool `make` has the parameters text, a string, and count, an integer.
+The tool `make` has two parameters: text, a string, and count, an integer.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """A runner on the host that executes StepPlans on memory made of token ids, and a driver for
-histories.
+random histories.
 
-Every page keeps the tokens that were "written" there, every slot the prefix its state has consumed.
-Each row is checked to read exactly its sequence's tokens through its page table and from its
-initial slot, and rows of one step must not touch each other's memory, since a device runs them in
-any order. The sampled token is a hash of everything the row has read: wrong paging or a wrong state
-becomes a wrong token. A decode that may bring n tokens brings one to n of them, as the device likes,
-and leaves garbage where drafts were rejected. Its slot gets the state behind its first token only:
-the drafts that were right wait in a journal, which the next step replays.
+Every page keeps the tokens "written" to it, every slot the prefix that its state has consumed. The
+runner checks that each row reads exactly its sequence's tokens through its page table and from its
+initial slot, and that rows of one step do not touch each other's memory, because a device runs them
+in any order. The sampled token is a hash of everything that the row has read, so wrong paging or a
+wrong state gives a wrong token. A decode of up to n tokens adds one to n of them, at random, and
+leaves garbage where drafts were rejected. Its slot gets the state after its first token only:
+accepted drafts stay in a journal, which the next step replays.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Writes GGUF files of small checkpoints with the gguf package, the way llama.cpp's converters
-do.
-"""
+"""Writes GGUF files of small checkpoints with the gguf package, as llama.cpp's converters do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Texts that a grammar allows, drawn at random, and a judge of JSON that knows the keywords the
-tests use.
-"""
+"""Random texts that a grammar allows, and a JSON schema validator for the keywords of the tests."""
 
 from __future__ import annotations
 

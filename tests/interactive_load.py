@@ -1,6 +1,6 @@
-"""Short requests among bulk, in simulated time: the real scheduler and cache, and steps that take
-as long as those of Qwen3.5-35B-A3B on an H200 (results/h200). One step is planned ahead, as the
-engine does on a GPU.
+"""Short requests next to bulk load, in simulated time: the real scheduler and cache, with the step
+times of Qwen3.5-35B-A3B on an H200 (results/h200). One step is planned ahead, as the engine does on
+a GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A server of the chat API that passes every check, except for the faults that it is given.
+"""A server of the chat API that passes every conformance check, except for injected faults.
 
-Its model is a function: it adds, tells what Tom has, and writes words that follow from the prompt.
-It counts with the embedded model's tokenizer and chat template. Runs in threads of the test's
-process.
+Its model is a function: it adds numbers, recalls what Tom has, and otherwise writes words derived
+from the prompt. It counts tokens with the embedded model's tokenizer and chat template. It runs in
+threads of the test process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What every kernel test shares: where kernels run, in which dtypes, and how near is near enough.
+"""Shared by all kernel tests: devices, dtypes and tolerances.
 
-Without a GPU the kernels run in Triton's interpreter, which multiplies bf16 wrongly: fp32 there
-(and fp16 with `pytest -m slow`), fp32 and bf16 when compiled. One tolerance table, by dtype,
-relative to the largest expected value: sums in another order and a rounding more or less are all a
-kernel may differ by.
+Without a GPU the kernels run in Triton's interpreter, which multiplies bf16 wrongly: so fp32 there
+(and fp16 with `pytest -m slow`), fp32 and bf16 when compiled. There is one tolerance per dtype,
+relative to the largest expected value. It allows for another order of summation and one more or
+less rounding.
 """
 
 from __future__ import annotations

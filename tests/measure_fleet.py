@@ -1,14 +1,14 @@
-"""What a server of eight engines costs: its tokens a second and the age of a token at its client,
-beside a server of one engine.
+"""Measures the overhead of a server with eight engines: tokens per second and token latency at the
+client, compared with a server of one engine.
 
     python tests/measure_fleet.py [--engines 8] [--streams 64] [--rounds 3] [--seconds 12]
 
-Engines without a model send a token to each of their streams once in a step of an H200
-(`results/h200/decode.json`: Qwen3.5-35B-A3B with so many rows). Everything behind them is the real
+Engines without a model send one token to each of their streams per step of an H200
+(`results/h200/decode.json`: Qwen3.5-35B-A3B with that many rows). Everything else is the real
 server: sockets, fleet, detokenizer, events, HTTP. The clients are one process that only counts
-events. An engine writes down when it sent which token, and the clock is the same for all processes,
-so the age of a token at its client is known. The two servers take turns. Prints a table and, as its
-last line, one JSON object.
+events. An engine records when it sent each token, and all processes share a clock, so the latency
+of a token at its client is known. The two servers alternate. Prints a table and, as its last line,
+one JSON object.
 """
 
 from __future__ import annotations

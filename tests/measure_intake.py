@@ -1,8 +1,8 @@
-"""What many large bodies cost a server, and how long a small chat waits meanwhile. Prints numbers.
+"""Measures what many large bodies cost a server, and how long a small chat waits meanwhile.
 
     python tests/measure_intake.py [NUM_BODIES] [MB] [SECONDS_BETWEEN_TWO] [words | thoughts]
 
-Words are certain to be in the prompt; what becomes of thoughts only its template knows.
+Words always become part of the prompt; whether thoughts do depends on the chat template.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What the fleet costs: the time from an engine's send to a token's receiver, with a fleet and
-without one.
+"""Measures the latency of the fleet: from an engine's send to the receiver of a token, with and
+without a fleet.
 
     python tests/measure_router.py [--streams 64] [--step-ms 10] [--rounds 5] [--seconds 4]
     python tests/measure_router.py --engines 8 --step-ms 17.9
 
-Engines without a model send one token to every request at a fixed pace, and each token is the
-microsecond in which it was sent; the clock is the same for all processes. The three paths (one
-engine's client alone, a fleet of one, a fleet of two, which have the streams between them) take
-turns, so that whatever else the machine does meets them alike. With `--engines`, the third has so
-many engines, each with as many streams as the one engine of the others. Prints a table and, as its
-last line, one JSON object.
+Engines without a model send one token to every request at a fixed rate. Each token is the
+microsecond in which it was sent; all processes share a clock. Three paths are compared: the client
+of one engine, a fleet of one, and a fleet of two that share the streams. They alternate, so that
+other load affects them equally. With `--engines`, the third path has that many engines, each with
+as many streams as the single engine of the others. Prints a table and, as its last line, one JSON
+object.
 """
 
 from __future__ import annotations

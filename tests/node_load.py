@@ -1,6 +1,4 @@
-"""Clients of a node of several engines: streams with known replies, while something happens to the
-node.
-"""
+"""Clients of a node with several engines: streams with known replies, while faults are injected."""
 
 from __future__ import annotations
 

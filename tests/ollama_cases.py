@@ -1,4 +1,4 @@
-"""What the tests of Ollama's and llama-server's APIs ask."""
+"""Requests for the tests of Ollama's and llama-server's APIs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Small checkpoints with weights packed as each format packs them, and the same weights as plain
-numbers.
+"""Small checkpoints with weights packed in each format, and the same weights unpacked.
 
-Packing is written here in the plainest way, apart from the product's unpacking; that both are what
-the formats' libraries do is shown by data/quantized_values.safetensors.
+The packing here is as simple as possible and independent of the product's unpacking.
+data/quantized_values.safetensors shows that both match the formats' libraries.
 """
 
 from __future__ import annotations

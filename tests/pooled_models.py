@@ -1,6 +1,4 @@
-"""Small Qwen3 checkpoints that give vectors, saved as publishers do, and what transformers
-computes.
-"""
+"""Small Qwen3 embedding checkpoints, saved as published, and the results of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes of every kind of format, and checkpoints with them, for the tests of rows and of kernels."""
+"""Codes of every quantized format, and checkpoints with them, for tests of rows and kernels."""
 
 from __future__ import annotations
 

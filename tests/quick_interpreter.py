@@ -1,17 +1,16 @@
-"""Makes Triton's interpreter quick where it is slow without need, and its products the same on
-every CPU.
+"""Speeds up Triton's interpreter, and makes its dot products the same on every CPU.
 
-A launch puts the interpreter's functions in the place of the language's, and every device function
-that a kernel calls would do so again. Every tensor would wrap its shape into new objects, and every
-operation list the types that numpy has for Triton's. A reduction or scan with a function of our own is done
-element by element, each wrapped into a tensor: a hundred thousand Python calls for one state of a
-DeltaNet head, where whole slices can be combined in the same order. Where an interpreter is made
-otherwise inside, nothing is replaced and the tests only take longer.
+A launch patches the interpreter's functions into the language, and every device function that a
+kernel calls would patch again. Every tensor would wrap its shape in new objects, and every
+operation would list numpy's types for Triton's. A reduction or scan with a custom function runs
+element by element, each wrapped in a tensor: a hundred thousand Python calls for one state of a
+DeltaNet head, where whole slices can be combined in the same order. If an interpreter has other
+internals, nothing is replaced, and the tests only take longer.
 
-A product would be numpy's, whose BLAS rounds an element by its place in the tile on some CPUs
-(OpenBLAS with AVX2), where tensor cores sum every element of a tile in one order. Here it is a sum
-in the order of K, so a kernel that promises the same bits for a row in any batch is held to it on
-every machine. E4M3, which the interpreter rounds in its own way, is rounded and read by torch.
+A dot product would be numpy's, whose BLAS rounds an element by its position in the tile on some
+CPUs (OpenBLAS with AVX2), whereas tensor cores sum every element of a tile in one order. Here it is
+a sum in the order of K, so batch invariance of a kernel can be tested bit for bit on every machine.
+E4M3, which the interpreter rounds in its own way, is rounded and read by torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Qwen3.5 in float64, token by token, straight from a checkpoint's tensors: the exact answer in
-parity tests.
+"""Qwen3.5 in float64, token by token, from a checkpoint's tensors: the exact result for parity
+tests.
 
-Shares nothing with the engine. Two float32 implementations differ by their rounding; this says
-whose it is.
+Shares no code with the engine. Two float32 implementations differ by rounding; this shows which one
+is off.
 """
 
 from __future__ import annotations

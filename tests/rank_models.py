@@ -1,4 +1,4 @@
-"""Models for several ranks, and what is compared of them."""
+"""Models for several ranks, and helpers to compare their results."""
 
 from __future__ import annotations
 

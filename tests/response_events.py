@@ -1,4 +1,4 @@
-"""Streams of the Responses API taken apart, and the laws that hold for every one."""
+"""Parses streams of the Responses API, and checks the invariants of every stream."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The tiny model as one that wants to be sampled, as published ones do; its own file asks for
-none.
-"""
+"""The tiny model with sampling defaults, as published models have; its own file has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter whose drafts are right up to a place that a script says: it knows the reply already."""
+"""A drafter that knows the reply: its drafts are right up to a position given by a script."""
 
 from __future__ import annotations
 

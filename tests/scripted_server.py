@@ -1,9 +1,8 @@
-"""A server of the OpenAI API that does as it is told, mistakes included: what load is tested
-against.
+"""A scripted server of the OpenAI API, faults included, for tests of the load generator.
 
-Counts tokens with a function of the test's, answers streams as a script says, and remembers who
-came when. Runs in a thread of the test's process, on plain sockets, so that it can break HTTP
-itself.
+It counts tokens with a function of the test, streams replies as the script says, and records when
+each request arrived. It runs in a thread of the test process, on plain sockets, so that it can
+break HTTP itself.
 """
 
 from __future__ import annotations

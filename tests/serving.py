@@ -1,6 +1,6 @@
-"""A real server for tests: its own process, a free port, the tiny model on a CPU, ready when used.
+"""A real server for tests: a process, a free port, the tiny model on a CPU, started on first use.
 
-Run as a program it is that process; it reports its phases as JSON lines on stdout.
+This file is also the program of that process; it reports its phases as JSON lines on stdout.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Small configs of every family, with unequal dimensions, and engines over their seeded random
-weights.
-"""
+"""Small configs of every family with unequal dimensions, and engines with random weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Runs a model by hand: its caches, rows of tokens, and the StepInputs they make. No engine, no
-scheduler.
+"""Runs a model without engine and scheduler: builds caches, rows of tokens and StepInputs.
 
-Caches start full of NaN, so that anything read without having been written shows in the logits.
+Caches start full of NaN, so that a read of unwritten memory shows in the logits.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""An engine without a model, for measuring what stands in front of engines: it sends a token to
-each of its requests once in a step, and takes no other time.
+"""An engine without a model, to measure everything in front of it: sends one token per request and
+step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Anthropic's spelling, without a server: prompts from blocks, events and errors from deltas."""
+"""Anthropic's format, without a server: prompts from blocks, events and errors from deltas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images and files in the results of tools: left out in every API, and the answer says so."""
+"""Images and files in tool results: every API leaves them out, and the reply says so."""
 
 from __future__ import annotations
 

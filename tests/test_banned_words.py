@@ -1,4 +1,4 @@
-"""Words that a reply must not contain are not in it, however the engine runs."""
+"""Banned words never occur in a reply, in any mode of the engine."""
 
 from __future__ import annotations
 

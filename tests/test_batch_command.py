@@ -1,4 +1,4 @@
-"""`penstock batch`: every line gets one result, whoever answers, however often it is stopped."""
+"""`penstock batch`: every line gets one result, with any server, and across interruptions."""
 
 from __future__ import annotations
 

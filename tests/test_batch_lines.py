@@ -1,6 +1,4 @@
-"""Lines of batch files and forms that carry them: whole, torn, too long, repeated, and cut
-anywhere.
-"""
+"""Lines of batch files and multipart forms: whole, torn, too long, repeated, and cut anywhere."""
 
 from __future__ import annotations
 

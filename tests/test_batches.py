@@ -1,6 +1,4 @@
-"""Batches as OpenAI's own client uses them: files in, files out, behind clients, across
-restarts.
-"""
+"""Batches with OpenAI's client: files in and out, behind interactive requests, across restarts."""
 
 from __future__ import annotations
 

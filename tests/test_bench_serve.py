@@ -1,6 +1,4 @@
-"""bench serve: exact lengths, honest clocks, every fault counted, and nothing a server does is a
-crash.
-"""
+"""bench serve: exact lengths, correct times, every fault counted, and no crash from any server."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Logit biases and ends that come too early: uploaded with a row's admission, its next owner has
-its own.
-"""
+"""Logit biases and min_tokens: uploaded when a row is admitted; its next owner has its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of pages, slots and reusable prefixes, without a scheduler: sequences are moved by hand."""
+"""Invariants of pages, slots and reusable prefixes, without a scheduler."""
 
 from __future__ import annotations
 

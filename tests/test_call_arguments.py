@@ -1,4 +1,4 @@
-"""Arguments of calls in a history: whatever they are, the template gets an object, and soon."""
+"""Arguments of calls in a history: the template always gets an object, in bounded time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Laws of forced tool calls: what the grammar lets through, the parser reads as calls of the
-tools.
-"""
+"""Forced tool calls: the parser reads everything that the grammar allows as calls of the tools."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""docs/checklist.md keeps its word: every command of its table runs and says what the table says it
-does.
-"""
+"""docs/checklist.md is true: every command of its table runs and prints what the table says."""
 
 from __future__ import annotations
 

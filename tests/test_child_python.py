@@ -1,6 +1,4 @@
-"""The working directory is not a library: what lies there is not imported, by us or by what we
-start.
-"""
+"""Files in the working directory are never imported, by us or by child processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The command line as a person meets it: help at once, flags and variables, errors in three
-lines.
-"""
+"""The command line: fast help, flags and variables, errors of three lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/clients.md says what results/cpu/clients.json holds, and its script still runs clients."""
+"""docs/clients.md matches results/cpu/clients.json, and its script still runs clients."""
 
 from __future__ import annotations
 

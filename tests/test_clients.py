@@ -1,4 +1,4 @@
-"""docs/api.md keeps its word: its examples print what it says, its tables list what there is."""
+"""docs/api.md is true: its examples print what it says, and its tables are complete."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The APIs at full size: clients that people use, and unusual requests.
+"""The APIs at full size: popular clients, and unusual requests.
 
-Minutes of work, and each client is a package of its own: what is not installed is skipped, with its
-reason. Numbers are printed as JSON lines; those of one run are in results/cpu/api.json.
+Takes minutes. Each client is a package; tests of missing ones are skipped with a reason. Numbers
+are printed as JSON lines; those of one run are in results/cpu/api.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An object has the keys that its schema lists, unless the schema speaks of others."""
+"""An object has only the keys that its schema lists, unless the schema allows others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""chat, generate, serve and bench at work, on the embedded model."""
+"""chat, generate, serve and bench with the embedded model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Clients that do not read what they asked for: cut off, and nothing of the server waits for
-them.
-"""
+"""Clients that do not read their response are disconnected, and the server never waits for them."""
 
 from __future__ import annotations
 

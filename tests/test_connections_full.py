@@ -1,8 +1,8 @@
-"""Many connections and many requests at full size: a million short ones, ten thousand open
-connections, and a thousand rude ones.
+"""Many connections and requests at full size: a million short requests, ten thousand open
+connections, and a thousand abusive clients.
 
-What is measured is what the server holds and how long polite clients wait. Minutes each; numbers
-are printed as JSON lines, and those of one run are in results/cpu/api.json.
+Measures the server's resources and the latency of polite clients. Takes minutes each; numbers are
+printed as JSON lines, and those of one run are in results/cpu/api.json.
 """
 
 from __future__ import annotations

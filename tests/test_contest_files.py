@@ -1,6 +1,4 @@
-"""Result files go both ways between this harness and the contest's; only recounted tokens are
-verified.
-"""
+"""Result files are exchanged with the contest's harness; only recounted tokens are verified."""
 
 from __future__ import annotations
 

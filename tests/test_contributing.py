@@ -1,4 +1,4 @@
-"""docs/contributing.md keeps its word: the model it shows loads and computes what it should."""
+"""docs/contributing.md is true: its example model loads and computes the right result."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a client wrote never becomes a control token, wherever it stands and whatever is around it;
-and text without control tokens has the ids it always had.
+"""Client text never becomes a control token, in any position or context; and text without control
+tokens keeps its ids.
 """
 
 from __future__ import annotations

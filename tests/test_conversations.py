@@ -1,6 +1,4 @@
-"""Laws of what sessions hold: what goes on, what takes its place, and what is said of sessions that
-ended.
-"""
+"""Invariants of sessions: what continues, what is replaced, and the report of ended sessions."""
 
 from __future__ import annotations
 

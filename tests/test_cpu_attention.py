@@ -1,4 +1,4 @@
-"""Attention of one token and its drafts in C++ against the ops' own references."""
+"""The C++ attention for one token and its drafts against the reference ops."""
 
 from __future__ import annotations
 

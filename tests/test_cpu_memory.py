@@ -1,4 +1,4 @@
-"""Memory of caches on a CPU: zeros that cost nothing before they are used."""
+"""Cache memory on a CPU: zeros that use no memory before they are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--offload-layers`: layers in RAM give the bits of a resident model."""
+"""`--offload-layers`: layers in RAM give the same bits as a resident model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An engine on another GPU than the first: its device is current before anything is loaded or
-launched.
-"""
+"""An engine on a GPU other than the first: its device is current before any load or launch."""
 
 from __future__ import annotations
 

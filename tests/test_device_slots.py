@@ -1,6 +1,6 @@
-"""Slots that a device keeps itself: the same bits as a resident model, through slots and lanes.
+"""Expert slots managed by the device: the same bits as a resident model, through slots and lanes.
 
-A CPU runs what a GPU runs, with the references in place of the kernels.
+A CPU runs the same steps as a GPU, with references instead of kernels.
 """
 
 from __future__ import annotations

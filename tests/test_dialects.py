@@ -1,6 +1,4 @@
-"""However a reply is cut, it parses the same; nothing the model wrote is lost, and no marker is
-shown.
-"""
+"""A reply parses the same however it is split; no text is lost, and no marker is shown."""
 
 from __future__ import annotations
 

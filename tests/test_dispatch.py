@@ -1,6 +1,4 @@
-"""Every op with a kernel is the same function twice: same name, same signature, chosen by the
-device.
-"""
+"""Every op with a kernel has the same name and signature in both; the device decides."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The images as far as a machine without docker can try them: what they copy is there and enough,
-and what they run is understood.
+"""The Docker images, as far as a machine without docker can test them: the copied files exist and
+are sufficient, and the commands are valid.
 """
 
 from __future__ import annotations

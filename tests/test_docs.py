@@ -1,4 +1,4 @@
-"""The pages of docs/ can be read in a terminal, and the map of the source shows what is there."""
+"""The pages of docs/ are readable in a terminal, and the map of the source is correct."""
 
 from __future__ import annotations
 

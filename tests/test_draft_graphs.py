@@ -1,5 +1,5 @@
-"""Steps with drafts of a fixed size: padding rows and empty places change nothing, nor does capturing
-them. What decides on shapes is tested without tensors.
+"""Fixed-size steps with drafts: padding rows, empty places and graph capture change nothing. The
+choice of shapes is tested without tensors.
 """
 
 from __future__ import annotations

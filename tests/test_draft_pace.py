@@ -1,4 +1,4 @@
-"""Drafts are made while they pay: on made-up step times, and through an engine's own counters."""
+"""Drafts are made only while they pay off: by invented step times, and by engine counters."""
 
 from __future__ import annotations
 

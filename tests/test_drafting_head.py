@@ -1,4 +1,4 @@
-"""What `--speculate auto` means: a drafting head drafts where it can pay and memory has room."""
+"""`--speculate auto`: a drafting head is used where it can pay off and memory allows."""
 
 from __future__ import annotations
 

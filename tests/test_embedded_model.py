@@ -1,6 +1,4 @@
-"""The embedded model is a real checkpoint: in the published layout, and saying the same in
-transformers.
-"""
+"""The embedded model is a real checkpoint in the published layout, and matches transformers."""
 
 from __future__ import annotations
 

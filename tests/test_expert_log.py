@@ -1,6 +1,4 @@
-"""The log of experts: what an engine needed is what is read, and its numbers are what a hand count
-gives.
-"""
+"""The expert log: reads back the experts that an engine used; its statistics match a hand count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--ep`: ranks have whole experts instead of slices, and together they say what one says."""
+"""`--ep`: ranks have whole experts instead of slices, and the result is that of one rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Whose turn it is: short prompts behind long ones, and tenants that share an engine.
+"""Fairness: short prompts behind long ones, and tenants that share an engine.
 
-Everything is counted in steps. A step of these worlds takes 16 prompt tokens in pages of 4.
+Time is counted in steps. Here a step takes 16 prompt tokens, and a page has 4 tokens.
 """
 
 from __future__ import annotations

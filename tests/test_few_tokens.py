@@ -1,4 +1,4 @@
-"""The layers of a few tokens in C++ against the ops' own references."""
+"""The C++ layers for a few tokens against the reference ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A field of a request is honoured, ignored on purpose, or refused by name: never anything else."""
+"""A request field is honoured, deliberately ignored, or refused by name; never anything else."""
 
 from __future__ import annotations
 

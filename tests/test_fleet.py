@@ -1,5 +1,5 @@
-"""Laws of the fleet, on engines without processes: who gets a request, and who gets it when they
-die.
+"""Invariants of the fleet, with engines that are not processes: routing, and rerouting after a
+crash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A request that engines do not survive: few die of it, it is told so, and all others go on."""
+"""A request that kills engines: it kills few, gets an error, and all other requests continue."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Forge: what it writes is right, readable, faster than its own first version; the ledger shows
-how.
-"""
+"""Forge: its output is correct, readable and faster than its first version; a ledger shows how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forge in the hands of a course: its loader, its commands, its time limit, as they are."""
+"""Forge with an unmodified course evaluator: its loader, commands and time limit."""
 
 from __future__ import annotations
 

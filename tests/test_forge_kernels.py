@@ -1,4 +1,4 @@
-"""Engines made of kernels: right in Triton's interpreter, captured steps and pages included."""
+"""Generated engines with kernels are correct in Triton's interpreter, with graphs and pages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A writing model takes part from the plan on: what it would decide is tried first, and trials
-judge it.
-"""
+"""A writing model joins at the plan: its choices are tried first, and trials decide."""
 
 from __future__ import annotations
 

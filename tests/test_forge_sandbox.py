@@ -1,6 +1,4 @@
-"""The judge is out of reach: what candidates cannot do where they run, and what they gain by
-trying.
-"""
+"""The sandbox: what candidates cannot do, and that attempts to reach the judge gain nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What forge is given: configs, weights, devices and places that it takes, or refuses with a
-reason.
-"""
+"""Forge's inputs: configs, weights, devices and paths that it accepts, or refuses with a reason."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Forge uses its time well: no play that says nothing new, no kernel compiled twice, a good first
-guess.
-"""
+"""Forge's time budget: no redundant trial, no kernel compiled twice, a good first guess."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A writing model in the loop: only what is right and faster survives of what it writes; nothing
-escapes.
-"""
+"""A writing model in the loop: only correct and faster code survives, and nothing escapes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The gate of CI: the engine answers held-out word problems as well as transformers, and broken it
-does not.
+"""The CI gate: the engine solves held-out word problems as well as transformers, and a broken
+engine does not.
 
-The share of right answers is what a user sees. A confident model hides some faults from it, and
-even from every token it picks: without renormalised top-k weights, without the scale of q or with a
-stale state, none of 24 replies changes. So the gate also asks how likely the second choice was at
-every place: there they show.
+Users see the share of right answers. A confident model hides some faults there, and even in every
+token that it picks: without renormalized top-k weights, without the scale of q or with a stale
+state, none of 24 replies changes. So the gate also compares the log-probability of the second
+choice at every position, which shows them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The gates give a perfect server full marks whichever way it answers, and every flaw costs its own
-gate.
-"""
+"""The gates: a perfect server gets full marks in any mode, and each flaw fails its own gate."""
 
 from __future__ import annotations
 

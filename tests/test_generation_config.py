@@ -1,6 +1,4 @@
-"""A checkpoint's generation_config.json draws the replies of requests that do not say, behind the
-flags.
-"""
+"""generation_config.json sets sampling defaults of requests; flags override it."""
 
 from __future__ import annotations
 

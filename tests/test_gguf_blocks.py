@@ -1,6 +1,4 @@
-"""Every type of block a GGUF file has: our codes give the numbers of the gguf package, bit for
-bit.
-"""
+"""Every GGUF block type: our codes give the numbers of the gguf package, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What stands before the weights of a GGUF file: read as written, and refused in our words when it
-lies.
-"""
+"""GGUF headers: read as written, and refused with our errors if they are wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every architecture as a GGUF file: the model it gives is that of the original checkpoint."""
+"""Every architecture as a GGUF file gives the same model as the original checkpoint."""
 
 from __future__ import annotations
 

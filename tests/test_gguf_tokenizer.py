@@ -1,6 +1,4 @@
-"""The tokenizer, template and defaults that stand in a GGUF file are those of the original
-checkpoint.
-"""
+"""Tokenizer, template and defaults from a GGUF file equal those of the original checkpoint."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The same laws on a CUDA device: nothing synchronises inside a step, steps can be captured, and
-the GPU says what the CPU says.
+"""The engine's invariants on a CUDA device: no synchronization inside a step, steps can be
+captured, and the results are those of the CPU.
 """
 
 from __future__ import annotations

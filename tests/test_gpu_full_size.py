@@ -1,10 +1,10 @@
-"""Four layers of Qwen3.5-35B-A3B at their real width against transformers, on the same weights, on
-a GPU.
+"""Four layers of Qwen3.5-35B-A3B at full width against transformers, with the same weights, on a
+GPU.
 
-Both run in bf16, and what is near enough is not chosen: transformers' own distance from its float32
-self is. Random routers choose other experts in bf16 than in float32 for two tokens of five, and
-that moves single logits far, by chance. So every decode is judged where routing is clear, and the
-mean of many where it is not.
+Both run in bf16. The tolerance is the distance of transformers in bf16 from transformers in
+float32. With random routers, two tokens of five choose other experts in bf16 than in float32, which
+moves single logits far. So every decode is compared where routing is clear, and the mean of many
+where it is not.
 """
 
 from __future__ import annotations

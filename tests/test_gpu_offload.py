@@ -1,4 +1,6 @@
-"""Experts in RAM and in files on a GPU: the tokens of the resident model, in graphs and out of them."""
+"""Experts in RAM and in files on a GPU: the same tokens as the resident model, with and without
+graphs.
+"""
 
 from __future__ import annotations
 

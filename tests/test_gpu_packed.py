@@ -1,4 +1,4 @@
-"""Packed weights on a GPU: the same numbers whether steps are graphs or launched, in any dtype."""
+"""Packed weights on a GPU: the same numbers with graphs and eager launches, in any dtype."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Laws of the forms clients ask for: what is asked for is what is allowed; the hostile is refused
-at once.
-"""
+"""Response formats: a grammar allows exactly what was requested; abusive ones fail at once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Laws of constrained replies, on small models with random weights, which left alone never write
-JSON.
-"""
+"""Constrained decoding on small random models, which never write JSON by themselves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Decode steps of fixed sizes: padding and static buffers change nothing, nor does capturing
-them.
-"""
+"""Decode steps of fixed sizes: padding, static buffers and graph capture change nothing."""
 
 from __future__ import annotations
 

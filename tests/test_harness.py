@@ -1,6 +1,4 @@
-"""The harness's numbers: what was sent and counted, what is flagged, and that no server makes it
-crash.
-"""
+"""The harness: what is sent, counted and flagged; no server makes it crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""check_server: a server that conforms passes, and every fault is found by the line made for it."""
+"""check_server: a conforming server passes, and each fault fails the check made for it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The harness against the real thing: the embedded model behind its server, and lm-eval where it is
-there.
-"""
+"""The harness against a real server with the embedded model, and lm-eval if it is installed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The client of OpenAI servers finds the paths, reads streams, and turns every failure into three
-parts.
-"""
+"""The OpenAI client finds paths, reads streams, and turns every failure into a three-part error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Import rules: the arrows of docs/architecture.md, checked line by line."""
+"""Import rules: the arrows of docs/architecture.md, checked for every import."""
 
 from __future__ import annotations
 

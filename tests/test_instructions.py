@@ -1,4 +1,4 @@
-"""System messages that are not one at the start: every API makes the same conversation of them."""
+"""System messages in unusual places: every API builds the same conversation from them."""
 
 from __future__ import annotations
 

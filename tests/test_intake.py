@@ -1,6 +1,4 @@
-"""Requests that are being read and prepared are bounded too: places, bytes, and how long the others
-wait.
-"""
+"""Limits of requests that are being read and prepared: slots, bytes, and latency of others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Short requests go before bulk without being asked, and bulk has its share of the time.
+"""Short requests automatically go before bulk, and bulk gets its share of the time.
 
-In worlds where every step takes a second and 16 prompt tokens, and in simulated time of an H200.
+Tested with steps of one second and 16 prompt tokens, and in simulated time of an H200.
 """
 
 from __future__ import annotations

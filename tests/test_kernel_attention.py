@@ -1,6 +1,4 @@
-"""The attention kernels compute what their references say, and read nothing that was not
-written.
-"""
+"""The attention kernels match their references, and read nothing that was not written."""
 
 from __future__ import annotations
 

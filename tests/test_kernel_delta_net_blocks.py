@@ -1,4 +1,4 @@
-"""The block-wise delta rule against its reference: outputs, and what is left behind in every slot."""
+"""The block-wise delta rule against its reference: outputs and final states of every slot."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The mixer with a journal: steps with drafts leave what plain decodes of the same tokens leave, and
-the kernel does what the reference does.
+"""The DeltaNet mixer with a journal: steps with drafts leave the same state as plain decodes of the
+same tokens, and the kernel matches the reference.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Laws of the slots that a device keeps itself: the kernels decide and copy as the references do,
-and what the table says is what the slots hold.
+"""Expert slots managed by the device: kernels decide and copy as the references do, and the table
+matches the content of the slots.
 """
 
 from __future__ import annotations

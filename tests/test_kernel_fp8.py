@@ -1,4 +1,4 @@
-"""Products in E4M3 are those of the quantized tokens with the rows' numbers."""
+"""E4M3 GEMMs equal the product of quantized tokens with dequantized rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Laws of the masking kernel: exactly the forbidden tokens of exactly the named rows, and nothing
-else.
-"""
+"""The masking kernel masks exactly the forbidden tokens of the named rows, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of activations and a dense weight: every form of the kernels against the reference."""
+"""GEMMs with a dense weight: every form of the kernels against the reference."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The kernels of the sparse feed-forward against their reference: the choice of experts, and the
-experts.
-"""
+"""The MoE kernels against their reference: routing and experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sparse feed-forward of many tokens against its reference: list of pairs, experts, router."""
+"""The MoE kernels for many tokens against their reference: list of pairs, experts, router."""
 
 from __future__ import annotations
 

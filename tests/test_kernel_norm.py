@@ -1,4 +1,4 @@
-"""The norm kernel computes what its reference says."""
+"""The norm kernel against its reference."""
 
 from __future__ import annotations
 

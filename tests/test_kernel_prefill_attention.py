@@ -1,6 +1,4 @@
-"""The attention kernel for rows of several tokens computes what its reference says, however they
-are cut.
-"""
+"""The prefill attention kernel against its reference, for any split into chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of quantized rows give the products of the numbers that the rows stand for."""
+"""Kernels with quantized rows against GEMMs with dequantized rows."""
 
 from __future__ import annotations
 

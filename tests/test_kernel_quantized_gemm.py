@@ -1,4 +1,4 @@
-"""Products of 17 to 64 tokens with quantised rows: every kind, every arrangement of warps."""
+"""GEMMs of 17 to 64 tokens with quantized rows: every format, every arrangement of warps."""
 
 from __future__ import annotations
 

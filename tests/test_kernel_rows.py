@@ -1,6 +1,4 @@
-"""Laws of the head and the tail of a decode step: the kernels read and write exactly what the
-references do.
-"""
+"""The first and last kernels of a decode step read and write exactly what the references do."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Laws of the sampling kernels: the reference's token for the reference's seed, whatever the
-filters.
+"""The sampling kernels draw the reference's token for the same seed, with all filters.
 
-Logarithms may differ in their last bit, so a draw may differ where two tokens are that near;
-nowhere else.
+Logarithms may differ in the last bit, so draws may differ only where two tokens are that close.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Laws of the kernels' sources: what Triton 3.6, the oldest supported, understands; their width."""
+"""Kernel sources: syntax that Triton 3.6, the oldest supported, accepts, and line width."""
 
 from __future__ import annotations
 

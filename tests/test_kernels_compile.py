@@ -1,4 +1,4 @@
-"""Every kernel compiles for the cards people have, without one of them being here."""
+"""Every kernel compiles for all supported GPUs, without needing one."""
 
 from __future__ import annotations
 

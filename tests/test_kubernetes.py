@@ -1,4 +1,4 @@
-"""The Kubernetes example: valid for Kubernetes, and true to what the server does."""
+"""The Kubernetes example is valid, and matches the server's behaviour."""
 
 from __future__ import annotations
 

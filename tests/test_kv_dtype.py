@@ -1,7 +1,7 @@
-"""Keys and values in 8 bits: the codes, the kernel that writes them, and engines that run on them.
+"""8-bit keys and values: the codes, the kernel that writes them, and engines that use them.
 
-What attends to codes is held against its reference where attention is
-(`test_kernel_attention.py`, `test_kernel_prefill_attention.py`).
+Attention over codes is tested with the attention kernels (`test_kernel_attention.py`,
+`test_kernel_prefill_attention.py`).
 """
 
 from __future__ import annotations

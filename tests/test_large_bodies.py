@@ -1,8 +1,7 @@
-"""No body, as large as bodies may be, keeps others waiting: what would take long is refused before
-it does.
+"""No body, up to the largest allowed, delays other requests: expensive ones are refused early.
 
-Where a law is about time it counts the seconds of this process, which others on the machine do not
-add to. Each of the bodies here once took three to eleven.
+Where a test is about time, it counts CPU seconds of this process, so other load does not matter.
+Each of these bodies once took three to eleven seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Threads that load launchers of kernels at the same time: each gets the one that it asked for."""
+"""Threads that load kernel launchers at the same time each get the right one."""
 
 from __future__ import annotations
 

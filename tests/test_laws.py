@@ -1,4 +1,4 @@
-"""The laws that catch most engine bugs, on real (small) models through the real engine.
+"""The invariants that catch most engine bugs, on real (small) models through the real engine.
 
 In deterministic mode they hold bit for bit on the CPU: log-probabilities are compared with ==.
 """

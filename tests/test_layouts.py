@@ -1,4 +1,4 @@
-"""`penstock inspect --gpus`: which layouts fit, and what each should give."""
+"""`penstock inspect --gpus`: which layouts fit, and the expected speed of each."""
 
 from __future__ import annotations
 

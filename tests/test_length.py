@@ -1,6 +1,4 @@
-"""No text has fewer tokens than its length promises; where that is not certain, nothing is
-promised.
-"""
+"""The lower bound of a text's token count from its length is correct; unsure cases have none."""
 
 from __future__ import annotations
 

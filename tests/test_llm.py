@@ -1,4 +1,4 @@
-"""Offline calls: one conversation or many, progress on request, nothing left by a failed call."""
+"""Offline calls: one conversation or many, optional progress, nothing left after a failed call."""
 
 from __future__ import annotations
 

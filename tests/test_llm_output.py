@@ -1,6 +1,4 @@
-"""Offline calls show, hide and forbid what their `SamplingParams` say, as requests of a server
-do.
-"""
+"""Offline calls honour the output fields of `SamplingParams` as a server does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""create_engine's three calls: whatever the order of prefill, decode and remove, the logits are
-those of the whole sequence run alone.
+"""create_engine's three calls: for any order of prefill, decode and remove, the logits are those of
+the whole sequence run alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The guard against loops: it sees every loop soon after it is one, and nothing else."""
+"""The loop guard detects every repetition soon after it starts, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the memory of a GPU is planned for: whatever is free, a plan keeps to it or says what to
-change.
-"""
+"""GPU memory plans: a plan fits into the free memory, or an error says what to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model drafts: whatever it says, the reply is that of plain decoding."""
+"""A small model as drafter: the reply is that of plain decoding, whatever it drafts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Damaged checkpoints: whatever a file holds, it loads or one of our errors says why it does not.
+"""Damaged checkpoints: any file either loads or gives one of our errors.
 
-Files of a whole small checkpoint are mutated, one at a time, by bytes and by meaning, and read the
-way a server reads them, up to the first token. That happens in processes of their own: a crash
-would be seen, and so would the memory and time that a few bytes can take. A mutant is known by its
-number alone.
+Files of a small checkpoint are mutated, one at a time, in bytes and in meaning, and read as a
+server reads them, up to the first token. This runs in child processes, which reveals crashes and
+the memory and time that a few bytes can cost. A mutant is identified by its number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Damaged GGUF files: whatever one holds, it loads or one of our errors says why it does not."""
+"""Damaged GGUF files: any file either loads or gives one of our errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Damaged checkpoints of every packed format: they load, or one of our errors says why they do
-not.
-"""
+"""Damaged checkpoints of every packed format: they load, or give one of our errors."""
 
 from __future__ import annotations
 

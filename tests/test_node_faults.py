@@ -1,6 +1,4 @@
-"""A node of two engines keeps its promises while they are killed, stopped, restarted and
-flooded.
-"""
+"""A node of two engines stays correct while engines are killed, stopped, restarted and flooded."""
 
 from __future__ import annotations
 

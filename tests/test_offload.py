@@ -1,6 +1,4 @@
-"""Experts by slot: the same bits as a resident model, whatever the slots, the tiers and the
-format.
-"""
+"""Experts in slots: the same bits as a resident model, for any slots, tiers and formats."""
 
 from __future__ import annotations
 

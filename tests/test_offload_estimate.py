@@ -1,4 +1,4 @@
-"""The buyer's question: more of any tier is never slower, and a hand calculation agrees."""
+"""Offload estimates: more of any tier is never slower, and a hand calculation agrees."""
 
 from __future__ import annotations
 

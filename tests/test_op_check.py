@@ -1,6 +1,4 @@
-"""The check before a bench: every shape against the references, so tight that a wrong kernel fails
-it.
-"""
+"""The check before a benchmark: every shape against the references; a wrong kernel fails it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document describes what the server really answers."""
+"""The OpenAPI document matches the server's real responses."""
 
 from __future__ import annotations
 

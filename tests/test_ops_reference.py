@@ -1,7 +1,6 @@
-"""The reference ops against definitions written another way: torch's own, or a float64 loop over
-tokens.
+"""The reference ops against independent definitions: torch's own, or a float64 loop over tokens.
 
-Dimensions are unequal and lengths odd; caches are full of NaN where nothing was written.
+Dimensions are unequal and lengths odd; unwritten cache memory is NaN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights that a CPU keeps in an arrangement of its own: the same products, in no more memory."""
+"""Weights repacked for a CPU: the same GEMM results, in no more memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The page as a server sends it: its files, their headers, who may have them, and what they never
-do.
+"""The web page as the server sends it: files, headers, access control, and forbidden behaviour.
 
-What a browser makes of it is tests/browser's.
+tests/browser tests it in a browser.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Commands around the page: `serve --open`, `chat --web`, and `top`, which has the live view's
-numbers.
-"""
+"""Commands around the page: `serve --open`, `chat --web`, and `top` with live numbers."""
 
 from __future__ import annotations
 

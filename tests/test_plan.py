@@ -1,4 +1,4 @@
-"""`penstock plan`: simulated engines behave as measured ones, and as themselves step by step."""
+"""`penstock plan`: simulated engines match measured ones, and match the engine step by step."""
 
 from __future__ import annotations
 

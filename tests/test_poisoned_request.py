@@ -1,6 +1,4 @@
-"""A request that ends every engine it runs in, on a real server: two die of it, and all others go
-on.
-"""
+"""A request that kills every engine it runs in, on a real server: two die, others continue."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The seam between policy and device: a plan is all that crosses it, and it says nothing that only
-the device knows.
+"""The boundary of policy and device: only a plan crosses it, and it contains nothing that only the
+device knows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Vectors from the engine: those of transformers, and the same whatever else the engine does."""
+"""Embedding vectors match transformers, and do not depend on other work of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a memory budget buys, in numbers that can be checked by hand."""
+"""The pages and slots of a memory budget, checked by hand calculation."""
 
 from __future__ import annotations
 

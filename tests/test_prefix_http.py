@@ -1,5 +1,5 @@
-"""What is computed once is not computed again, told over HTTP: prefixes, sessions, the system
-prompt; and the guard against loops. The embedded model on a CPU, with pages of 16 tokens.
+"""Prefix reuse over HTTP: prefixes, sessions, the system prompt; and the loop guard. The embedded
+model on a CPU, with pages of 16 tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The prefix cache learns where prompts part: laws of what is reused, on the host, with a fake
-runner.
+"""The prefix cache learns where prompts diverge: what is reused, with a fake runner on the host.
 
-Pages have 64 tokens, as by default. A hybrid model can go on only where a state was kept, so these
-laws are about its checkpoints; the fake runner checks that every state that is restored is the
-right one.
+Pages have 64 tokens, the default. A hybrid model can resume only from a stored state, so these
+tests are about state checkpoints; the fake runner checks that every restored state is the right
+one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""On traces of block ids, as services record them, the prefix cache reuses most of what is
-possible.
+"""On recorded traces of block ids, the prefix cache reuses most of what is possible.
 
-Scheduler and cache alone, with the sizes of a large hybrid on one GPU: a state of it takes as much
-memory as 3,000 tokens of keys and values.
+Uses scheduler and cache alone, with the sizes of a large hybrid on one GPU: one of its states takes
+as much memory as keys and values of 3,000 tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The problems are right, training never sees a held-out one, and both sides spell a turn the same
-way.
-"""
+"""The problems are correct, training never sees held-out ones, and both format turns alike."""
 
 from __future__ import annotations
 

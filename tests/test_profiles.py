@@ -1,4 +1,4 @@
-"""`serve --profile` sets what was not given, and says what."""
+"""`serve --profile` sets the options that were not given, and reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests are refused before they cost anything, or carry everything an engine must know."""
+"""Requests are refused before they cost anything, or contain everything that an engine needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log-probabilities of a prompt are those that decoding it gives, however it was computed."""
+"""Log-probabilities of a prompt equal those of decoding it, however it was computed."""
 
 from __future__ import annotations
 

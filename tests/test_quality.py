@@ -1,6 +1,4 @@
-"""Quality is asked with the contest's shots, limits and metrics, of a sample: a count or a
-fraction.
-"""
+"""Quality evaluations use the contest's shots, limits and metrics, on a sample of given size."""
 
 from __future__ import annotations
 

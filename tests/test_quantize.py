@@ -1,5 +1,5 @@
-"""`penstock quantize`: what it writes is what transformers and we read, whatever the architecture,
-and a run that was killed goes on to the same bytes.
+"""`penstock quantize`: transformers and Penstock read its output, for every architecture, and a
+killed run resumes to the same bytes.
 """
 
 from __future__ import annotations

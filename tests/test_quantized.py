@@ -1,6 +1,4 @@
-"""Quantized safetensors: every format gives its own library's numbers, and models load from files
-of it.
-"""
+"""Quantized safetensors: every format gives its own library's numbers, and models load from it."""
 
 from __future__ import annotations
 

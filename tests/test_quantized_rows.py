@@ -1,6 +1,4 @@
-"""Rows that stay quantized in memory: the codes, scales and products of what was stored, in its
-bytes.
-"""
+"""Rows that stay quantized in memory: codes, scales and GEMM results, in the stored bytes."""
 
 from __future__ import annotations
 

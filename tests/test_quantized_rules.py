@@ -1,4 +1,4 @@
-"""Tiles of products with quantized rows: whatever the sizes, a block's memory is enough."""
+"""Tile rules of quantized GEMMs: a block's shared memory suffices for every size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random GGUF files of a shape: other readers take them for real ones, and a model of them runs."""
+"""Random GGUF files: other readers accept them, and a model from one runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine on several ranks answers as one on a single rank does, whatever requests ask for."""
+"""An engine on several ranks gives the replies of a single rank, for any request."""
 
 from __future__ import annotations
 

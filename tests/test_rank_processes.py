@@ -1,6 +1,4 @@
-"""Ranks as processes: they start and end with their engine, and its error names the one that
-failed.
-"""
+"""Rank processes start and end with their engine, and its error names the rank that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's part of a step, timed alone: `penstock bench step --tp`, and NCCL in CUDA graphs."""
+"""One rank's shard of a step, timed alone: `penstock bench step --tp`, and NCCL in CUDA graphs."""
 
 from __future__ import annotations
 

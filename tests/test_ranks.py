@@ -1,4 +1,4 @@
-"""One model over several ranks: its parts are those of the whole, and so are its logits."""
+"""One model on several ranks: shards are slices of the whole, and the logits are equal."""
 
 from __future__ import annotations
 

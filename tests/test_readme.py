@@ -1,6 +1,4 @@
-"""The README keeps its word: its commands exist, its example runs, and claims no speed without a
-result.
-"""
+"""The README is true: its commands exist, its example runs, and every speed has a result file."""
 
 from __future__ import annotations
 

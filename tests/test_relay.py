@@ -1,5 +1,5 @@
-"""A relay continues the stream of a lost server at another one: the client's bytes are those of a
-stream that nothing happened to, wherever it was cut.
+"""A relay continues the stream of a lost server on another one: the client's bytes are those of an
+uninterrupted stream, wherever it was cut.
 """
 
 from __future__ import annotations

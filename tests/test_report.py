@@ -1,4 +1,4 @@
-"""The page of results: every number is a measurement, nothing is fetched, nothing is made up."""
+"""The results page: every number is a measurement, and nothing is fetched or made up."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which experts stay: no place is owned twice, what is in use stays, and neither the cycle through
-the layers nor a long prompt empties a tier.
+"""Expert residency: no slot has two owners, experts in use stay, and neither the cycle through the
+layers nor a long prompt empties a tier.
 """
 
 from __future__ import annotations

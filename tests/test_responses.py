@@ -1,4 +1,4 @@
-"""The Responses API without a server: items and turns, the machine that makes events, the store."""
+"""The Responses API without a server: items and turns, the event state machine, the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reply that goes on in another engine is the reply it would have been, wherever it is cut."""
+"""A reply that continues in another engine is identical, wherever it is cut."""
 
 from __future__ import annotations
 

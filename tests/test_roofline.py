@@ -1,4 +1,4 @@
-"""What a model weighs and the least a step can cost, against numbers worked out elsewhere."""
+"""Model size and the lower bound of a step's time, against independent numbers."""
 
 from __future__ import annotations
 

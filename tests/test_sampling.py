@@ -1,6 +1,4 @@
-"""Laws of drawing a token: repeatable by seed, independent of the batch, and distributed as
-promised.
-"""
+"""Sampling: reproducible by seed, independent of the batch, and correctly distributed."""
 
 from __future__ import annotations
 

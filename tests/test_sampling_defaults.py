@@ -1,6 +1,4 @@
-"""The operator's sampling parameters: a request's own fields win, and wrong ones are refused at
-start.
-"""
+"""The operator's sampling defaults: request fields override them; wrong ones fail at start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Laws of continuous batching, on the host: a fake runner checks every read and write of every
-step.
+"""Invariants of continuous batching, on the host: a fake runner checks every read and write.
 
-The random histories mix everything at once; the named laws say what each rule is for.
+Random histories mix everything; the named tests state each rule.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Log-probabilities by the hundred thousand: no frame too long, no encoding that others wait
-for.
-"""
+"""Log-probabilities by the hundred thousand: bounded frames, and no encoding that blocks others."""
 
 from __future__ import annotations
 

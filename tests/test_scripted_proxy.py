@@ -1,6 +1,4 @@
-"""The proxy of the matrix of clients: one scripted call that the SDKs can read, and then the
-server.
-"""
+"""The proxy of the client matrix: one scripted call that SDKs can read, then the real server."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Prompts as segments: what a prompt is, ids or more, enters one chain of digests, and the prefix
-cache and the router find prompts by that chain alone."""
+"""Prompts as segments: everything in a prompt, ids or other content, enters one chain of digests,
+and the prefix cache and the router use only that chain.
+"""
 
 from __future__ import annotations
 

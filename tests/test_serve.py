@@ -1,4 +1,4 @@
-"""The server as its clients meet it: a real process, the tiny model, and the openai package."""
+"""The server from a client's side: a real process, the tiny model, and the openai package."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Bodies that nobody means well with, mutated, confused, deep or huge: a clear 4xx, and nobody
-disturbed.
-"""
+"""Malicious bodies, mutated, confused, deep or huge: a clear 4xx, and no effect on others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Who is answered and who is not, and what every answer carries: the app alone, without server or
-engine.
-"""
+"""Access control, and the headers of every response: the app alone, without server or engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Pages in a browser: what one of another site can make its visitor send is refused, in every
-API.
-"""
+"""Cross-site requests from browsers are refused, in every API."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Every API keeps control tokens in content apart from those of the chat template, told by what it
-counts.
+"""Every API separates control tokens in content from those of the chat template, by token counts.
 
-A forged control token is one token if it is obeyed, and as many as its spelling has if it is text.
+A forged control token counts as one token if it is obeyed, and as several if it is text.
 """
 
 from __future__ import annotations

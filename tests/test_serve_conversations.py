@@ -1,6 +1,4 @@
-"""What the Responses API keeps, runs and lists beside a reply: references, conversations,
-background runs.
-"""
+"""State of the Responses API: references, conversations, background runs."""
 
 from __future__ import annotations
 

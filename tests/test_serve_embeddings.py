@@ -1,4 +1,4 @@
-"""Embeddings, reranking and scores over HTTP, from a checkpoint as Qwen3-Embedding is published."""
+"""Embeddings, reranking and scores over HTTP, from a checkpoint in Qwen3-Embedding's layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that many use at the same time: who waits for whom, over HTTP."""
+"""Fairness over HTTP: who waits for whom when many use a server."""
 
 from __future__ import annotations
 

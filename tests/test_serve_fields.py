@@ -1,6 +1,4 @@
-"""Fields over HTTP: every name of a form is enforced, salts part caches, a refusal has its API's
-own form.
-"""
+"""Fields over HTTP: response formats are enforced, salts separate caches, errors fit the API."""
 
 from __future__ import annotations
 

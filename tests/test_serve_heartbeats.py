@@ -1,4 +1,4 @@
-"""Streams whose first token takes long: headers and heartbeats come before it, errors as events."""
+"""Streams with a slow first token: headers and heartbeats come before it, errors as events."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""HTTP as clients other than browsers speak it: version 1.0, half-closed connections, more than
-fit.
-"""
+"""HTTP of clients other than browsers: version 1.0, half-closed and too many connections."""
 
 from __future__ import annotations
 

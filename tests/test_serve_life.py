@@ -1,6 +1,4 @@
-"""How a server starts, ends and survives: signals, dead processes, busy ports, engines that cannot
-start.
-"""
+"""Start, shutdown and failures: signals, dead processes, busy ports, engines that cannot start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many clients at once: no answer depends on the others, and clients that leave free everything."""
+"""Many clients at once: replies are independent, and disconnects free all resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What /metrics says adds up, and is what the replies said."""
+"""/metrics is consistent, and matches the replies."""
 
 from __future__ import annotations
 

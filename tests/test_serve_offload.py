@@ -1,4 +1,4 @@
-"""A server whose device does not hold all experts: what it says, and what it says about itself."""
+"""A server with offloaded experts: its replies, and what it reports about itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A server as its operator knows it: time limits, priorities, its log, SageMaker's routes, rude
-clients.
-"""
+"""Operation: time limits, priorities, the log, SageMaker's routes, abusive clients."""
 
 from __future__ import annotations
 

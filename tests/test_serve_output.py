@@ -1,4 +1,4 @@
-"""What vLLM's clients ask for beside OpenAI's fields is honoured exactly, or refused by name."""
+"""vLLM's extra output fields are honoured exactly, or refused by name."""
 
 from __future__ import annotations
 

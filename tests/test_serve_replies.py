@@ -1,6 +1,4 @@
-"""A reply that grows: however its tokens arrive, it says and counts the same. No engine, no
-HTTP.
-"""
+"""Incremental replies: the same text and counts for any arrival of tokens. No engine, no HTTP."""
 
 from __future__ import annotations
 

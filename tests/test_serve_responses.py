@@ -1,6 +1,4 @@
-"""The Responses API as its clients meet it: the embedded model on a real server, asked by
-openai.
-"""
+"""The Responses API with the openai package: the embedded model on a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that drafts answers as one that does not: whole requests, with all that a server adds."""
+"""A server with speculation gives the same replies: whole requests, with all server features."""
 
 from __future__ import annotations
 

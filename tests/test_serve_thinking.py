@@ -1,6 +1,4 @@
-"""A model whose template thinks by default, as Qwen's does: what clients see, and what operators
-decide.
-"""
+"""A template that thinks by default, as Qwen's does: client view and operator settings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a chat reply may be: calls, JSON, thoughts. The embedded model on a real server, asked by
-openai.
-"""
+"""Chat replies: calls, JSON, thoughts. The embedded model on a real server, with openai."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A session goes on when only the new message is sent, in every API. The embedded model on a real
-server.
-"""
+"""A session continues with only the new message, in every API. A real server."""
 
 from __future__ import annotations
 

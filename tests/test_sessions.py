@@ -1,6 +1,4 @@
-"""Laws of sessions: what a conversation has computed stays for its next turn, and never in
-anybody's way.
-"""
+"""Sessions keep the prefix of a conversation for its next turn, and never block other work."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A few tokens times a bf16 weight, in C++: exact sums, the same for a token whatever stands beside
-it.
-"""
+"""The CUDA skinny GEMM: exact sums, and a token's result does not depend on its batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a user types after --model, what the answer is when it is wrong, and what the presets
-are.
-"""
+"""Resolution of --model, its errors, and the presets."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Speculation is exact: an engine that drafts says what a plain engine says, token for token.
+"""Speculation is exact: an engine that drafts gives the tokens of a plain engine.
 
-In deterministic mode also with the same bits: log-probabilities are compared with ==. A scripted
-drafter is right or wrong at every place; whether a draft is good never matters to the laws.
+In deterministic mode also the same bits: log-probabilities are compared with ==. A scripted drafter
+is right or wrong at every position; the quality of drafts never affects correctness.
 """
 
 from __future__ import annotations

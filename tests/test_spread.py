@@ -1,4 +1,4 @@
-"""How many GPUs an engine gets if nobody says: as many as its weights need."""
+"""The default number of GPUs of an engine: as many as its weights need."""
 
 from __future__ import annotations
 

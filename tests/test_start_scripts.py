@@ -1,6 +1,4 @@
-"""start_server.sh and stop_server.sh: what they say and leave behind, also when something is
-wrong.
-"""
+"""start_server.sh and stop_server.sh: output and files, also after errors."""
 
 from __future__ import annotations
 

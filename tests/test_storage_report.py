@@ -1,4 +1,4 @@
-"""How weights are stored is said by part and by scheme, by `inspect`, /v1/models and /health."""
+"""The storage format of weights, by part and scheme, in `inspect`, /v1/models and /health."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A stream never shows half a character nor any part of a stop string, and adds up to the whole
-text.
-"""
+"""A stream never shows half a character or part of a stop string, and gives the whole text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates render as the reference engine renders them, refuse politely, and cannot reach out."""
+"""Templates render as in the reference engine, fail with clear errors, and are sandboxed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Templates cannot run away: memory and time are limited, and what stops one costs only its own
-request.
-"""
+"""Template processes have limits of memory and time; exceeding them fails only one request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sends another key finds nothing of what others have said, neither in caches nor by name."""
+"""A client with another API key finds nothing of other clients, in caches or by name."""
 
 from __future__ import annotations
 

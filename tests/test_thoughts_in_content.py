@@ -1,6 +1,4 @@
-"""Thoughts in content: the text of a reply with its tags, however it is cut, and calls that stay
-calls.
-"""
+"""Thoughts in content: a reply's text with tags, for any split, and calls stay calls."""
 
 from __future__ import annotations
 

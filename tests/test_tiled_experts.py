@@ -1,4 +1,4 @@
-"""Experts on a CPU out of a GPU's tiles: near the products of the expanded weights."""
+"""Experts on a CPU from GPU tiles: close to the results of dequantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles hold the numbers of the file, whatever its format: the order is theirs, nothing else is."""
+"""Tiles are lossless for every format: only the order of codes changes."""
 
 from __future__ import annotations
 

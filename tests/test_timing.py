@@ -1,4 +1,4 @@
-"""`--timing`: a line a second that says where steps spend their time, and changes no token."""
+"""`--timing`: one line per second about where steps spend time; changes no token."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The blocks kernels see: every token of a row of several, once, in order, and no block across a
-boundary.
-"""
+"""The token blocks of kernels: each token of a row once, in order, no block across a boundary."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Ids and text agree with the `tokenizers` library and with golden cases; ends of turns are
-found.
-"""
+"""Ids and text match the `tokenizers` library and golden cases; ends of turns are found."""
 
 from __future__ import annotations
 

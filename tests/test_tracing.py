@@ -1,6 +1,4 @@
-"""Traces: a span for each request that says what was generated, and none where nobody asked for
-them.
-"""
+"""Tracing: one span per request with its generation statistics, and none unless enabled."""
 
 from __future__ import annotations
 

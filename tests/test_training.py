@@ -1,6 +1,4 @@
-"""Laws of the training code: the model is Qwen3.5-MoE, and a run learns, resumes and exports
-exactly.
-"""
+"""The training code: the model is Qwen3.5-MoE; a run learns, resumes exactly and exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafting head that is trained on its own states: it sees what an engine's cache would hold."""
+"""Training of the drafting head on its own states: it sees what an engine's cache would hold."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""docs/troubleshooting.md quotes messages that this code gives, word for word, and names real
-flags.
-"""
+"""docs/troubleshooting.md quotes real messages, word for word, and names real flags."""
 
 from __future__ import annotations
 

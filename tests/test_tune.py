@@ -1,6 +1,4 @@
-"""`penstock tune`: it asks every kernel of a step, tries what their files offer, and says no on a
-CPU.
-"""
+"""`penstock tune`: covers every kernel of a step, tries all candidates, and refuses a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cheap work overtakes expensive work, which is not starved, and never takes the last place."""
+"""Cheap work overtakes expensive work, without starving it or taking the last place."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every flag of every command is an environment variable; a typed flag beats it, a misspelt one is
-said.
-"""
+"""Every flag is also an environment variable; flags override it, misspelt ones are reported."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a checkpoint's files say of its vectors and scores, and scores as transformers would give
-them.
-"""
+"""Embedding and score settings of a checkpoint, and scores compared with transformers."""
 
 from __future__ import annotations
 

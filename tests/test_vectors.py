@@ -1,6 +1,4 @@
-"""Calls for many vectors on engines without processes: what they hold, what they outlive, what they
-leave.
-"""
+"""Requests for many vectors, with engines that are not processes: limits, crashes, cleanup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's flags mean the same here or are answered by name, and docs/vllm.md lists every one."""
+"""vLLM's flags mean the same here or are refused by name, and docs/vllm.md lists all of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checkpoints, whole and broken: what is loaded is what was stored, and what cannot be is said at
-once.
-"""
+"""Checkpoints, whole and broken: loads exactly what was stored, or fails at once."""
 
 from __future__ import annotations
 

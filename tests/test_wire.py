@@ -1,6 +1,4 @@
-"""The road between server and engine: every message arrives as it was, and nothing else gets
-through.
-"""
+"""Messages of server and engine: each arrives unchanged, and nothing else is accepted."""
 
 from __future__ import annotations
 

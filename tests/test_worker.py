@@ -1,4 +1,4 @@
-"""The engine's process takes requests in without holding up the replies under way."""
+"""The engine process accepts requests without delaying running replies."""
 
 from __future__ import annotations
 

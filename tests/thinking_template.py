@@ -1,6 +1,4 @@
-"""A chat template that thinks by default, as the published ones of Qwen do; the tiny model's own
-does not.
-"""
+"""A chat template that thinks by default, like Qwen's; the tiny model's own does not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Ranks as threads of one process: the same collectives as between processes, without their
-start.
-"""
+"""Ranks as threads of one process: the same collectives, without the start of processes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The embedded model with two of its twelve layers, one of each kind: a step takes a quarter of the
 time.
 
-Its words mean nothing: it is for tests that ask who waits for whom and what is kept, not what is
-said.
+Its output is meaningless: it is for tests of scheduling and caching, not of text.
 """
 
 from __future__ import annotations
