@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-CLARITY = 10.0  # of a token's wish for an expert; what the layers add to it has an rms of about 1
+CLARITY = 10.0  # of a chosen expert's direction in an embedding; layers add an rms of about 1
 
 
 @torch.no_grad()

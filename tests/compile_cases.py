@@ -41,9 +41,9 @@ from penstock.ops.triton import (
 from penstock.weights.packing import pack
 from quantized_codes import make_codes
 
-E4M3_KERNELS = {fp8.__name__: 89, moe_fp8_gemm.__name__: 89}  # modules, and their first card
+E4M3_KERNELS = {fp8.__name__: 89, moe_fp8_gemm.__name__: 89}  # module: lowest compute capability
 EXPERT_MODES = (quantized.GATE_UP, quantized.DOWN_PAIRS, quantized.DOWN_TOKEN)
-# A kernel, the types of its arguments, the values of its constexprs, and its options.
+# Kernel, argument types, constexpr values, compile options.
 CompileCase = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
 
 
@@ -79,7 +79,7 @@ def sampling_cases() -> list[CompileCase]:
     return cases
 
 
-# Of the arguments that kernels of products share, for a model in bf16.
+# Argument types shared by the GEMM kernels, for a bf16 model.
 _PRODUCT_TYPES = {
     "p_x": "*bf16",
     "p_norm": "*fp32",
@@ -495,7 +495,7 @@ def fp8_cases() -> list[CompileCase]:
     ]  # fmt: skip
     experts = {"E": 256, "HAS_SHARED": True, "SLOTS": 9, "BLOCK_M": moe_fp8_gemm.BLOCK_M, **steps}
     for is_down, tile, N, K, result in (
-        (False, moe_fp8_gemm.SMALL_GATE_UP, 1024, 2048, "*fp8e4nv"),  # first: it fits all cards
+        (False, moe_fp8_gemm.SMALL_GATE_UP, 1024, 2048, "*fp8e4nv"),  # first: it fits all GPUs
         (False, moe_fp8_gemm.GATE_UP, 1024, 2048, "*fp8e4nv"),
         (True, moe_fp8_gemm.DOWN, 2048, 512, "*bf16"),
     ):
@@ -762,7 +762,7 @@ def quantized_cases() -> list[dict[str, int]]:
     return cases
 
 
-CARDS = {  # processors, bytes of shared memory that a block may have, blocks of a cluster
+CARDS = {  # SMs, shared memory per block in bytes, blocks per cluster
     80: Card(108, 163 * 1024, 1),
     86: Card(84, 99 * 1024, 1),
     89: Card(128, 99 * 1024, 1),

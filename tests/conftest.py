@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
-)  # before torch: two workers with two threads each crawl
+)  # before torch: two workers with two threads each are very slow
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault(
         "TRITON_INTERPRET", "1"
-    )  # before triton: its kernels are then plain Python
+    )  # before triton: kernels then run in its interpreter
 
 from serving import MAX_QUEUE, Server, start_server
 
@@ -57,9 +57,9 @@ def _values_of(item: pytest.Function) -> set[tuple[str, str]]:
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    # libraries and tests stay: to look through them again and again took an eighth of the time
+    # Libraries and tests stay alive: scanning them in every collection took an eighth of the time.
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # few objects of a test are in cycles
+    gc.set_threshold(20_000, 20, 20)  # tests create few reference cycles
 
 
 def pytest_sessionfinish() -> None:

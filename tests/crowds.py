@@ -23,8 +23,8 @@ from typing import Any
 Address = tuple[str, int]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-ARRIVAL_S = 10.0  # in which all of the rude ones come
-PAUSES_S = (0.2, 0.6)  # of a polite client between its requests
+ARRIVAL_S = 10.0  # all abusive clients connect within this time
+PAUSES_S = (0.2, 0.6)  # between requests of a polite client
 POLITE_TOKENS = 8
 
 
@@ -54,7 +54,7 @@ def stream_request(draw: random.Random, num_tokens: int) -> bytes:
 class Waits:
     """Seconds that polite clients waited, for each of their requests."""
 
-    first_s: list[float] = field(default_factory=list)  # until the first words of a reply
+    first_s: list[float] = field(default_factory=list)  # time to first text
     whole_s: list[float] = field(default_factory=list)
 
     def __add__(self, other: Waits) -> Waits:
@@ -105,12 +105,12 @@ def wait_among(
 
 async def half_send_head(streams: Streams, draw: random.Random) -> None:
     streams[1].write(head(100)[: draw.randrange(5, 60)])
-    await asyncio.sleep(draw.uniform(1, 60))  # the server waits for 10 seconds
+    await asyncio.sleep(draw.uniform(1, 60))  # the server's limit is 10 seconds
 
 
 async def half_send_body(streams: Streams, draw: random.Random) -> None:
     streams[1].write(head(100_000) + b'{"messages": [' + b" " * draw.randrange(50_000))
-    await asyncio.sleep(draw.uniform(1, 60))  # the server waits for 30 seconds
+    await asyncio.sleep(draw.uniform(1, 60))  # the server's limit is 30 seconds
 
 
 async def read_slowly(streams: Streams, draw: random.Random) -> None:
@@ -141,7 +141,7 @@ async def drip(streams: Streams, draw: random.Random) -> None:
 
 
 Manner = Callable[[Streams, random.Random], Coroutine[Any, Any, None]]
-# What they ask for is little: how fast a core generates is measured elsewhere.
+# Replies are short: generation speed is measured elsewhere.
 STORM: dict[Manner, int] = {half_send_head: 8, half_send_body: 8, read_slowly: 3, leave_midway: 1}
 
 
@@ -149,9 +149,9 @@ STORM: dict[Manner, int] = {half_send_head: 8, half_send_body: 8, read_slowly: 3
 class RudeCrowd:
     address: Address
     until: float
-    manners: dict[Manner, int]  # with how often, in proportion
+    manners: dict[Manner, int]  # weights of each behaviour
     counts: Counter[str] = field(default_factory=Counter)
-    longest_s: float = 0.0  # that a connection lasted which did not end with all of them
+    longest_s: float = 0.0  # longest connection that did not end with the run
 
     async def act(self, seed: int) -> None:
         draw = random.Random(seed)

@@ -35,7 +35,7 @@ from penstock.types import (
 )
 
 VOCAB_SIZE = 12
-GARBAGE = -1  # where a rejected draft was
+GARBAGE = -1  # content of rejected drafts
 
 
 def sample_token(
@@ -69,9 +69,9 @@ class _Row:
     admission: Admission
     page_table: dict[int, int] = field(default_factory=dict)
     tokens: list[int] | None = None
-    start: int = 0  # of the step that runs
-    accepted: tuple[int, ...] = ()  # drafts of that step
-    journal: tuple[int, ...] = ()  # drafts of the step before that were right
+    start: int = 0  # position of the running step
+    accepted: tuple[int, ...] = ()  # drafts of that step that were right
+    journal: tuple[int, ...] = ()  # right drafts of the previous step
     last_sample: int | None = None
 
     def next_token(self, context: tuple[int, ...]) -> int:
@@ -80,7 +80,7 @@ class _Row:
         forbidden = admission.end_token_ids if is_too_short else ()
         return sample_token(context, admission.sampling.logit_bias, forbidden)
 
-    summed: list[int] = field(default_factory=list)  # tokens in a mean so far
+    summed: list[int] = field(default_factory=list)  # tokens of the running mean
 
 
 class FakeRunner:
@@ -90,7 +90,7 @@ class FakeRunner:
         page_size: int,
         has_pages: bool,
         has_slots: bool,
-        known_tokens: Callable[[int], list[int]],  # the host's tokens of the sequence in a row
+        known_tokens: Callable[[int], list[int]],  # row -> tokens of its sequence on the host
     ) -> None:
         self.page_size = page_size
         self.has_pages = has_pages
@@ -295,10 +295,10 @@ class Setup:
     max_model_len: int = 64
     max_checkpoints: int | None = None
     prefix_cache: bool = True
-    session_bytes: int = 0  # that sessions may hold; a page has one, a slot two
-    session_s: int = 1000  # that an unused session is kept
-    decode_tokens: int = 1  # that a decode brings at most
-    depth: int = 0  # how many steps the host plans ahead of the outputs it has seen
+    session_bytes: int = 0  # budget of sessions; a page counts 1, a slot 2
+    session_s: int = 1000  # lifetime of an unused session
+    decode_tokens: int = 1  # most tokens that a decode adds
+    depth: int = 0  # steps planned ahead of the last output seen
 
 
 class World:
@@ -342,13 +342,13 @@ class World:
         self.sequences: dict[str, Sequence] = {}
         self.replies: dict[str, list[int]] = {}
         self.finishes: dict[str, str] = {}
-        self.scores: dict[str, list[int]] = {}  # places of prompts
+        self.scores: dict[str, list[int]] = {}  # positions in prompts
         self.vectors: dict[str, bytes] = {}
         self.deltas: list[TokenDelta] = []
         self.plans: list[StepPlan] = []
-        self.num_sessions = 0  # when everybody had been served
+        self.num_sessions = 0  # at the end of the history
         self._pending: deque[StepOutput] = deque()
-        self._sampled: list[Sequence] = []  # have sampled in the row they hold
+        self._sampled: list[Sequence] = []  # sequences that have sampled in their current row
 
     def submit(self, request: Request) -> Sequence:
         self.sequences[request.id] = self.scheduler.submit(request)
@@ -460,7 +460,7 @@ class World:
         setup = self.setup
         self._sampled = [
             sequence for sequence in decoding if sequence.row is not None
-        ]  # less the preempted
+        ]  # without preempted ones
         rows = {row.row for row in plan.rows}
         assert len(rows) <= setup.max_rows
         assert rows <= set(range(setup.max_rows))

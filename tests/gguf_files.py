@@ -30,7 +30,7 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
-# By the name of the architecture in the file.
+# Keys are architecture names of GGUF files.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
         **LLAMA,
@@ -129,10 +129,10 @@ def write_gguf(
     config: Mapping[str, Any],
     state: Mapping[str, Tensor],
     *,
-    matrices: str = "F32",  # the type of all matrices that it can store
-    is_expanded: bool = False,  # and then written as float32
+    matrices: str = "F32",  # type of all matrices that fit its block size
+    is_expanded: bool = False,  # written as float32 after quantization
     metadata: Mapping[str, Any] | None = None,
-    extra: Mapping[str, tuple[np.ndarray, str]] | None = None,  # tensors as they stand in the file
+    extra: Mapping[str, tuple[np.ndarray, str]] | None = None,  # additional tensors of the file
     fuses_experts: bool = False,  # gate and up in one tensor
     **settings: Any,  # of the writer
 ) -> Path:

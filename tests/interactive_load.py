@@ -20,7 +20,7 @@ from penstock.types import Request, SamplingParams, StepOutput, StepPlan
 H200 = Path(__file__).parent.parent / "results" / "h200"
 SHORT = (64, 32)  # tokens of prompt and reply
 BULK = (8192, 256)
-NUM_BULK = 32  # of them are always there
+NUM_BULK = 32  # bulk requests in flight at any time
 SHORTS_PER_S = 5.0
 
 
@@ -45,7 +45,7 @@ class StepTime:
 
     def _shared_ms(self, num_tokens: int) -> float:
         right = bisect.bisect_left(self._points, (num_tokens, 0.0))
-        right = min(max(right, 1), len(self._points) - 1)  # beyond the last as between the last two
+        right = min(max(right, 1), len(self._points) - 1)  # extrapolates from the last two points
         (x0, y0), (x1, y1) = self._points[right - 1 : right + 1]
         return y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0)
 

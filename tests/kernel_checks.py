@@ -33,7 +33,7 @@ PLACES = [
 ]
 FULL_SIZE = [pytest.param("cuda", torch.bfloat16, marks=ON_GPU, id="compiled-bf16")]
 
-# How keys and values are stored: as the model's dtype says, or in codes with scales.
+# Storage of keys and values: in the model's dtype, or as codes with scales.
 STORED = [
     pytest.param(None, id="plain"),
     pytest.param(torch.float8_e4m3fn, id="fp8"),

@@ -40,7 +40,7 @@ from stub_engine import launch_stub, run_stub
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "The river carries water from the hills to the sea, and nobody asks it why it does so. "
-SETTLE_S = 0.5  # after the last stream has begun, and before the first one ends
+SETTLE_S = 0.5  # after the start of the last stream, and before the end of the first
 TOKEN, END = b'"delta":{"content":"', b"data: [DONE]"  # in events; the first has a role instead
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -133,7 +133,7 @@ def started(num_engines: int, step_s: float, record: str) -> Iterator[tuple[int,
 @dataclass(slots=True)
 class Stream:
     connection: socket.socket
-    arrivals_s: list[float] = field(default_factory=list)  # one for each event with a token
+    arrivals_s: list[float] = field(default_factory=list)  # one per event with a token
     tail: bytes = b""
 
 
@@ -191,7 +191,7 @@ def measure(num_engines: int, num_streams: int, step_s: float, seconds: float) -
         tempfile.TemporaryDirectory() as record,
         started(num_engines, step_s, record) as (pid, port),
     ):
-        read_streams(port, num_engines, 4)  # everything is imported and has run
+        read_streams(port, num_engines, 4)  # warm-up
         servers_s, clients_s, begun_s = cpu_s(pid), time.process_time(), time.monotonic()
         arrivals = read_streams(port, num_engines * num_streams, num_tokens)
         wall_s = time.monotonic() - begun_s

@@ -11,8 +11,7 @@ from penstock.eval.stream_client import StreamedReply, Target, exchange, read_an
 from serving import Server
 
 TIMEOUT_S = 120.0
-# Replies are equal to the last bit, wherever they are computed, only in fixed tiles and whole
-# chunks.
+# Replies are bitwise equal on every engine only with fixed tiles and whole chunks.
 NODE_ENGINE = {"deterministic": True, "page_size": 64, "max_model_len": 1024, "max_rows": 4}
 
 

@@ -12,7 +12,7 @@ from packed_checkpoints import FORMATS, pack_state, plain_state, write
 from penstock.weights.codes import Codes, Scales
 from small_models import HYBRID_MOE
 
-WIDE_MOE = HYBRID_MOE | dict.fromkeys(  # rows that fill blocks of 128 columns
+WIDE_MOE = HYBRID_MOE | dict.fromkeys(  # widths that are multiples of 128
     ("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 128
 )
 BYTE, SIGNED = torch.uint8, torch.int8
@@ -59,7 +59,7 @@ def make_codes(kind: str, N: int, K: int) -> Codes:
         return Codes(numbers(-128, 128, N, K, dtype=SIGNED), 8, (1, K), Scales(reals(N, 1)))
     assert kind == "fp8"
     values = torch.randn(N, K, generator=torch.Generator().manual_seed(0)) * 100
-    values = values.clamp(-240, 240).to(torch.float8_e4m3fn)  # no low bits of theirs make a NaN
+    values = values.clamp(-240, 240).to(torch.float8_e4m3fn)  # so no low bits encode NaN
     return Codes(values, 8, (128, 128), Scales(reals(-(-N // 128), groups)))
 
 

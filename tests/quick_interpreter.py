@@ -52,7 +52,7 @@ def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         functions = [tl.tensor.__add__, *(module.load for module in modules)]
         if any(tl.core.is_builtin(function) for function in functions):
             return patch(fn)
-        return interpreter._LangPatchScope()  # of nothing: the launch restores what it has patched
+        return interpreter._LangPatchScope()  # empty: the launch itself restores its patches
 
     return patch_what_is_not
 

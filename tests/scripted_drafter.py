@@ -12,7 +12,7 @@ from small_models import make_engine, run, tokens_of
 NUM_DRAFTS = 3
 NO_DRAFT = -1
 ALWAYS_RIGHT = 99
-# The place of the first wrong draft, step by step; a row without drafts is a plain decode.
+# Index of the first wrong draft, per step; a row without drafts is a plain decode.
 EVERY_PLACE = (0, 1, 2, ALWAYS_RIGHT, NO_DRAFT, ALWAYS_RIGHT, NO_DRAFT, NO_DRAFT, 1, 0)
 
 
@@ -26,7 +26,7 @@ class ScriptedDrafter:
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         step = self.num_steps.get(sequence.id, 0)
         self.num_steps[sequence.id] = step + 1
-        # Rows of one batch are at different places of the script.
+        # Rows of one batch are at different positions of the script.
         wrong = self.script[(step + sequence.arrival) % len(self.script)]
         if wrong == NO_DRAFT:
             return ()
@@ -48,7 +48,7 @@ def drafting_engine(
     engine = make_engine(config, speculate=f"ngram:{NUM_DRAFTS}", **settings)
     said = {id: tokens_of(deltas) for id, deltas in replies.items()}
     engine.policy.speculator.drafter = ScriptedDrafter(said, script)
-    engine.policy.speculator.pace = None  # whether or not it pays
+    engine.policy.speculator.pace = None  # even if it does not pay off
     return engine
 
 

@@ -110,7 +110,7 @@ class ScriptedServer:
         self, writer: asyncio.StreamWriter, content: Any, status: str = "200 OK"
     ) -> None:
         data = json.dumps(content).encode()
-        # Without Connection: close, as a server that keeps its connections would answer.
+        # Without "Connection: close", like a server with keep-alive.
         writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
         await writer.drain()
 
@@ -128,7 +128,7 @@ def scripted_server(**fields: Any) -> Iterator[ScriptedServer]:
         try:
             await asyncio.Event().wait()
         finally:
-            server.close()  # now: what is left of a connection may keep its server alive
+            server.close()  # explicitly: a remaining connection may keep the server alive
 
     serving = loop.create_task(serve())
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 120.0
-MAX_QUEUE = 32  # of the server that tests share
+MAX_QUEUE = 32  # of the shared test server
 TINY_ENGINE = {
     "device": "cpu",
     "dtype": "float32",
@@ -34,7 +34,7 @@ TINY_ENGINE = {
     "max_model_len": 4096,
 }
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me about rivers."}]
-# The tiny model's weights are random: only a limit ends its replies.
+# The tiny model has random weights, so only max_tokens ends its replies.
 FREE = {"ignore_eos": True}
 
 
@@ -99,13 +99,13 @@ class Server:
 
     def stats(self) -> dict[str, Any]:
         stats: dict[str, Any] | None = None
-        while stats is None:  # null while the engine is in a long step
+        while stats is None:  # null while the engine runs a long step
             stats = self.health().json()["stats"]
         return stats
 
     def is_idle(self) -> bool:
         stats = self.stats()
-        pages_back = stats["num_free_pages"] == stats["num_pages"] - 1  # page 0 is never handed out
+        pages_back = stats["num_free_pages"] == stats["num_pages"] - 1  # page 0 is never allocated
         return pages_back and stats["num_running"] == 0 and stats["num_waiting"] == 0
 
     def end_sessions(self) -> None:
@@ -124,15 +124,15 @@ def start_server(
     engine: dict[str, Any] | None = None,
     serve: dict[str, Any] | None = None,
     wait_for: str = "ready",
-    log: IO[str] | None = None,  # where its stderr goes, if not to ours
-    max_files: int | None = None,  # that it may open
-    path: Path | None = None,  # of modules that it and its engines find besides
+    log: IO[str] | None = None,  # for its stderr; None: inherited
+    max_files: int | None = None,  # limit of open files
+    path: Path | None = None,  # additional module path of server and engines
 ) -> Iterator[Server]:
     settings = {"engine": {**TINY_ENGINE, **(engine or {})}, "serve": {"port": 0, **(serve or {})}}
     limit = [] if max_files is None else ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash"]
     process = subprocess.Popen(
         [*limit, sys.executable, __file__, json.dumps(settings)],
-        stdin=subprocess.DEVNULL,  # no terminal, whoever runs the tests
+        stdin=subprocess.DEVNULL,  # never a terminal
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
@@ -178,7 +178,7 @@ def engine_pids_of(server_pid: int) -> list[int]:
 def command_of(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:  # it ended since it was listed
+    except FileNotFoundError:  # the process has ended meanwhile
         return b""
 
 
@@ -186,7 +186,7 @@ def child_pids(pid: int) -> list[int]:
     """Of all its threads: each has those that it started."""
     children: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended since it was listed
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             children += map(int, file.read_text().split())
     return children
 

@@ -61,8 +61,8 @@ LLAMA: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 FAMILIES = {"hybrid_moe": HYBRID_MOE, "hybrid_dense": HYBRID_DENSE, "llama": LLAMA}
-# For laws of the engine, which take many steps: two layers with states, so that one could take the
-# other's, and one with keys.
+# For engine tests with many steps: two layers with states, which could be confused, and one with
+# keys.
 _FEW_LAYERS = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention"] * 2 + ["full_attention"],
@@ -83,7 +83,7 @@ def load_weights(path: Path, **settings: Any) -> Any:
 
 def make_engine(config: dict[str, Any], **settings: Any) -> Engine:
     given = {"random_weights": True, "device": "cpu", "deterministic": True, "max_model_len": 1024}
-    given["memory_gb"] = 0.02  # to zero a gigabyte takes longer than most tests
+    given["memory_gb"] = 0.02  # zeroing a gigabyte takes longer than most tests
     engine_config = EngineConfig(**{**given, **settings})
     return Engine.from_source(ModelSource(name="small", path=None, config=config), engine_config)
 

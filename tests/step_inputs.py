@@ -27,7 +27,7 @@ class Row:
     pages: Sequence[int]
     slot: int
     start: int = 0
-    initial_slot: int | None = None  # None: where the state goes
+    initial_slot: int | None = None  # None: the slot that is written
     checkpoints: tuple[tuple[int, int], ...] = ()
 
 

@@ -36,7 +36,7 @@ def run_stub(
     socket_path: str,
     step_s: float,
     next_token: Callable[[Request], int],
-    on_idle: Callable[[], None] = lambda: None,  # the last request has ended
+    on_idle: Callable[[], None] = lambda: None,  # called when the last request has ended
 ) -> None:
     """The engine process. Takes part in a server as an engine does."""
     channel = EngineChannel.connect(socket_path)
@@ -52,7 +52,7 @@ def run_stub(
 
     threading.Thread(target=read, daemon=True).start()
     channel.send(Ready(INFO))
-    rows: dict[str, tuple[Request, int]] = {}  # with the tokens that are left
+    rows: dict[str, tuple[Request, int]] = {}  # request, remaining tokens
     due_s = 0.0
     while True:
         while not (rows and inbox.empty()):
@@ -65,7 +65,7 @@ def run_stub(
                     rows.pop(request_id, None)
                 case Shutdown():
                     return
-        # A GPU keeps its pace while the host is late, up to the one step that is planned ahead.
+        # While the host is late, a GPU continues for the one step that is planned ahead.
         due_s = max(due_s + step_s, time.monotonic() - step_s)
         time.sleep(max(0.0, due_s - time.monotonic()))
         deltas = []

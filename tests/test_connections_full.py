@@ -34,12 +34,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * 3600)]
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", 1_000_000))
 NUM_IN_FLIGHT = 64
-CHATS = 8  # one request of so many; the others are completions
-REPEATED = 5  # one completion of so many was asked before, and its prefix may still be there
+CHATS = 8  # one in this many requests; the others are completions
+REPEATED = 5  # one in this many completions repeats, so its prefix may be cached
 SAMPLE_S = 10.0
-WARM_UP_SHARE = 0.2  # of the requests: until then caches fill and pools grow
+WARM_UP_SHARE = 0.2  # of the requests, while caches fill and pools grow
 MAX_MIB_PER_HOUR = 5.0
-# All that an engine has, two layers of it: what computes is not what leaks.
+# A complete engine with only two layers: leaks do not depend on the compute.
 SMALLEST: dict[str, Any] = {
     **HYBRID_DENSE,
     "num_hidden_layers": 2,
@@ -51,27 +51,25 @@ SMALLEST: dict[str, Any] = {
     "num_key_value_heads": 1,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 1,
-    "vocab_size": 2560,  # the embedded model's, whose tokenizer it borrows
+    "vocab_size": 2560,  # of the embedded model, whose tokenizer it uses
 }
 
 NUM_IDLE = 9000
 NUM_STREAMS = 1000
-NUM_AT_ONCE = 250  # connections that are opened in one go
+NUM_AT_ONCE = 250  # connections opened concurrently
 TOKENS = 8
-AWAKE_S = (
-    40.0  # after which an idle connection asks for something small: the server closes it after 75
-)
+AWAKE_S = 40.0  # interval of small requests on idle connections; the server closes them after 75
 MAX_SERVER_MB = 500.0
 MAX_IDLE_KB = 10.0
 
 NUM_RUDE = 1000
 DRIP_S = 60.0
 NUM_POLITE = 8
-QUIET_S = 30.0  # before, and again after: what else the machine does may change
+QUIET_S = 30.0  # before and after, because other load may change
 WARM_UP_S = 30.0
 STORM_S = float(os.environ.get("STORM_SECONDS", 300))
 MAX_LEAK_MB = 16.0
-MAX_THREADS = 32  # a pool grows to its size, whatever is asked of it
+MAX_THREADS = 32  # thread pools grow to their maximum under any load
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,7 @@ class Sample:
     num_answered: int
     server_mb: float
     engine_mb: float
-    counts: tuple[int, ...]  # descriptors and threads of the one and of the other
+    counts: tuple[int, ...]  # descriptors and threads, of server and engine
 
     @classmethod
     def of(cls, server: Server, seconds: float, num_answered: int) -> Sample:
@@ -213,7 +211,7 @@ def small_server(tmp_path: Path) -> Iterator[Server]:
     engine |= {
         "memory_gb": 0.02,
         "page_size": 4,
-    }  # eight thousand pages: full after some thousand prompts
+    }  # eight thousand pages: full after a few thousand prompts
     with (
         open(os.devnull, "w") as nowhere,
         start_server(engine, serve={"tokenizer": str(default_model())}, log=nowhere) as running,
@@ -255,9 +253,7 @@ def test_a_million_short_requests_leave_nothing_behind(small_server: Server) -> 
     )
     assert samples[-1].num_answered == NUM_REQUESTS
     assert set(answers_by_status(server)) == {"200"}
-    assert (
-        len({sample.counts for sample in steady}) == 1
-    )  # no descriptor and no thread more or less
+    assert len({sample.counts for sample in steady}) == 1  # the same descriptors and threads
     assert (after.free_pages, after.free_slots) == (before.free_pages, before.free_slots)
     assert max(per_hour.values()) <= MAX_MIB_PER_HOUR, per_hour
 
@@ -334,7 +330,7 @@ async def open_many(server: Server) -> dict[str, Any]:
         loop.create_connection(lambda n=n: Streamed(n), *server.address) for n in range(NUM_STREAMS)
     ]
     streams = [protocol for _, protocol in await asyncio.gather(*made)]
-    num_open = 0  # at the same time; those that have just come wait to be accepted
+    num_open = 0  # most at once; new ones may wait to be accepted
     ending = asyncio.gather(*(stream.done for stream in streams), return_exceptions=True)
     peak_mb = idle_mb
     while not ending.done():
@@ -360,7 +356,7 @@ async def open_many(server: Server) -> dict[str, Any]:
 def test_ten_thousand_connections_cost_little_and_a_thousand_of_them_stream() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert hard > NUM_IDLE + NUM_STREAMS + 100, f"only {hard} descriptors are allowed"
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # as servers usually find it
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # the usual limit
     engine = {"max_model_len": 256, "memory_gb": 2.0, "max_rows": NUM_STREAMS}
     with (
         open(os.devnull, "w") as nowhere,
@@ -423,7 +419,7 @@ def test_a_thousand_rude_connections_leave_nothing_behind_and_hardly_disturb_any
 ) -> None:
     wait_among(
         server.address, NUM_POLITE, NUM_RUDE, WARM_UP_S
-    )  # from here on, pools have their sizes
+    )  # from here on, pools have reached their size
     assert eventually(server.is_idle, 60.0)
     before = Footprint.of(server)
     quiet = wait_in_peace(server.address, NUM_POLITE, QUIET_S)

@@ -22,10 +22,10 @@ from penstock.offload.device_slots import Chunk, DeviceSlots, token_chunks
 from penstock.offload.layout import ExpertLayout
 from small_models import HYBRID_MOE, logprobs_of, make_engine, prompt, request, run
 
-# More experts than a short prompt needs: a token uses 2 of 24, so that 12 tokens go through slots.
+# More experts than a short prompt needs: a token uses 2 of 24, so up to 12 tokens use slots.
 MODEL = {**HYBRID_MOE, "num_experts": 24, "num_experts_per_tok": 2}
 EXPERT_BYTES = {"none": 24_576, "int4": 8_576}
-FEW, SOME, MOST = 3, 7, 10  # slots of a layer, and one for zeros
+FEW, SOME, MOST = 3, 7, 10  # slots per layer, including one of zeros
 NUM_LAYERS = 4
 
 

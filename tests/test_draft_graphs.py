@@ -296,7 +296,7 @@ def test_a_step_takes_the_shape_with_the_least_work() -> None:
         ([5], (1, 7)),
         ([0, 0, 3], (4, 3)),
         ([1] * 9, (16, 1)),
-        ([0] * 33, (40, 1)),  # to replay what the step before has drafted
+        ([0] * 33, (40, 1)),  # replays the drafts of the previous step
     ):
         rows = [plan(row, count) for row, count in enumerate(counts)]
         assert drafts.size_for(rows) == DraftSize(*expected)
@@ -336,7 +336,7 @@ ON_GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 GPU_CASES = [pytest.param(dtype, marks=ON_GPU) for dtype in ("float32", "bfloat16")]
-TIES = {"float32": 0.0, "bfloat16": 0.05}  # between two log-probabilities that rounding may swap
+TIES = {"float32": 0.0, "bfloat16": 0.05}  # gap of log-probabilities that rounding may swap
 
 
 def assert_same_up_to_ties(plain: Any, drafted: Any, dtype: str) -> int:
@@ -369,7 +369,7 @@ def replies_without_pace(engine: Engine, requests: list[Any]) -> Any:
 def test_captured_drafts_say_what_plain_graphs_say(speculate: str, dtype: str) -> None:
     """Greedy and drawn rows, prompts of every length, chunks, a prefix hit, rows without drafts."""
     shared = prompt(150, 9)
-    warmth = 0.7 if dtype == "float32" else 0.0  # rounding moves what is drawn anywhere
+    warmth = 0.7 if dtype == "float32" else 0.0  # in bf16, rounding could change any sampled token
     requests = [
         request(f"r{n}", prompt(n, n), max_tokens=40, temperature=warmth * (n % 2), seed=n)
         for n in (1, 4, 63, 64, 65, 200)
@@ -381,7 +381,7 @@ def test_captured_drafts_say_what_plain_graphs_say(speculate: str, dtype: str) -
     engine = make_engine(WITH_HEAD, speculate=speculate, **settings)
     assert engine.runner.draft_graphs is not None
     quiet = [dataclasses.replace(one, sampling=_without_logprobs(one)) for one in requests]
-    for asked in (requests, quiet):  # sampled outside a graph, and within
+    for asked in (requests, quiet):  # sampling outside the graph, and inside
         drafted = replies_without_pace(engine, asked)
         num_same = assert_same_up_to_ties(plain, drafted, dtype)
         assert num_same >= (9 * 40 if dtype == "float32" else 100)
@@ -407,7 +407,7 @@ def test_captured_drafts_that_are_right_are_accepted_and_replayed(dtype: str) ->
 def test_preempted_rows_come_back_to_captured_drafts(dtype: str) -> None:
     requests = [request(f"r{i}", prompt(60 + i, i), max_tokens=100) for i in range(4)]
     plain = run(make_engine(LLAMA, **gpu_settings(dtype)), *requests)
-    # 4 replies of 160 tokens in 9 pages of 64: they cannot all stay.
+    # 4 replies of 160 tokens in 9 pages of 64 force preemption.
     engine = drafting_engine(LLAMA, plain, EVERY_PLACE, **gpu_settings(dtype, max_model_len=192))
     cache = engine.policy.cache
     taken = [cache._pages.take() for _ in range(max(0, cache.num_free_pages - 9))]

@@ -18,7 +18,7 @@ from scripted_drafter import ALWAYS_RIGHT, NUM_DRAFTS, drafting_engine
 from small_models import LLAMA, make_engine, prompt, request, run
 
 MOST = 4
-Seconds = Callable[[int, int], float]  # of a step, by rows and tokens a row
+Seconds = Callable[[int, int], float]  # step time by rows and tokens per row
 
 
 def settle(pace: DraftPace, seconds: Seconds, rate: float, rows: int, steps: int = 60) -> list[int]:
@@ -44,10 +44,10 @@ def dear(rows: int, tokens: int) -> float:
     [
         (cheap, 0.9, 1, MOST),
         (cheap, 0.01, 1, 0),
-        (cheap, 0.25, 1, 2),  # the third would bring 0.016 tokens, and costs more
+        (cheap, 0.25, 1, 2),  # a third would add 0.016 tokens, and costs more
         (dear, 0.9, 1, 0),
         (cheap, 0.9, 4, MOST),
-        (cheap, 0.5, 256, 0),  # there are so many rows that tokens are what a step costs
+        (cheap, 0.5, 256, 0),  # with so many rows, step time is proportional to tokens
     ],
 )
 def test_the_number_that_gives_the_most_tokens_a_second(
@@ -83,12 +83,12 @@ class World:
     """What a virtual engine runs: all of it made up, no tensor and no clock."""
 
     seconds: Seconds
-    chance: Callable[[int], float]  # that a draft is right if those before it are, by step
+    chance: Callable[[int], float]  # by step: probability that a draft is right after right ones
     rows: Callable[[int], int]  # by step
     noise: float = 0.0  # of step times
-    reply_steps: int = 200  # then a row has another request
+    reply_steps: int = 200  # then the row gets another request
     is_primed: bool = True
-    is_uniform: bool = True  # all rows of a step have the same number of drafts, as in a graph
+    is_uniform: bool = True  # same number of drafts in all rows, as in a graph
     slowness: Callable[[int], float] = lambda _: 1.0  # of the machine, by step
 
 
@@ -116,7 +116,7 @@ def draft_in(world: World, num_steps: int, seed: int = 0) -> tuple[float, float]
         speculator.start_plan(decoding)
         drafted = [speculator.drafts(sequence, 3)[0] for sequence in decoding]
         width = 1 + max(drafted)
-        # A plain step behind drafts still replays them, in the graph of one draft.
+        # A plain step after drafts still replays them, in the graph of one draft.
         slowness = world.slowness(step)
         exact = slowness * world.seconds(len(decoding), max(width, 2) if replays else width)
         replays = width > 1

@@ -81,7 +81,7 @@ def test_the_head_computes_only_what_the_next_draft_starts_from(
 ) -> None:
     """Of other tokens it keeps keys and values; what it says is as if it had computed all."""
     engine, _ = embedded(speculate="mtp:2")
-    engine.policy.speculator.pace = None  # whether or not it pays
+    engine.policy.speculator.pace = None  # even if it does not pay off
     model: Any = engine.runner.model
     draft, computed = model.draft, list[tuple[int, int]]()
 
@@ -123,8 +123,8 @@ def gpu_model(free_gb: float, monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         (65.0, {}, "mtp"),
         (65.0, {"max_model_len": 262_144}, "mtp"),
-        (7.0, {}, "off"),  # 1.7 GB of 8.7 would cost requests and tokens
-        (7.0, {"memory_gb": 4.0}, "mtp"),  # what a cache of this size has room for does not change
+        (7.0, {}, "off"),  # 1.7 of 8.7 GB would reduce rows and tokens
+        (7.0, {"memory_gb": 4.0}, "mtp"),  # a cache of this size holds as much with it
         (0.1, {}, "off"),  # with it, nothing fits
     ],
 )

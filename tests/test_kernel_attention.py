@@ -33,8 +33,7 @@ class Decode:
     scales: Tensor | None = None  # of codes
 
     def attend(self, window: int = 0, deterministic: bool = False, num_newest: int = 1) -> Tensor:
-        # Under a graph the host's lengths are those of the capture: the kernel must not look at
-        # them.
+        # In a graph, the host's lengths are those of the capture, so the kernel must not use them.
         spans = [RowSpan(1, 1, num_newest=num_newest)] * len(self.q)
         return self._call(attention.paged_attention, spans, window, deterministic)
 
@@ -80,7 +79,7 @@ def make_decode(
     dtype: torch.dtype,
     device: str,
     page_size: int = 64,
-    num_pages: int = 0,  # of the table; at least what the longest row needs
+    num_pages: int = 0,  # width of the table; at least what the longest row needs
     gated: bool = True,
     stored: torch.dtype | None = None,  # of codes
 ) -> Decode:
@@ -157,7 +156,7 @@ def test_decode_is_its_reference_for_mixed_contexts(
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
     "processors", [1, 3, 1000]
-)  # one split a row, a few, and one a block of keys
+)  # one split per row, a few, and one per block of keys
 def test_decode_is_the_same_in_any_number_of_splits(
     device: str, dtype: torch.dtype, gated: bool, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +173,7 @@ def test_splits_can_be_merged_a_few_at_a_time(
     tile = {"BLOCK_SPLITS": 2, "BLOCK_D": 32, "num_warps": 1, "num_stages": 1}
     monkeypatch.setattr(decode_attention, "_merge_rule", lambda *_: tile)
     decode = make_decode((1, 300, 310, 320), 2, 1, 32, dtype=dtype, device=device)
-    decode.keys.mul_(3)  # so that the splits differ in weight
+    decode.keys.mul_(3)  # so that splits have different weights
     assert_near(decode.attend(), decode.expected(), dtype)
 
 
@@ -220,13 +219,13 @@ def test_number_of_splits_follows_from_shapes(monkeypatch: pytest.MonkeyPatch) -
             walks, max_keys, tile, torch.device("cpu"), deterministic
         )
 
-    assert plan(2, long) == (132, 1)  # twice as many programs as processors
-    assert plan(2, 64) == (2, 1)  # no more than there are blocks
-    assert plan(1000, 2048) == (1, 32)  # the rows alone are enough
+    assert plan(2, long) == (132, 1)  # two programs per SM
+    assert plan(2, 64) == (2, 1)  # at most one split per block
+    assert plan(1000, 2048) == (1, 32)  # the rows alone fill the GPU
     assert plan(1000, long) == (
         32,
         32,
-    )  # one of them may be long, and the others must not pay for it
+    )  # one row may be long, without cost for the others
     assert plan(1, long, True) == plan(1000, long, True)
 
 
@@ -243,7 +242,7 @@ def test_deterministic_decode_is_the_same_to_the_bit_alone_and_in_any_batch(
         for num_pages in (
             None,
             -(-context // 64),
-        ):  # the table as wide as a graph's, or as an eager step's
+        ):  # width of the table in a graph, or in an eager step
             alone = batch.rows(slice(row, row + 1), num_pages).attend(deterministic=True)
             assert torch.equal(alone[0], together[row])
 

@@ -15,7 +15,7 @@ from penstock.ops.reference.delta_net import gated_delta_net as reference
 from penstock.ops.reference.rows import TokenBlocks
 from penstock.ops.triton.delta_net import gated_delta_net as kernel
 
-EPS = 1e-2  # one that is felt: with a tiny one the norm would hide the scale of what it is given
+EPS = 1e-2  # large: with a tiny eps the norm would hide the scale of its input
 NUM_TAPS = 4
 
 Op = Callable[..., Tensor]
@@ -25,7 +25,7 @@ Op = Callable[..., Tensor]
 class Row:
     slot: int
     position: int  # of its first token
-    initial_slot: int | None = None  # None: where the state goes
+    initial_slot: int | None = None  # None: the slot that is written
     num_tokens: int = 1
     checkpoints: tuple[tuple[int, int], ...] = ()
 
@@ -127,12 +127,12 @@ def assert_same_slots(
         torch.testing.assert_close(pool[others], before[others], rtol=0, atol=0, equal_nan=True)
 
 
-# Unequal widths, widths that are no powers of two, one value head a key head and several.
+# Unequal widths, widths that are not powers of two, one and several value heads per key head.
 HEADS = [(1, 2, 64, 128), (2, 4, 32, 48), (3, 3, 24, 16)]
 ROWS = [
     Row(1, position=70),
     Row(2, position=0),
-    Row(3, position=0, initial_slot=10),  # slots 2, 3 and 10 hold NaN: nothing came before
+    Row(3, position=0, initial_slot=10),  # slots 2, 3 and 10 are NaN, and must not be read
     Row(4, position=1, initial_slot=11),
     Row(5, position=2),
     Row(6, position=64, initial_slot=11),
@@ -234,12 +234,12 @@ def test_extreme_gates_and_inputs_are_the_reference(device: str, dtype: torch.dt
     """
     seen, expected = (Mixer(HEADS[2], device, dtype).start(1) for _ in range(2))
     for mixer in (seen, expected):
-        mixer.a_log[2] = 10.0  # multiplies the error of a softplus that is nearly zero
+        mixer.a_log[2] = 10.0  # amplifies the error of a softplus near zero
     rows = [Row(1, position=9), Row(2, position=0)]
     mixed = seen.inputs(2)
     mixed[:, -6:] = torch.tensor([-90.0, 90.0, 0.0, 60.0, -60.0, -10.0]).to(
         mixed
-    )  # b, then a, of three heads
+    )  # b, then a, for three heads
     mixed[:, : seen.channels] *= torch.tensor([[20.0], [1e-3]]).to(mixed)
     assert_near(seen.run(kernel, mixed, rows), expected.run(reference, mixed, rows), dtype)
     assert_same_slots(seen, expected, rows)

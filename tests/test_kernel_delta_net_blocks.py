@@ -16,15 +16,15 @@ from penstock.ops.triton import tuning
 from penstock.ops.triton.delta_net_blocks import mix_blocks
 from test_kernel_delta_net import NUM_TAPS, Mixer, Row
 
-# Hk, Hv, K, V: unequal widths, widths that are no powers of two; one and several value heads a key
-# head.
+# Hk, Hv, K, V: unequal widths, widths that are not powers of two, one and several value heads per
+# key head.
 SMALL, GROUPED, ODD = (1, 1, 16, 32), (1, 3, 24, 16), (2, 2, 16, 48)
 
-# Under similar keys nearly all of a correction is taken back by the next. What is read is then a
+# With similar keys, each correction cancels nearly all of the previous one. The output is then a
 # small sum of large terms, each a product of two rounded numbers: queries, keys and values in bf16,
-# their scores, and the corrections. With all else exact, the rounding of these moves the output by
-# 1e-2 of its largest value in the median of 400 draws and by 4.4e-2 in the worst: no block-wise form
-# on bf16 operands comes nearer.
+# their scores, and the corrections. With all else exact, this rounding changes the output by 1e-2
+# of its largest value in the median of 400 draws, and by 4.4e-2 in the worst. No block-wise form
+# with bf16 operands is more accurate.
 SIMILAR_KEYS = {**TOLERANCES, torch.bfloat16: 6e-2}
 
 
@@ -99,8 +99,8 @@ def assert_same_bits(seen: Mixer, expected: Mixer) -> None:
 
 ROWS = [
     Row(1, position=70, num_tokens=65),
-    Row(2, position=30),  # decodes, among the others
-    Row(3, position=0, num_tokens=63),  # slots 3, 4 and 10 hold NaN: nothing came before
+    Row(2, position=30),  # a decode among prefill rows
+    Row(3, position=0, num_tokens=63),  # slots 3, 4 and 10 are NaN, and must not be read
     Row(4, position=0, num_tokens=130, initial_slot=10),
     Row(5, position=9, num_tokens=0),
     Row(6, position=1, num_tokens=2, initial_slot=11),
@@ -158,7 +158,7 @@ def test_states_in_float16_are_the_reference(device: str, dtype: torch.dtype) ->
     seen, expected = (
         Mixer(SMALL, device, dtype, state_dtype=torch.float16).start(1) for _ in range(2)
     )
-    # Nearly the same number may be rounded up here and down there.
+    # Nearly equal numbers may round in different directions.
     assert_is_reference(seen, expected, rows, max(dtype, torch.float16, key=TOLERANCES.__getitem__))
 
 
@@ -198,7 +198,7 @@ def test_similar_keys_and_open_gates_are_the_reference(device: str, dtype: torch
     seen, expected = (Mixer(SMALL, device, dtype) for _ in range(2))
     mixed = seen.inputs(80)
     mixed[:, 16:32] = 2.0 + 0.3 * mixed[:, 16:32]
-    mixed[:, -2] = 1.0  # b: most of what is held under a key is replaced
+    mixed[:, -2] = 1.0  # b: most of the value stored under a key is replaced
     mixed[:, -1] = -20.0  # a: nothing decays
     rows = [Row(1, position=0, num_tokens=80)]
     out, wanted = seen.run(kernel, mixed, rows), expected.run(reference, mixed, rows)
@@ -218,7 +218,7 @@ def test_extreme_gates_and_inputs_are_the_reference(device: str, dtype: torch.dt
     """
     seen, expected = (Mixer((1, 3, 16, 16), device, dtype).start(1) for _ in range(2))
     for mixer in (seen, expected):
-        mixer.a_log[2] = 10.0  # multiplies the error of a softplus that is nearly zero
+        mixer.a_log[2] = 10.0  # amplifies the error of a softplus near zero
     mixed = seen.inputs(70)
     mixed[:, -6:] = torch.tensor([-90.0, 90.0, 0.0, 60.0, -60.0, -10.0]).to(
         mixed

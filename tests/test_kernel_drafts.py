@@ -20,7 +20,7 @@ from test_kernel_delta_net import EPS, HEADS, NUM_TAPS, Mixer, Row
 
 NUM_DRAFTS = 3
 Op = Callable[..., Tensor]
-# By row: its slot, how many tokens came before, and per step the drafts and how many were right.
+# STEPS: drafts and accepted drafts per step. FIRST: tokens before the first step, by slot.
 STEPS = [(3, 3), (3, 0), (0, 0), (2, 1), (1, 1), (3, 2), (0, 0)]
 FIRST = {1: 70, 2: 62, 3: 1}
 
@@ -45,7 +45,7 @@ class Drafting:
             torch.full((*shape, heads, value_dim), 7.0, **places),
             torch.full((*shape, 3, heads), -7.0, **places),
         )
-        self.keep = keep or {}  # tokens -> slot, of the first row
+        self.keep = keep or {}  # number of tokens -> slot, for the first row
         self.num_right = dict.fromkeys(FIRST, 0)
         self.lengths = dict(FIRST)
 
@@ -102,7 +102,7 @@ def walk(
     for num_drafts, num_right in script:
         tokens = {}
         for slot in FIRST:
-            # One row has a draft less than the others: rows of a step are ragged.
+            # One row has one draft less than the others: rows of a step are ragged.
             own = max(0, num_drafts - (slot == 2))
             right = min(own, num_right)
             begin = drafting.lengths[slot] - FIRST[slot]
@@ -150,10 +150,10 @@ def test_drafts_leave_what_plain_decodes_leave(
         outputs = walk(drafting, STEPS, inputs, wrong)
         for slot in FIRST:
             own = torch.stack(outputs[slot])
-            # States in float16 that round to another number show in later outputs.
+            # float16 states that round differently show in later outputs.
             coarsest = states if states == torch.float16 else dtype
             assert_near(own, torch.stack(plain[slot][: len(own)]), coarsest)
-        # The last step has no draft behind it: states and rings are those of plain decodes.
+        # The last step has no drafts: states and rings are those of plain decodes.
         length = drafting.lengths[1] - FIRST[1]
         again = make(device, dtype, heads, states)
         for step in range(length):
@@ -192,7 +192,7 @@ def test_a_row_alone_takes_another_road_to_the_same_place() -> None:
     for num_drafts, num_right in STEPS:
         tokens = inputs[begin : begin + 1 + num_drafts]
         alone = rows[0].step({1: tokens}, num_right)
-        # With a second row beside it, the first goes the way of many.
+        # With a second row, the first uses the kernel for many rows.
         beside = rows[1].step({1: tokens, 2: inputs[:1]}, num_right)
         assert_near(alone, beside[: len(tokens)], torch.float32)
         for slot in (1, 11):

@@ -66,7 +66,7 @@ def test_tokens_become_codes_with_a_scale_for_each_128_columns(
     x = tokens(5, 384, device, dtype)
     x[2] = 0
     codes, scales, _ = fp8.quantize_tokens(x)
-    assert len(codes) == 8  # the next multiple of what the library reads
+    assert len(codes) == 8  # padded to the alignment of cuBLAS
     codes, scales = codes[:5], scales[:, :5]
     seen = codes.float().unflatten(-1, (-1, 128)) * scales.T[..., None]
     assert_near(seen.flatten(-2), x.double(), 2**-4)

@@ -16,7 +16,7 @@ from penstock.ops.triton.tuning import Question, Tile, trials
 from penstock.ops.weight import Weight
 
 EPS = 1e-6
-NARROW_PLACES = PLACES[1::2]  # for laws that are not about precision
+NARROW_PLACES = PLACES[1::2]  # for tests that are not about precision
 KERNELS = ["linear", "norm_linear", "swiglu_linear"]
 
 GEMV: Tile = {"form": 0, "block_n": 16, "block_k": 128, "held": 2, "num_warps": 1}
@@ -135,7 +135,7 @@ def test_every_form_computes_the_same(
 @pytest.mark.parametrize(
     ("num_tokens", "N", "K", "sizes"),  # row_tiles, num_warps, held
     [
-        (1, 43, 128, (1, 4, 4)),  # fewer steps than could be held, rows that fill no tile
+        (1, 43, 128, (1, 4, 4)),  # fewer steps than HELD, rows that do not fill a tile
         (3, 5000, 2048, (1, 4, 16)),
         (8, 100, 4096, (1, 8, 8)),
         (4, 33, 640, (2, 5, 4)),

@@ -180,7 +180,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(
     num_experts, k = 6, 2
     ids = torch.cat((some_ids(170, num_experts - 1, k), torch.tensor([[0, 1]]).expand(130, k)))
     num_tokens, slots = len(ids), k + has_shared
-    for _ in range(2):  # the counts are zero again after the first
+    for _ in range(2):  # the first run must reset the counts to zero
         order, tiles = moe_permute.list_pairs(ids.int().to(device), num_experts, slots, height)
         pairs_of: dict[int, list[int]] = {}
         rows: list[int] = []

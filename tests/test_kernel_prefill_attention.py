@@ -17,7 +17,7 @@ from penstock.ops.reference import attention as reference
 from penstock.ops.triton import prefill_attention as prefill
 
 UNTOUCHED = 77.0
-# Decodes at both ends and between, a row without tokens, rows that begin and end anywhere.
+# Decodes at both ends and between, a row without tokens, rows with unaligned starts and ends.
 RAGGED = [RowSpan(*row) for row in ((1, 65), (70, 70), (0, 7), (1, 1), (3, 129), (1, 30))]
 
 
@@ -118,7 +118,7 @@ def make_step(
     dtype: torch.dtype,
     device: str,
     page_size: int = 64,
-    num_pages: int = 0,  # of the table; at least what the longest row needs
+    num_pages: int = 0,  # width of the table; at least what the longest row needs
     gated: bool = True,
     stored: torch.dtype | None = None,  # of codes
 ) -> Step:
@@ -259,7 +259,7 @@ def test_few_tokens_of_long_rows_are_the_same_in_splits(
     use_processors(monkeypatch, 1000)
     spans = [RowSpan(3, 1154), RowSpan(1, 9), RowSpan(5, 5)]
     step = make_step(spans, 1, 1, 16, dtype=dtype, device=device, num_pages=64, stored=stored)
-    step.q.mul_(3)  # so that the splits differ in weight
+    step.q.mul_(3)  # so that splits have different weights
     assert prefill._plan_splits(3, 64 * 64, step.q.device) > 1
     assert_near(step.attend(window), step.expected(window), dtype)
 
@@ -269,9 +269,9 @@ def test_number_of_splits_follows_from_programs_and_the_width_of_the_table(
 ) -> None:
     use_processors(monkeypatch, 132)
     device = torch.device("cpu")
-    assert prefill._plan_splits(8, 32768, device) == 16  # a program for every processor
-    assert prefill._plan_splits(8, 2048, device) == 2  # no shorter than is worth a merge
-    assert prefill._plan_splits(128, 262144, device) == 1  # the blocks alone are enough
+    assert prefill._plan_splits(8, 32768, device) == 16  # one program per SM
+    assert prefill._plan_splits(8, 2048, device) == 2  # shorter splits are not worth a merge
+    assert prefill._plan_splits(128, 262144, device) == 1  # the blocks alone fill the GPU
     assert prefill._plan_splits(1000, 64, device) == 1
 
 
@@ -321,5 +321,5 @@ def test_prefill_is_its_reference_at_full_size(
     step = make_step(spans, heads, kv_heads, dim, dtype=dtype, device=device, stored=stored)
     seen, expected = step.attend(deterministic=deterministic), step.expected()
     for mine, theirs in zip(seen.split(step.num_tokens), expected.split(step.num_tokens)):
-        if len(mine):  # each row by its own largest value: what is far back in a long row is small
+        if len(mine):  # relative to the row's largest value: outputs of long rows are small
             assert_near(mine, theirs, dtype)

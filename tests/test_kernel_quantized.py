@@ -116,7 +116,7 @@ def experts_of(kind: str, num_experts: int, N: int, K: int, dtype: torch.dtype) 
     stack = QuantizedRows.stack([pack(make_codes(kind, N, K)) for _ in range(num_experts)])
     rows = on_gpu(stack)
     assert isinstance(rows, TiledRows)
-    # The experts of a stack differ, though all were made from one seed.
+    # The experts of a stack differ, although all have the same seed.
     order = torch.arange(num_experts, device="cuda")
     rows.codes.bitwise_xor_((order * 37 % 8).byte().view(-1, 1, 1, 1))
     return weight_of(rows, dtype=dtype)
@@ -183,12 +183,12 @@ def test_an_engine_keeps_codes_on_a_gpu_and_says_what_their_values_say(
         return engine, [one.logprob for one in said]
 
     engine, seen = say(quantized)
-    # Values that are rounded to bf16 may choose other experts, in a model of random weights.
+    # With random weights, rounding to bf16 may change the choice of experts.
     assert seen == pytest.approx(say(plain)[1], abs=0.1 if config is LLAMA else 0.5)
     model = engine.runner.model
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert any(isinstance(part, TiledRows) for one in linears for part in one.weight.parts)
-    # Columns that fill no step of 128 are padded, and the smallest models have 64.
+    # K is padded to a multiple of 128; the smallest models have 64.
     assert engine.info.weight_bytes == bytes_of(model) <= 2.5 * num_bytes
     rounded, _ = say(plain, quantization="int4")
     assert rounded.info.weight_bytes < 0.8 * say(plain)[0].info.weight_bytes

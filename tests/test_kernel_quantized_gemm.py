@@ -21,7 +21,7 @@ pytestmark = ON_GPU
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}
 KINDS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "zeros", "int8", "fp8", "fp8 by rows"]
 GROUPS = ["4 bits 16", "4 bits 32", "4 bits 64", "4 bits 256", "4 bits a row", "8 bits 64"]
-# ROW_TILES, ROW_WARPS, TOKEN_WARPS, COLUMN_WARPS; stages, cluster, steps of a warp in a round
+# ROW_TILES, ROW_WARPS, TOKEN_WARPS, COLUMN_WARPS; stages, cluster, steps per warp and round
 ARRANGEMENTS = [
     ((3, 4, 2, 1), 4, 1, 1),
     ((3, 4, 2, 1), 3, 2, 1),

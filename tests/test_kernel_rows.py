@@ -48,7 +48,7 @@ def test_rows_find_their_token_and_their_pages(device: str, page_size: int, num_
     given = tables(
         [1, 7, 7, most, 7, min(page_size + 1, most), 7, 7, -(-most // 2)], num_pages, device
     )
-    # The order of a step is not that of the table; 0 pads it.
+    # The rows of a step are not in the order of the table; 0 is padding.
     assert_same(torch.tensor([3, 8, 0, 0, 5], device=device), given, page_size)
 
 
@@ -135,7 +135,7 @@ def test_places_of_drafts_are_those_of_the_row_and_empty_ones_nobodys(
     lens = [1, 7, page_size, page_size + 1, most]
     _, context_len, page_table = tables(lens, num_pages, device)
     accepted = torch.tensor([0, 3, 1, 2, 0], device=device)
-    # A full row has no room for a draft; 0 pads the step.
+    # A full row has no room for a draft; 0 is padding.
     rows = torch.tensor([4, 2, 3, 1, 0, 0], device=device)
     num_tokens = torch.tensor([1, width, max(1, width - 1), 1, 0, 0], device=device)
     given = (rows, num_tokens, width, context_len, accepted, page_table, page_size)

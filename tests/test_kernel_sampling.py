@@ -93,8 +93,8 @@ def test_every_mix_of_filters_draws_the_references_token(device: str, spread: fl
     assert_same_draws(logits, knobs(SETTINGS, vocab, device))
 
 
-# Ends of every kind: of few tokens, of many, of top_p far above top_k, of min_p, and between
-# equals.
+# Every kind of cut-off: at few tokens, at many, by top_p far beyond top_k, by min_p, and between
+# ties.
 ENDS = [
     ("flat", (1.0, 20, 1.0, 0.0)),
     ("flat", (1.0, 0, 0.1, 0.0)),
@@ -202,7 +202,7 @@ def test_draws_follow_the_softmax(device: str) -> None:
     drawn = torch.bincount(tokens, minlength=5)[:4]
     assert drawn.sum() == num
     chi_square = ((drawn - num * expected) ** 2 / (num * expected)).sum()
-    assert chi_square < 22  # 3 degrees of freedom: one honest draw in 15,000 is above
+    assert chi_square < 22  # 3 degrees of freedom: 1 in 15,000 correct runs is above
 
 
 @pytest.mark.parametrize("device", DEVICES)

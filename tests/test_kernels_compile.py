@@ -16,21 +16,20 @@ from penstock.ops.cuda import fp8_experts, host_calls, quantized, skinny_gemm
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc, read_source
 
 ROOT = Path(__file__).resolve().parents[1]
-OLDEST = Path(sys.prefix) / "oldest"  # the oldest Triton that is supported, where make installed it
-# One form of every kernel for the card the tiles are made for, and, for the one with the least
-# shared memory, of those that want much of it: it is these that cards disagree on. `pytest -m slow`
-# compiles all else.
+OLDEST = Path(sys.prefix) / "oldest"  # the oldest supported Triton, installed by make
+# One form of every kernel for the GPU that tiles are tuned for (90), and of kernels with much
+# shared memory for the GPU with the least (86): these differ between GPUs. `pytest -m slow`
+# compiles the rest.
 BUILDS = [
     ("90,86", "one"),
     *(pytest.param(str(number), "one", marks=pytest.mark.slow) for number in (80, 86, 89)),
     pytest.param("90", "all", marks=pytest.mark.slow),
 ]
-MUCH_SHARED_MEMORY = 48 * 1024  # half of what the smallest card has
-SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227}  # KiB that one program may have
+MUCH_SHARED_MEMORY = 48 * 1024  # half of what the smallest GPU has
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227}  # KiB per program
 
-# In a process of its own: under the interpreter, which the other tests use, nothing can be
-# compiled. Of the other cards' kernels only the shared memory is asked, which is known before the
-# assembler.
+# Runs in a child process, because nothing can be compiled under the interpreter, which other tests
+# use. For other GPUs only the shared memory is checked, which is known before ptxas runs.
 COMPILE = """
 import json, sys
 import triton
@@ -84,18 +83,18 @@ print(json.dumps(seen))
 """
 
 
-@pytest.mark.timeout(900)  # three quarters of a minute on a quiet core, and all in one process
+@pytest.mark.timeout(900)  # 45 seconds on an idle core, in one process
 @pytest.mark.parametrize(("capabilities", "forms"), BUILDS)
 def test_kernels_compile_and_fit(
     capabilities: str, forms: str, pytestconfig: pytest.Config
 ) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    # Kept: Triton knows a kernel by its source, and compiles again those that have changed.
+    # Cached: Triton identifies a kernel by its source, and recompiles only those that changed.
     assert pytestconfig.cache is not None
     kept = pytestconfig.cache.mkdir(f"kernels-{capabilities}-{forms}".replace(",", "-"))
     paths = f"{OLDEST}:{ROOT}:{ROOT / 'tests'}"
     environment |= {"TRITON_CACHE_DIR": str(kept), "PYTHONPATH": paths}
-    # What is not understood or does not fit shows without what LLVM would improve.
+    # Syntax errors and excessive shared memory show without LLVM's optimizations.
     if forms == "one":
         environment |= {"DISABLE_LLVM_OPT": "1", "TRITON_DISABLE_LINE_INFO": "1"}
     done = subprocess.run(
@@ -122,7 +121,7 @@ def test_kernels_compile_and_fit(
 )
 @pytest.mark.parametrize(
     ("capability", "one_of"),
-    # 90 has instructions of its own, of which the others have one replacement.
+    # 90 has its own instructions; all others share one fallback.
     [(90, 1), (80, 3), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (80, 86, 89))],
 )
 def test_the_cuda_source_compiles_too(

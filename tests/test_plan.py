@@ -26,8 +26,7 @@ from penstock.planning.slo import Slo
 from penstock.planning.step_times import RESULTS, Curve, Tables
 
 MODEL = "Qwen3.5-35B-A3B"
-# Steps and loads that were measured with the same version: newer steps are faster than the servers
-# of older loads.
+# Step times and loads measured with the same version: newer steps are faster than in older loads.
 VALIDATION = ROOT / "tests/data/validation"
 TRACES = ROOT.parent / "shared/data/traces"
 LIMITS = Slo(0.5, 0.03)
@@ -93,7 +92,7 @@ def test_of_a_shape_that_was_measured_again_the_first_row_counts(tmp_path: Path)
     assert row.seconds == pytest.approx(1.9333e-3)
 
 
-# Loads of `penstock bench serve` on one H200: a prompt has ten tokens of template more.
+# Loads of `penstock bench serve` on one H200; the template adds ten tokens to a prompt.
 @pytest.mark.parametrize("concurrency", [1, 2, 8, 16, 32, 64])
 def test_throughput_and_pace_are_within_a_tenth_of_measured_levels(concurrency: int) -> None:
     run = node_of(layout_of(results=VALIDATION, max_model_len=40960)).play_levels(

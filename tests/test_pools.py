@@ -11,8 +11,8 @@ from penstock.errors import CapacityError, ConfigError
 from penstock.types import CacheSpec, KVSpec, StateSpec
 
 ATTENTION: list[CacheSpec] = [KVSpec(num_kv_heads=2, head_dim=256)] * 10
-# Qwen3.5-35B-A3B: 20,480 bytes of KV a token, 60 MiB of state and 1,474,560 bytes of conv a
-# request.
+# Qwen3.5-35B-A3B: 20,480 bytes of KV per token; 60 MiB of recurrent and 1,474,560 bytes of
+# convolution state per request.
 HYBRID: list[CacheSpec] = ATTENTION + [StateSpec(32, 128, 128, 8192, 3)] * 30
 SLOT_BYTES = 62_914_560 + 1_474_560
 

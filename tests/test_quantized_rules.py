@@ -16,7 +16,7 @@ from penstock.weights.on_the_fly import round_to
 from penstock.weights.packing import pack
 
 PROCESSORS = 132
-# Of rows and columns: Qwen3.5's 35B, 4B, 27B and 397B, and those of Llama's 70B.
+# (N, K) of Qwen3.5 35B, 4B, 27B and 397B, and of Llama 70B.
 WIDTHS = ((12288, 2048), (2048, 4096), (12288, 2560), (2560, 9216), (2560, 4096), (18432, 2560))
 WIDTHS += ((5120, 17408), (4096, 8192), (57344, 8192), (8192, 28672), (248320, 2048))
 

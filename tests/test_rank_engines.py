@@ -79,7 +79,7 @@ def test_the_drafting_head_drafts_the_same_on_ranks() -> None:
     requests = [request("greedy", prompt(70)), request("drawn", prompt(9), temperature=0.7, seed=3)]
     plain = run(alone(MOE), *requests)
     drafting = alone(MOE, speculate="mtp:2")
-    drafting.policy.speculator.pace = None  # whether or not it pays
+    drafting.policy.speculator.pace = None  # even if it does not pay off
     own = run(drafting, *requests)
     with ranked_engine(MOE, 2, speculate="mtp:2") as engine:
         engine.policy.speculator.pace = None

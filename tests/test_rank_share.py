@@ -24,7 +24,7 @@ from penstock.planning.step_times import Tables
 from penstock.types import KVSpec, StateSpec
 from small_models import HYBRID_MOE, prompt, request, run, tokens_of
 
-# Query, KV, key and value heads and inner width of an expert on one of so many GPUs: the sizes that kernels of a rank meet.
+# Query, KV, key and value heads and expert width per rank, by number of GPUs: sizes of a rank.
 SHARES = {
     ("Qwen3.5-35B-A3B", 2): (8, 1, 8, 16, 256),
     ("Qwen3.5-35B-A3B", 4): (4, 1, 4, 8, 128),
@@ -195,7 +195,7 @@ def test_collectives_of_nccl_are_captured_and_replayed() -> None:
         links.gather(values, out)
         return out
 
-    step()  # connects, and loads the kernels: neither can be captured
+    step()  # connects and loads kernels, which cannot be captured
     graph, seen = capture(step, None)
     for count in range(2, 5):
         graph.replay()

@@ -106,7 +106,7 @@ def test_preempted_equals_undisturbed(setup: Setup, depth: int) -> None:
     requests = [ask(str(i), prompt(10, seed=i), max_tokens=24) for i in range(4)]
     run_all(world, requests)
     assert (world.scheduler.num_preemptions > 0) == (num_pages > 0)
-    # Coming back is not a hit: what counts is what the first admission found.
+    # Readmission is not a hit: only the first admission counts.
     assert [sequence.num_cached_tokens for sequence in world.sequences.values()] == [0] * 4
     assert world.cache.counters["hit"] == 0
 
@@ -429,7 +429,7 @@ def test_prompts_beside_decodes_are_short_until_many_wait() -> None:
     for i in range(9):
         world.submit(ask(f"many{i}", prompt(40, seed=2 + i), max_tokens=1))
     world.step()
-    assert world.plans[-1].num_tokens == 1 + 44  # an eighth of 360 tokens, in whole pages
+    assert world.plans[-1].num_tokens == 1 + 44  # an eighth of 360 tokens, rounded to pages
     world.run()
 
 
@@ -476,7 +476,7 @@ def test_replies_end_at_max_tokens_and_when_the_context_is_full(depth: int) -> N
     )
     assert (len(world.replies["short"]), world.finishes["short"]) == (3, "length")
     assert (len(world.replies["full"]), world.finishes["full"]) == (15, "length")
-    assert len(world.plans) == 15  # nobody is planned past its last token
+    assert len(world.plans) == 15  # no sequence is planned past its last token
 
 
 @OVERLAP
@@ -668,7 +668,7 @@ def test_a_plan_hashes_nothing_and_looks_few_long_prompts_up(
         assert plan is not None
         scheduler.commit(StepOutput(plan.step, {row.row: (0,) for row in plan.rows if row.samples}))
     assert most_matches <= 9
-    assert longest_s < 0.3  # some milliseconds, where the processor is not shared
+    assert longest_s < 0.3  # milliseconds on an idle machine
     assert scheduler.cache.counters["tokens_reused"] >= 300 * 65_536
     scheduler.cache.check()
 
@@ -817,7 +817,7 @@ def test_histories_found_by_search_keep_every_law(seed: int) -> None:
 
 def test_five_hundred_random_histories_keep_every_law() -> None:
     worlds = [run_history(seed) for seed in range(500)]
-    # The histories reach the paths they are meant for.
+    # The histories cover the intended paths.
     assert sum(world.scheduler.num_preemptions > 0 for world in worlds) > 25
     assert sum(world.cache.counters["hit"] > 0 for world in worlds) > 125
     assert sum(world.cache.counters["evicted_checkpoints"] > 0 for world in worlds) > 50

@@ -70,10 +70,10 @@ def assert_same(plain: Replies, drafted: Replies, *, in_bits: bool = True) -> No
 @pytest.mark.parametrize("wrong", [0, 1, 2, ALWAYS_RIGHT])
 @pytest.mark.parametrize("name", SHALLOW_FAMILIES)
 def test_a_rejection_at_every_place(name: str, wrong: int) -> None:
-    one = request("x", prompt(60), max_tokens=20)  # over a boundary of pages and blocks
+    one = request("x", prompt(60), max_tokens=20)  # crosses a boundary of pages and blocks
     plain, drafted = run_both(SHALLOW_FAMILIES[name], one, script=[wrong])
     assert_same(plain, drafted)
-    # The first token is the prompt's; every step brings one, and the drafts that were right.
+    # The first token comes from prefill; every step adds one, plus the accepted drafts.
     assert len(drafted["x"]) == 1 + -(-19 // (1 + min(wrong, NUM_DRAFTS)))
 
 
@@ -220,7 +220,7 @@ def test_preempted_rows_come_back(config: dict[str, Any], overlap: bool) -> None
         for i in range(4)
     ]
     plain = run(make_engine(config), *requests)
-    budget = 1.6 * tight_budget(config)  # journals and wider rings take their share
+    budget = 1.6 * tight_budget(config)  # journals and wider rings need memory
     tight = drafting_engine(config, plain, max_model_len=192, memory_gb=budget, overlap=overlap)
     drafted = run(tight, *requests)
     assert tight.stats().num_preemptions > 0

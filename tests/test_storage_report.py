@@ -151,7 +151,7 @@ def test_experts_that_were_stacked_are_counted_once(tmp_path: Path) -> None:
     experts = {
         group.scheme: group.bits_per_weight for group in storage.groups if group.part == "experts"
     }
-    # 4, and a scale and a bias of 16 bits for each 32; a row of down_proj is as long as a group.
+    # 4 bits, and a 16-bit scale and bias per 32; a row of down_proj is one group.
     assert experts == {"int4 g32": 5.0, "int4 per channel": 5.0}
 
 

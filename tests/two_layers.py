@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.assets import default_model
 
-LAYERS = {2: 0, 3: 1}  # a DeltaNet and an attention, and where they stand now
+LAYERS = {2: 0, 3: 1}  # old index: new index, of one DeltaNet and one attention layer
 PREFIX = "model.language_model.layers."
 
 

@@ -361,7 +361,8 @@ struct PlainRows {
 };
 #endif
 
-// Block n computes columns part n % CLUSTER of row block n / CLUSTER. Unquantized rows come last.
+// Block n computes row block n / CLUSTER over part n % CLUSTER of the columns. Unquantized rows
+// come last.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #if CLUSTER > 1
     __cluster_dims__(CLUSTER, 1, 1)
