@@ -137,3 +137,37 @@ def without_said(scope: Scope, body: bytes) -> bytes:
     if num_bytes and journal is not None:
         journal.resume(body[:num_bytes])
     return body[num_bytes:]
+
+
+class MarkedStream:
+    def __init__(self) -> None:
+        self.said = Said()
+        self._held = bytearray()  # behind the last mark: another engine would say it again
+        self._decoder = msgspec.json.Decoder(Said)
+
+    @property
+    def may_resume(self) -> bool:
+        return bool(self.said.id) and not self.said.is_lost
+
+    def take(self, piece: bytes) -> bytes:
+        """The events that are followed by a mark by now."""
+        self._held += piece
+        events = bytearray()
+        while (begin := self._held.find(MARK_BEGIN)) >= 0:
+            end = self._held.find(MARK_END, begin)
+            if end < 0:
+                break
+            self.said.add(self._decoder.decode(self._held[begin + 1 : end]))
+            events += self._held[:begin]
+            del self._held[: end + 1]
+        return bytes(events)
+
+    def end(self) -> bytes:
+        """The last events, which have no mark."""
+        held, self._held = bytes(self._held), bytearray()
+        return held
+
+    def resume(self) -> tuple[str, bytes]:
+        """The reply's id and what it has said, for another engine."""
+        self._held.clear()
+        return self.said.id, msgspec.json.encode(self.said)
