@@ -252,8 +252,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _talk_in_browser(arguments: argparse.Namespace) -> int:
-    from penstock.commands.browser import open_page
-    from penstock.commands.serve import serve
+    from penstock.commands.serve import open_page, serve
 
     sampling = given_sampling(arguments)
     unknown = [name for name in sampling if name not in SAMPLING_NAMES]

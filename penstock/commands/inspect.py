@@ -22,8 +22,8 @@ from penstock.commands.flags import (
     read_number,
     read_settings,
 )
+from penstock.commands.inspect_experts import CONTEXT, GB, Need, Tiers, estimate
 from penstock.commands.layouts import GPUS, describe_layouts, print_layouts, read_gpus
-from penstock.commands.offload_estimate import CONTEXT, GB, Need, Tiers, estimate
 from penstock.commands.roofline import Roofline, text_config
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import CapacityError
