@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +22,12 @@ from penstock.commands.provenance import gpu_name, provenance
 from penstock.commands.started_server import StartedServer, running_or_started_server, server_words
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, ServeConfig, from_mapping, setting
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 from penstock.eval.chat_requests import ChatRequests
 from penstock.eval.load import LoadClients
 from penstock.eval.load_summary import LoadSummary, Spread, summarise
 from penstock.eval.prompts import PromptMaker, RequestMaker, fit_prompts
+from penstock.eval.report.charts import require_matplotlib
 from penstock.eval.results import (
     deliver_line,
     prepare_output,
@@ -234,7 +234,7 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_output(settings.plot, "--plot")
     prepare_output(arguments.json, "--json")
     if settings.plot:
-        require_matplotlib()
+        require_matplotlib("--plot")
     recorded = read_recorded(settings)
     with _server(settings, arguments) as server:
         model = getattr(arguments, "model", "") if settings.base_url else ""
@@ -399,16 +399,6 @@ def _describe(prompts: PromptMaker) -> str:
     return (
         f"{prompts.num_probes} probes, {prompts.num_template_tokens} tokens of chat template{exact}"
     )
-
-
-def require_matplotlib() -> None:
-    """Before anything is measured: half an hour of load must not end with a missing package."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise PenstockError(
-            "--plot needs matplotlib",
-            "It is not installed.",
-            "Run `pip install matplotlib`, or omit --plot.",
-        )
 
 
 def plot_levels(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.console import print_table
-from penstock.errors import ConfigError
 from penstock.eval.results import prepare_output
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)  # of all experts, on the device
@@ -19,10 +18,12 @@ SPANS = (1, 4, 16, 64, 256)  # steps
 
 
 def run(path: str, as_json: bool, png: str | None = None) -> int:
+    from penstock.eval.report.charts import require_matplotlib
     from penstock.offload.expert_log import read_log
 
-    if png is not None:
-        _require_charts(png)
+    if png is not None:  # before a long log is read
+        prepare_output(png, "--png")
+        require_matplotlib("--png")
     report = analyze(read_log(Path(path).expanduser()))
     if png is not None:
         draw(report, Path(png).expanduser())
@@ -65,19 +66,6 @@ def analyze(log: Any) -> dict[str, Any]:
         "repeated_from_the_step_before": repeated_share(log),
         "uses_of_the_top_tenth": top_share(log, 0.1),
     }
-
-
-def _require_charts(png: str) -> None:
-    """Before a long log is read."""
-    from penstock.eval.report.charts import has_matplotlib
-
-    prepare_output(png, "--png")
-    if not has_matplotlib():
-        raise ConfigError(
-            "--png needs matplotlib",
-            "It is not installed.",
-            "Run `pip install 'penstock[eval]'` or `pip install matplotlib`, or leave --png out.",
-        )
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

@@ -22,6 +22,7 @@ from penstock.commands.layouts import GPUS, read_gpus
 from penstock.commands.provenance import provenance
 from penstock.config import EngineConfig, from_mapping, setting
 from penstock.errors import ConfigError
+from penstock.eval.report.charts import require_matplotlib
 from penstock.eval.results import (
     deliver_line,
     prepare_output,
@@ -30,12 +31,11 @@ from penstock.eval.results import (
 )
 from penstock.eval.traces import Arrival, poisson_arrivals, read_trace
 from penstock.models.source import find_model
-from penstock.planning.node import Slo
-from penstock.planning.outcome import Outcome
 from penstock.progress import Phase, PhaseList, timed
 
 if TYPE_CHECKING:
     from penstock.planning.fleet import Layout
+    from penstock.planning.node import Slo
     from penstock.planning.outcome import Outcome
 
 DESCRIPTION = "Simulate a load on a fleet: goodput, latencies, the best layout, the GPUs it needs."
@@ -49,32 +49,13 @@ EXAMPLES = [
     "--speedup 100",
 ]
 ENGINE_FLAGS = (
-    "model",
-    "tp",
-    "dtype",
-    "kv_dtype",
-    "state_dtype",
-    "quantization",
-    "max_model_len",
-    "max_rows",
-    "max_step_tokens",
-    "mixed_step_tokens",
-    "bulk_share",
-    "page_size",
+    *("model", "tp", "dtype", "kv_dtype", "state_dtype", "quantization", "max_model_len"),
+    *("max_rows", "max_step_tokens", "mixed_step_tokens", "bulk_share", "page_size"),
 )
 MOST_GPUS = 16384  # that a search for the fewest tries
 COLUMNS = [
-    "engines x tp",
-    "goodput req/s",
-    "tok/s",
-    "kept",
-    "ttft p50",
-    "p99 ms",
-    "itl p50",
-    "p99 ms",
-    "busy",
-    "GPUs needed",
-    "step times",
+    *("engines x tp", "goodput req/s", "tok/s", "kept", "ttft p50", "p99 ms", "itl p50", "p99 ms"),
+    *("busy", "GPUs needed", "step times"),
 ]
 
 
@@ -125,6 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = read_settings(EngineConfig, arguments)
     count, gpu_name = read_gpus(settings.gpus)
     prepare_output(settings.plot, "--plot")
+    if settings.plot:
+        require_matplotlib("--plot")
     prepare_output(arguments.json, "--json")
     arrivals = read_load(settings)
     has_prefixes = any(arrival.block_ids for arrival in arrivals)
@@ -166,8 +149,6 @@ def run(arguments: argparse.Namespace) -> int:
         "best_tp": best,
     }
     if settings.plot:
-        from penstock.commands.plan import draw
-
         draw(Path(settings.plot).expanduser(), f"{source.name}, {settings.gpus}", outcomes, slo)
     deliver_line(json.dumps(report_), arguments.json, "--json")
     return 0

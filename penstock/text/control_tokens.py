@@ -19,19 +19,7 @@ from penstock.text.tokenizer import Tokenizer
 _CONTEXTS = ("", "\n", "a")
 
 _HTML_TAGS = {
-    "table",
-    "caption",
-    "thead",
-    "tbody",
-    "tfoot",
-    "tr",
-    "th",
-    "td",
-    "ul",
-    "ol",
-    "li",
-    "p",
-    "br",
+    *("table", "caption", "thead", "tbody", "tfoot", "tr", "th", "td", "ul", "ol", "li", "p", "br"),
 }
 _HTML_TAGS |= {"h1", "h2", "h3", "h4", "h5", "h6", "strong", "em", "b", "i", "u", "s", "sub", "sup"}
 _HTML_TAGS |= {"blockquote", "code"}

@@ -31,13 +31,7 @@ from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, 
 TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES = {"no-think": NO_THINK_TEMPLATE}
 SPECIAL_TOKEN_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
 # What a template finds without a request (template_worker.py): a variable of that name would hide
 # it.

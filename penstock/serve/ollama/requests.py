@@ -38,19 +38,9 @@ from penstock.serve.requests import (
 
 # For loading a model in Ollama, or for samplers that are off: they change nothing here.
 HARMLESS = {
-    *(
-        "num_ctx",
-        "num_keep",
-        "num_batch",
-        "num_gpu",
-        "main_gpu",
-        "num_thread",
-        "numa",
-        "low_vram",
-        "f16_kv",
-    ),
-    *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "penalize_newline"),
-    *("mirostat_tau", "mirostat_eta"),
+    *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram"),
+    *("f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"),
+    *("penalize_newline", "mirostat_tau", "mirostat_eta"),
 }
 NAMES = {
     "max_tokens": "num_predict",

@@ -94,15 +94,8 @@ class DrawFields(msgspec.Struct, kw_only=True):
 
 
 DRAW_NAMES = (  # the fields that `SamplingParams` has by the same name
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "ignore_eos"),
 )
 
 
