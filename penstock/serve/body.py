@@ -13,7 +13,7 @@ import contextlib
 import functools
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -128,6 +128,13 @@ def wrong_field(error: msgspec.ValidationError, where: str = "") -> RequestError
     names = [where, *(match.group(1) for match in matches if match is not None)]
     param = ".".join(name for name in names if name).removesuffix("[...]") or None
     return RequestError(f"{param or 'body'}: {_FIELD_PATH.sub('', message)}", param=param)
+
+
+def wrong_choice(where: str, value: str, allowed: Iterable[str]) -> RequestError:
+    """For a field that must be one of a few texts."""
+    return RequestError(
+        f"{where} is {value[:128]!r}", f"It must be one of {', '.join(allowed)}.", param=where
+    )
 
 
 def _large_field(body: bytes, kind: type[msgspec.Struct], max_values: int) -> str | None:

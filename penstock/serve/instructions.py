@@ -18,6 +18,11 @@ def reminder(text: str) -> str:
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
+def plain_call(id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    """A call of a tool, as chat templates expect it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def place_instructions(messages: list[PlainMessage]) -> list[PlainMessage]:
     """The same conversation with at most one system message, at the start."""
     num_leading = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))

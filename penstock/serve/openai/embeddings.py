@@ -11,7 +11,7 @@ import time
 from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from penstock.errors import RequestError
 from penstock.serve.admission import priority_in
-from penstock.serve.answer import Answer, ReplyFormat, read_body
+from penstock.serve.answer import Answer, read_body
 from penstock.serve.body import decode_body
 from penstock.serve.fields import EMBEDDINGS, RERANK, SCORE
 from penstock.serve.intake import place_of
@@ -185,9 +185,9 @@ def _whole_answer(
     answer: EmbeddingAnswer | ScoreAnswer,
     timeout_s: float | None,
 ) -> Answer:
-    """The answer receives the vectors itself. Only streams need the rest of a format."""
+    """The answer receives the vectors itself."""
     id, place = request.scope["request_id"], place_of(request.scope)
-    return Answer(lambda _: start(id, place=place), cast(ReplyFormat, answer), False, timeout_s)
+    return Answer(lambda _: start(id, place=place), answer, False, timeout_s)
 
 
 def _usage(usage: Usage) -> dict[str, int]:
