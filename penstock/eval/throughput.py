@@ -22,11 +22,17 @@ from penstock.config import setting
 from penstock.errors import PenstockError
 from penstock.eval.chat_requests import NO_THINKING, ChatRequests, Request
 from penstock.eval.contest_files import contest_level, read_throughput
-from penstock.eval.find_tokenizer import HOW_TO_VERIFY, FoundTokenizer, find_tokenizer
 from penstock.eval.load import LoadClients, LoadResult
 from penstock.eval.load_summary import LoadSummary, summarise
 from penstock.eval.prompts import Prompts, RequestMaker, make_prompts
-from penstock.eval.recount import ReplyCounter, TokenCounter, recount_reply
+from penstock.eval.recount import (
+    HOW_TO_VERIFY,
+    FoundTokenizer,
+    ReplyCounter,
+    TokenCounter,
+    find_tokenizer,
+    recount_reply,
+)
 from penstock.eval.results import (
     Reporter,
     ServerSettings,

@@ -3,10 +3,15 @@
 Agents send more, and later ones: a permission that changed, a mode that was switched. Those at the
 start are joined. One inside a conversation becomes part of the user's turn beside it, marked as
 Claude Code marks its own insertions into user messages, which models know.
+
+Images and files in tool results are replaced by a note: the user did not ask for them, and they
+stay in the history of an agent's session, which refusing one would end. A header of the answer says
+what was left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 PARAGRAPH = "\n\n"
@@ -42,3 +47,31 @@ def place_instructions(messages: list[PlainMessage]) -> list[PlainMessage]:
         placed.append(message)
         is_open = is_reminder
     return placed
+
+
+WARNING_HEADER = "x-penstock-warning"
+MAX_NAMED = 8
+KINDS = {  # as the APIs call them
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "document": "document",
+    "file": "document",
+    "input_file": "document",
+    "input_audio": "audio",
+}
+
+
+def replace_attachment(kind: str, where: str, omitted: list[str]) -> str:
+    """The text in its place; adds to `omitted` where it was."""
+    name = KINDS.get(kind, "attachment")
+    omitted.append(f"{name} at {where}")
+    return f"[{name} left out: this model reads text only]"
+
+
+def warning_headers(omitted: Sequence[str]) -> dict[str, str]:
+    if not omitted:
+        return {}
+    more = f", and {len(omitted) - MAX_NAMED} more" if len(omitted) > MAX_NAMED else ""
+    named = ", ".join(omitted[:MAX_NAMED]) + more
+    return {WARNING_HEADER: f"left out, since the model reads text only: {named}"}

@@ -17,11 +17,11 @@ from penstock.serve.admission import require_priority
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import Place
 from penstock.serve.metrics import Metrics
-from penstock.serve.preparation import Preparation
 from penstock.serve.text_stream import TextStream, Usage
 from penstock.text.pooling import PairScores, VectorText
 from penstock.text.prompt import build_pooling_request
 from penstock.text.tokenizer import Tokenizer
+from penstock.text.turns import Preparation
 from penstock.types import EngineInfo, Pooling, Request, TokenDelta
 
 QUEUE_SHARE = 4  # one request takes at most this part of the queue

@@ -15,7 +15,6 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
-from penstock.serve.attachments import replace_attachment
 from penstock.serve.body import decode_body, wrong_choice, wrong_field
 from penstock.serve.conversations import Thread, names_of_calls
 from penstock.serve.fields import COUNT_TOKENS, MESSAGES, FieldTable
@@ -25,6 +24,7 @@ from penstock.serve.instructions import (
     place_instructions,
     plain_call,
     reminder,
+    replace_attachment,
 )
 from penstock.serve.openai.chat_options import (
     JsonForm,

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import RequestError
+from penstock.serve.admission import tenant_of
 from penstock.serve.answer import Answer, Within, json_response, read_body
 from penstock.serve.anthropic.replies import MessageFormat
 from penstock.serve.anthropic.requests import MessagesBody, message_request, parse_count
@@ -23,7 +24,6 @@ from penstock.serve.intake import place_of
 from penstock.serve.requests import TokenizeRequest
 from penstock.serve.sessions import SessionChat
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, TextStream
 
 

@@ -17,12 +17,11 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from penstock.errors import OverloadedError, RequestError
-from penstock.serve.answer import UNREAD_HEADERS, json_response
+from penstock.serve.admission import tenant_of
+from penstock.serve.answer import UNREAD_HEADERS, ids_of_page, json_response, list_fields
 from penstock.serve.batches.folder import Batch, BatchFolder, FileNotHereError, StoredFile
 from penstock.serve.intake import SLOW_BYTES_PER_S
-from penstock.serve.pages import ids_of_page, list_fields
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 
 MAX_UPLOADS = 8  # at a time
 MAX_FIELD_BYTES = 1024  # of a field that is not a file

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import RequestError
+from penstock.serve.admission import tenant_of
 from penstock.serve.answer import json_response, read_body
 from penstock.serve.batches.files import expiry_s, folder_of, page_of
 from penstock.serve.batches.folder import Batch
@@ -20,7 +21,6 @@ from penstock.serve.batches.runner import BatchRunner
 from penstock.serve.body import decode_body, wrong_choice
 from penstock.serve.fields import BATCHES
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 
 DEFAULT_LIST, MAX_LIST = 20, 100
 MAX_WINDOW_S = 14 * 24 * 3600

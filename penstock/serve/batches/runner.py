@@ -36,11 +36,11 @@ from penstock.batch_lines import (
     scan,
 )
 from penstock.errors import PenstockError
+from penstock.serve.admission import tenant_of_key
 from penstock.serve.batches.folder import Batch, BatchFolder, Status, StorageFullError, StoredFile
 from penstock.serve.request_log import RequestRecord
 from penstock.serve.requests import MAX_PRIORITY
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of_key
 
 log = logging.getLogger("penstock.serve")
 

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 import penstock
 from penstock.errors import OverloadedError, PenstockError
+from penstock.serve.admission import tenant_of
 from penstock.serve.answer import Answer, Choice, Pieces, ReplyClock, json_response, read_body
 from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.fields import LLAMA_COMPLETION
@@ -29,7 +30,6 @@ from penstock.serve.openai.scores import LOWEST_LOGPROB
 from penstock.serve.requests import TokenizeRequest
 from penstock.serve.sessions import in_session
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, ReplyDelta, ScoredToken, TextStream, Usage
 from penstock.text.dialects import ContentDelta, ParsedReply, ReplyEnd
 from penstock.types import SamplingParams

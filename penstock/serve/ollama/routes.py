@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 import penstock
 from penstock.errors import PenstockError, RequestError
+from penstock.serve.admission import tenant_of
 from penstock.serve.answer import (
     JSON_TYPE,
     Answer,
@@ -42,7 +43,6 @@ from penstock.serve.openai.embeddings import MAX_INPUTS
 from penstock.serve.requests import CacheSalt, ChatRequest, CompletionRequest, TextRequest
 from penstock.serve.sessions import SessionChat, in_session
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, TextStream, Usage
 from penstock.serve.vectors import EmbeddingRequest
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from penstock.errors import RequestError
-from penstock.serve.admission import priority_in
+from penstock.serve.admission import priority_in, tenant_of
 from penstock.serve.answer import Answer, read_body
 from penstock.serve.body import decode_body
 from penstock.serve.fields import EMBEDDINGS, RERANK, SCORE
@@ -27,7 +27,6 @@ from penstock.serve.intake import place_of
 from penstock.serve.openai.requests import split_prompts
 from penstock.serve.requests import MAX_ID_VALUES, MAX_PRIORITY, MAX_TIMEOUT_S, CacheSalt, TokenId
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import TextStream, Usage
 from penstock.serve.vectors import EmbeddingRequest, ScoreRequest
 

@@ -10,9 +10,13 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
-from penstock.serve.attachments import replace_attachment
 from penstock.serve.body import wrong_choice
-from penstock.serve.instructions import PlainMessage, place_instructions, plain_call
+from penstock.serve.instructions import (
+    PlainMessage,
+    place_instructions,
+    plain_call,
+    replace_attachment,
+)
 
 ROLES = {
     "system": "system",

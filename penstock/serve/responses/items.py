@@ -15,9 +15,14 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
-from penstock.serve.attachments import replace_attachment
 from penstock.serve.body import wrong_choice
-from penstock.serve.instructions import PARAGRAPH, PlainMessage, place_instructions, plain_call
+from penstock.serve.instructions import (
+    PARAGRAPH,
+    PlainMessage,
+    place_instructions,
+    plain_call,
+    replace_attachment,
+)
 from penstock.text.dialects.json_calls import read_arguments
 from penstock.text.json_values import refuse_many_arguments
 

@@ -13,13 +13,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import RequestError
+from penstock.serve.admission import tenant_of
 from penstock.serve.answer import (
     JSON_TYPE,
     Answer,
     Choice,
     Within,
     event_stream,
+    ids_of_page,
     json_response,
+    list_fields,
     read_body,
     require_open,
     shorter,
@@ -27,7 +30,6 @@ from penstock.serve.answer import (
 from penstock.serve.body import decode_body
 from penstock.serve.fields import COMPACT, RESPONSES, FieldTable
 from penstock.serve.intake import Place, place_of
-from penstock.serve.pages import ids_of_page, list_fields
 from penstock.serve.requests import TokenizeRequest
 from penstock.serve.responses.items import Item, Items, items_of, seal, shown
 from penstock.serve.responses.replies import (
@@ -50,7 +52,6 @@ from penstock.serve.responses.runs import Run, Runs
 from penstock.serve.responses.store import Kind, ResponseStore, new_id
 from penstock.serve.sessions import SessionChat, session_key
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Usage
 from penstock.text.dialects import ParsedReply
 
