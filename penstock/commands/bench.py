@@ -45,7 +45,7 @@ from penstock.commands.roofline import text_config
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
-from penstock.eval.results import deliver_line, prepare_output
+from penstock.eval.results import deliver_line, prepare_output, require_at_least
 from penstock.models.source import ModelSource, find_model
 from penstock.progress import Phase, PhaseList, timed
 from penstock.types import SamplingParams
@@ -287,17 +287,9 @@ def _most_tokens(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def _check_shapes(arguments: argparse.Namespace) -> None:
-    sizes = {
-        "--context": min(arguments.context),
-        "--repeats": arguments.repeats,
-        "--warmup": arguments.warmup,
-        "--batch": min(arguments.batch),
-        "--runs": arguments.runs,
-        "--new-tokens": arguments.new_tokens,
-    }
-    for flag, value in sizes.items():
-        if value < 1:
-            raise ConfigError(f"{flag} is {value}", "It must be 1 or more.")
+    names = ("repeats", "warmup", "runs", "new_tokens")
+    require_at_least(1, context=min(arguments.context), batch=min(arguments.batch))
+    require_at_least(1, **{name: getattr(arguments, name) for name in names})
 
 
 def _report(

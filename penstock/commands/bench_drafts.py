@@ -38,7 +38,7 @@ from penstock.commands.provenance import cpu_name, gpu_name, provenance
 from penstock.commands.roofline import DraftBytes, Roofline
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError, PenstockError
-from penstock.eval.results import deliver_line, prepare_output
+from penstock.eval.results import deliver_line, prepare_output, require_at_least
 from penstock.models.source import find_model
 from penstock.progress import Phase, PhaseList, timed
 from penstock.types import Request, SamplingParams, Sequence
@@ -163,8 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if min(arguments.drafts) < 1:
-        raise ConfigError(f"--drafts is {min(arguments.drafts)}", "It must be 1 or more.")
+    require_at_least(1, drafts=min(arguments.drafts))
     if max(arguments.drafts) > len(arguments.acceptance):
         raise ConfigError(
             f"--drafts is {max(arguments.drafts)} and --acceptance has "

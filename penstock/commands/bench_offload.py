@@ -61,65 +61,27 @@ class Case:
         return self.model, self.expert_cache, self.layers, self.against_resident, given
 
 
+A3B, A10B, A17B = "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B"
+RESIDENT: dict[str, Any] = {"against_resident": True}
+SHORT: dict[str, Any] = {"new_tokens": 32, "runs": 2, "settings": BOTH}
+# A share of RAM as 64 GB are of all 60 layers' experts.
+FROM_DISK = {"memory_gb": 1.0, "max_step_tokens": 512, "expert_ram": "8.5GB"}
+ON_DISK: dict[str, Any] = {"context": 16, "new_tokens": 16, "runs": 1, "layers": 8}
+FETCHED = "35B-A3B int4 6GB batch {}, all fetched"
 # Models that a card has no room for, on one that is limited to stand in for it. Random weights and
 # tokens choose experts at random, the worst case for any cache.
-CASES = {
-    case.name: case
-    for case in (
-        *(
-            Case(
-                f"35B-A3B int4 6GB batch {batch}{name}",
-                "Qwen3.5-35B-A3B",
-                "6GB",
-                batch=batch,
-                context=4096 if batch == 1 else 256,
-                against_resident=True,
-                settings=settings,
-            )
-            for settings, name in ((BOTH, ""), (GPU_SHARE, ", all fetched"))
-            for batch in (1, 8)
-        ),
-        Case(
-            "35B-A3B int4 all cached batch 1",
-            "Qwen3.5-35B-A3B",
-            "30GB",
-            against_resident=True,
-            is_cached=True,
-        ),
-        Case("122B-A10B int4 24GB batch 1", "Qwen3.5-122B-A10B", "13.5GB", runs=2, settings=BOTH),
-        Case(
-            "122B-A10B int4 24GB batch 8",
-            "Qwen3.5-122B-A10B",
-            "13.5GB",
-            batch=8,
-            context=256,
-            new_tokens=32,
-            runs=2,
-            settings=BOTH,
-        ),
-        Case(
-            "397B-A17B int4 RAM projected",
-            "Qwen3.5-397B-A17B",
-            "10.1GB",
-            context=1024,
-            new_tokens=32,
-            runs=2,
-            layers=24,
-            settings=BOTH,
-        ),
-        # A share of RAM as 64 GB are of all 60 layers' experts.
-        Case(
-            "397B-A17B int4 64GB RAM + disk projected",
-            "Qwen3.5-397B-A17B",
-            "3.5GB",
-            context=16,
-            new_tokens=16,
-            runs=1,
-            layers=8,
-            settings={"memory_gb": 1.0, "max_step_tokens": 512, "expert_ram": "8.5GB"},
-        ),
-    )
-}
+_LISTED = (
+    Case("35B-A3B int4 6GB batch 1", A3B, "6GB", **RESIDENT, settings=BOTH),
+    Case("35B-A3B int4 6GB batch 8", A3B, "6GB", batch=8, context=256, **RESIDENT, settings=BOTH),
+    Case(FETCHED.format(1), A3B, "6GB", **RESIDENT),
+    Case(FETCHED.format(8), A3B, "6GB", batch=8, context=256, **RESIDENT),
+    Case("35B-A3B int4 all cached batch 1", A3B, "30GB", is_cached=True, **RESIDENT),
+    Case("122B-A10B int4 24GB batch 1", A10B, "13.5GB", runs=2, settings=BOTH),
+    Case("122B-A10B int4 24GB batch 8", A10B, "13.5GB", batch=8, context=256, **SHORT),
+    Case("397B-A17B int4 RAM projected", A17B, "10.1GB", context=1024, layers=24, **SHORT),
+    Case("397B-A17B int4 64GB RAM + disk projected", A17B, "3.5GB", **ON_DISK, settings=FROM_DISK),
+)
+CASES = {case.name: case for case in _LISTED}
 
 
 COLUMNS = [
@@ -289,8 +251,7 @@ def _measure(cases: Sequence[Case], settings: dict[str, Any]) -> dict[str, Any]:
 
 def _describe(store: Any, speeds: TierSpeeds | None) -> dict[str, Any]:
     assert speeds is not None
-    tiers = {"copy": speeds.copy, "read": speeds.read}
-    tiers |= {"fetch": speeds.fetch, "compute": speeds.compute}
+    tiers = {name: getattr(speeds, name) for name in ("copy", "read", "fetch", "compute")}
     return {
         "slots": store.num_slots,
         "slot_bytes": store.num_bytes,

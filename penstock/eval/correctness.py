@@ -114,16 +114,8 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
     if is_embedded:
         grades = ask_embedded(settings, model, seed, reporter)
     else:
-        asking = Asking(
-            settings.base_url,
-            model,
-            settings.limit,
-            settings.num_concurrent,
-            seed,
-            settings.timeout,
-            settings.max_tokens,
-            body,
-        )
+        most = settings.max_tokens
+        asking = Asking.of(settings, model, settings.limit, seed, max_tokens=most, body=body)
         grades = ask_gsm8k(data, asking)
     print(describe(grades, baseline))
     fields = {

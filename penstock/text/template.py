@@ -30,21 +30,14 @@ from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, 
 
 TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES = {"no-think": NO_THINK_TEMPLATE}
-SPECIAL_TOKEN_NAMES = (
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
-)
+SPECIAL_TOKEN_NAMES = [
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+]
 # What a template finds without a request (template_worker.py): a variable of that name would hide
 # it.
 TEMPLATE_GLOBALS = (
-    "cycler",
-    "debug",
-    "dict",
-    "joiner",
-    "namespace",
-    "raise_exception",
-    "range",
-    "strftime_now",
-    *SPECIAL_TOKEN_NAMES,
+    *("cycler", "debug", "dict", "joiner", "namespace", "raise_exception", "range"),
+    *("strftime_now", *SPECIAL_TOKEN_NAMES),
 )
 RESERVED_NAMES = frozenset(
     {"messages", "tools", "add_generation_prompt", "chat_template", "tokenize", *TEMPLATE_GLOBALS}

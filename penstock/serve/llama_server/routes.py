@@ -85,14 +85,12 @@ class LlamaServerRoutes:
             return prompt
         token_ids: list[int] = []
         for place, part in enumerate(prompt):
-            token_ids += (
-                [part] if isinstance(part, int) else await self._encode(part, place == 0, tenant)
-            )
+            if isinstance(part, int):
+                token_ids.append(part)
+            else:
+                asked = TokenizeRequest(part, None, place == 0, False)
+                token_ids += await self._text.tokenize(asked, tenant, len(part))
         return token_ids
-
-    async def _encode(self, text: str, is_first: bool, tenant: str) -> list[int]:
-        asked = TokenizeRequest(text, None, is_first, False)
-        return await self._text.tokenize(asked, tenant, len(text))
 
     async def apply_template(self, request: Request) -> Response:
         chat = parse_chat(await read_body(request, for_reply=False))

@@ -25,7 +25,7 @@ from penstock.serve.body import decode_body
 from penstock.serve.fields import EMBEDDINGS, RERANK, SCORE
 from penstock.serve.intake import place_of
 from penstock.serve.openai.requests import split_prompts
-from penstock.serve.requests import MAX_ID_VALUES, MAX_PRIORITY, MAX_TIMEOUT_S, CacheSalt, TokenId
+from penstock.serve.requests import MAX_ID_VALUES, CacheSalt, Priority, Timeout, TokenId
 from penstock.serve.state import ServerState
 from penstock.serve.text_stream import TextStream, Usage
 from penstock.serve.vectors import EmbeddingRequest, ScoreRequest
@@ -41,8 +41,8 @@ class VectorBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    timeout: Timeout | None = None
+    priority: Priority | None = None
     cache_salt: CacheSalt | None = None
 
 
@@ -103,10 +103,7 @@ def routes(state: ServerState) -> list[Route]:
     api = VectorRoutes(state)
     return [
         Route("/v1/embeddings", api.embed, methods=["POST"]),
-        *(
-            Route(path, api.rerank, methods=["POST"])
-            for path in ("/v1/rerank", "/v2/rerank", "/rerank")
-        ),
+        *(Route(f"{v}/rerank", api.rerank, methods=["POST"]) for v in ("/v1", "/v2", "")),
         *(Route(path, api.score, methods=["POST"]) for path in ("/v1/score", "/score")),
     ]
 

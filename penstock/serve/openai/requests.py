@@ -42,16 +42,16 @@ from penstock.serve.requests import (
     MAX_CHARS_ASKED,
     MAX_ID_VALUES,
     MAX_IDS,
-    MAX_PRIORITY,
-    MAX_TIMEOUT_S,
     NO_DEFAULTS,
     CacheSalt,
     ChatRequest,
     CompletionRequest,
     Defaults,
+    Priority,
     Scalar,
     SessionId,
     StopString,
+    Timeout,
     TokenId,
     TokenizeRequest,
 )
@@ -85,10 +85,8 @@ class DrawFields(msgspec.Struct, kw_only=True):
     seed: int | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = (
-        None  # lower runs earlier
-    )
+    timeout: Timeout | None = None
+    priority: Priority | None = None
     session_id: SessionId | None = None
     cache_salt: CacheSalt | None = None
 
