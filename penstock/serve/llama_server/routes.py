@@ -19,10 +19,10 @@ import penstock
 from penstock.errors import OverloadedError, PenstockError
 from penstock.serve.admission import tenant_of
 from penstock.serve.answer import Answer, Choice, Pieces, ReplyClock, json_response, read_body
+from penstock.serve.body import renaming
 from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.fields import LLAMA_COMPLETION
 from penstock.serve.intake import place_of
-from penstock.serve.llama_options import renaming
 from penstock.serve.llama_server.requests import LlamaRequest, Prompt, parse_completion
 from penstock.serve.openai.replies import encode_error, encode_event
 from penstock.serve.openai.requests import parse_chat

@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError, nearest
-from penstock.serve.body import decode_body, wrong_field
+from penstock.serve.body import decode_body, renaming, wrong_field
 from penstock.serve.fields import OLLAMA_CHAT, OLLAMA_GENERATE, FieldTable
-from penstock.serve.llama_options import OFF, LlamaOptions, renaming, require_off, sampling_fields
+from penstock.serve.llama_options import OFF, LlamaOptions, require_off, sampling_fields
 from penstock.serve.openai.chat_options import JsonSchema, ResponseFormat, Tool, json_form
 from penstock.serve.openai.messages import Message, ToolCall
 from penstock.serve.openai.requests import (

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
-from penstock.serve.body import decode_body
+from penstock.serve.body import decode_body, renaming
 from penstock.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, FieldTable
 from penstock.serve.openai.chat_options import (
     JsonForm,
@@ -338,17 +338,10 @@ def _sampling(
     given["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     given["bad_words"] = tuple(fields.bad_words or ())
     given["logit_bias"] = _logit_bias(fields.logit_bias or {})
-    try:
+    if getattr(fields, "max_completion_tokens", None) is not None:
+        renamed = {**renamed, "max_tokens": "max_completion_tokens"}
+    with renaming(renamed):
         return SamplingParams(logprobs=logprobs, **given)
-    except RequestError as error:
-        name = renamed.get(error.param or "", error.param)
-        if (
-            error.param == "max_tokens"
-            and getattr(fields, "max_completion_tokens", None) is not None
-        ):
-            name = "max_completion_tokens"
-        what = error.what.replace(error.param or "", name or "", 1)
-        raise RequestError(what, error.why, error.todo, param=name) from error
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
