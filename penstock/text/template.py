@@ -291,16 +291,7 @@ def _read_chosen(chosen: str) -> tuple[str, Path]:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object of the checkpoint; {} when the file is absent."""
-    if not has_file(file):
-        return {}
-    try:
-        value = json.loads(_read_text(file))
-    except (ValueError, RecursionError) as error:
-        if known := impostor(file):
-            raise known from error
-        raise CheckpointError(
-            f"{file} is not valid JSON", f"{error}.", "Fetch the file again."
-        ) from error
+    value = read_value(file) if has_file(file) else {}
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{file} is a {type(value).__name__}",
@@ -308,6 +299,17 @@ def read_json(file: Path) -> dict[str, Any]:
             "Fetch the file again.",
         )
     return value
+
+
+def read_value(file: Path) -> Any:
+    try:
+        return json.loads(_read_text(file))
+    except (ValueError, RecursionError) as error:
+        if known := impostor(file):
+            raise known from error
+        raise CheckpointError(
+            f"{file} is not valid JSON", f"{error}.", "Fetch the file again."
+        ) from error
 
 
 def _read_text(file: Path) -> str:
