@@ -47,7 +47,7 @@ class _Response(msgspec.Struct):
 
 
 class Result(msgspec.Struct):
-    """The parts of a result that are needed without its answer."""
+    """The parts of a result that are needed without its response body."""
 
     id: str
     custom_id: str | None = None
@@ -122,7 +122,7 @@ def read_line(line: bytes, max_bytes: int, endpoints: Collection[str]) -> BatchL
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """Also for a line that is not a request, if it has one."""
+    """Also for a line that is not a request, if it has an id."""
     try:
         return msgspec.json.decode(line, type=_Named).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -130,7 +130,7 @@ def custom_id_of(line: bytes) -> str | None:
 
 
 def result_line(id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """`body`: the answer, which is JSON if its sender is correct."""
+    """`body`: the response, which is JSON if its sender is correct."""
     if not _is_json(body):
         message = body.decode("utf-8", "replace")[:2000]
         body = msgspec.json.encode({"error": {"message": message, "type": "server_error"}})
@@ -174,7 +174,7 @@ class LineSet:
 
 
 class HashedTexts:
-    """Which texts came more than once, by their hashes: eight bytes per text."""
+    """Which texts occurred more than once, by their hashes: eight bytes per text."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, array[int]] = defaultdict(lambda: array("q"))
@@ -184,7 +184,7 @@ class HashedTexts:
         self._buckets[value % _BUCKETS].append(value)
 
     def repeated(self) -> set[int]:
-        """The hashes that came again; two texts may have the same hash."""
+        """The hashes that occurred again; two texts may have the same hash."""
         found: set[int] = set()
         for bucket in self._buckets.values():
             if len(set(bucket)) < len(bucket):

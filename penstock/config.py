@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, nearest
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "int8")  # vLLM's names and ours
 EXPERT_MISSES = ("fetch", "cpu", "auto")
-STATE_DTYPES = {"float32": 4, "float16": 2}  # bytes of an element
+STATE_DTYPES = {"float32": 4, "float16": 2}  # bytes per element
 LOG_FORMATS = ("text", "json")
 REASONING_PLACES = ("separate", "content")
 ROUTING_POLICIES = ("prefix", "least-pending", "round-robin")
@@ -30,7 +30,7 @@ USUAL_DRAFTS = {
     "ngram": 7,
     "suffix": 7,
     "model": 4,
-}  # of a step, if --speculate does not say how many
+}  # drafts per step if --speculate gives no number
 MOST_DRAFTS = 15
 POOLINGS = ("auto", "last", "mean")
 SCORINGS = ("auto", "yes-no", "classifier", "cosine")
@@ -39,11 +39,11 @@ SCORE_PROMPTS = ("auto", "qwen3", "pair", "template")
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Who drafts tokens, and how many of them a step verifies at most."""
+    """The drafter, and the most draft tokens that a step verifies."""
 
     kind: str = "off"
     num_drafts: int = 0
-    path: str = ""  # of a draft model
+    path: str = ""  # folder of a draft model
 
     @classmethod
     def parse(cls, text: str) -> Speculation:
@@ -55,8 +55,8 @@ class Speculation:
             if not path:
                 raise ConfigError(
                     f"speculate is {text!r}",
-                    "It does not say which model drafts.",
-                    "Use model:FOLDER, or model:FOLDER:4 for at most 4 drafts a step.",
+                    "It names no draft model.",
+                    "Use model:FOLDER, or model:FOLDER:4 for at most 4 drafts per step.",
                 )
             return dataclasses.replace(cls._counted(text, kind, number), path=path)
         return cls._counted(text, kind, number)
@@ -80,7 +80,7 @@ class Speculation:
         return cls(kind, int(number))
 
     def __str__(self) -> str:
-        """As `--speculate` takes it, with the number."""
+        """In the format of `--speculate`, with the number."""
         words = [self.kind, self.path, str(self.num_drafts or "")]
         return ":".join(word for word in words if word)
 
@@ -91,7 +91,7 @@ def setting(default: Any, help: str, **extra: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What one engine runs, and how much of the machine it may use."""
+    """The model that one engine runs, and how much of the machine it may use."""
 
     model: str = setting(
         "", "folder of a checkpoint, a .gguf or .pt file, or a preset like Qwen3.5-35B-A3B"
@@ -100,37 +100,35 @@ class EngineConfig:
         False, "use random weights from a seed instead of the checkpoint's"
     )
     weights_seed: int = setting(0, "seed of --random-weights")
-    alike_experts: bool = setting(
-        False, "give random experts the same numbers in all layers, which is quick"
-    )
+    alike_experts: bool = setting(False, "use the same random experts in all layers, which is fast")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     tp: int = setting(
         1,
-        "GPUs, or processes of a CPU, that one model is spread over (tensor parallel): each has a "
-        "part of the heads, of the inner widths and of the vocabulary",
+        "GPUs, or CPU processes, that one model is split over (tensor parallel): each has a "
+        "part of the heads, of the intermediate sizes and of the vocabulary",
         aliases=("--tensor-parallel-size", "-tp"),
     )
     ep: bool = setting(
         False,
-        "of a model over several GPUs, each has whole experts instead of a slice of every expert "
+        "with --tp, each GPU has whole experts instead of a slice of every expert "
         "(expert parallel)",
         aliases=("--enable-expert-parallel",),
     )
-    dtype: str = setting("auto", "type of weights and activations", choices=DTYPES)
+    dtype: str = setting("auto", "dtype of weights and activations", choices=DTYPES)
     kv_dtype: str = setting(
         "auto",
-        "type of KV (default: that of --dtype); fp8 and int8 halve its size",
+        "dtype of the KV cache (default: that of --dtype); fp8 and int8 halve its size",
         choices=KV_DTYPES,
         aliases=("--kv-cache-dtype",),
     )
     quantization: str = setting(
         "none",
-        "quantise weights as they are loaded; a quantised checkpoint stays as it is",
+        "quantize weights at load; a quantized checkpoint stays as it is",
         choices=("none", "fp8", "int8", "int4"),
     )
     state_dtype: str = setting(
         "float32",
-        "type of the recurrent states of hybrid models; float16 halves their size",
+        "dtype of the recurrent states of hybrid models; float16 halves their size",
         choices=tuple(STATE_DTYPES),
         aliases=("--mamba-ssm-cache-dtype",),
     )
@@ -152,21 +150,21 @@ class EngineConfig:
     )
     expert_log: str | None = setting(
         None,
-        "file for the experts that each step needs, for `penstock inspect experts`; only where "
-        "the device does not hold all",
+        "file to log the experts of each step, for `penstock inspect experts`; only if "
+        "the device does not hold all of them",
     )
     offload_layers: int | None = setting(
         None,
-        "layers, the last ones, whose dense weights stay in RAM: every step copies them to the "
+        "number of last layers whose dense weights stay in RAM: every step copies them to the "
         "GPU, which is slow",
     )
     timing: bool = setting(
         False,
-        "print once a second where the time of steps goes, by phase; steps are not captured as "
-        "graphs then, and slower",
+        "print the time of steps by phase once per second; this disables CUDA graphs, so steps "
+        "are slower",
     )
     experts_per_token: int | None = setting(
-        None, "experts that a token uses (default: as the model was trained; fewer change answers)"
+        None, "experts per token (default: as the model was trained; fewer change replies)"
     )
     max_model_len: int | None = setting(
         None, "longest context in tokens (default: what the model and memory allow)"
@@ -189,10 +187,10 @@ class EngineConfig:
     )
     bulk_share: float = setting(
         0.1,
-        "least share of time for long prompts while short requests, which run first, are present; "
+        "minimum time share of long prompts while short requests, which run first, are present; "
         "1: all requests take part in every step",
     )
-    page_size: int = setting(64, "tokens in one page of KV", aliases=("--block-size",))
+    page_size: int = setting(64, "tokens per KV cache page", aliases=("--block-size",))
     memory_gb: float | None = setting(
         None,
         "GB for the cache (default: what weights, graphs and the largest step leave on a GPU, 1 GB "
@@ -243,8 +241,8 @@ class EngineConfig:
     )
     draft_vocabulary: int = setting(
         65536,
-        "the drafting head chooses among so many of the first token ids, which a BPE tokenizer "
-        "gave to its most frequent pieces; 0: among all",
+        "the drafting head chooses among this many of the first token ids, which a BPE tokenizer "
+        "gives to its most frequent tokens; 0: all",
     )
     pooling: str = setting(
         "auto",
@@ -254,7 +252,7 @@ class EngineConfig:
     )
     scoring: str = setting(
         "auto",
-        "score a query and a document by the model's answer yes or no, by its classifier, or by "
+        "score a query and a document by the model's yes or no, by its classifier, or by "
         "the cosine of two embeddings (default: as the checkpoint says)",
         choices=SCORINGS,
     )
@@ -331,7 +329,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> Speculation:
-        """Without a drafter while `auto` is not resolved yet."""
+        """No drafter until `auto` is resolved."""
         read = Speculation.parse(self.speculate)
         return read if read.num_drafts else Speculation()
 
@@ -353,7 +351,7 @@ class EngineConfig:
 class WorkerConfig(EngineConfig):
     """The settings that a server sends to its engine process."""
 
-    tokenizer: str | None = setting(None, "the server's tokenizer, which grammars are compiled for")
+    tokenizer: str | None = setting(None, "the server's tokenizer; grammars are compiled for it")
     warm_prompt: tuple[int, ...] = setting((), "token ids to prefill before the first request")
     warm_tenants: tuple[str, ...] = setting(
         ("",), "tenants to prefill it for: tenants share no cache"
@@ -383,7 +381,7 @@ class ServeConfig:
     )
     routing: str = setting(
         "prefix",
-        "how to choose an engine for a request: the least busy or one that has its prefix cached, "
+        "how to choose an engine for a request: the least busy, or one that has its prefix cached, "
         "the one with the fewest requests, or each in turn",
         choices=ROUTING_POLICIES,
     )
@@ -436,24 +434,24 @@ class ServeConfig:
         "vllm) reads no file; or a file or folder",
     )
     temperature: float | None = setting(
-        None, "default of requests (default: from --generation-config, or 0, the likeliest token)"
+        None, "default for requests (default: from --generation-config, or 0, greedy)"
     )
     top_p: float | None = setting(
-        None, "default of requests (default: from --generation-config, or 1)"
+        None, "default for requests (default: from --generation-config, or 1)"
     )
     top_k: int | None = setting(
-        None, "default of requests (default: from --generation-config, or 0, off)"
+        None, "default for requests (default: from --generation-config, or 0, off)"
     )
     min_p: float | None = setting(
-        None, "default of requests (default: from --generation-config, or 0)"
+        None, "default for requests (default: from --generation-config, or 0)"
     )
     repetition_penalty: float | None = setting(
-        None, "default of requests (default: from --generation-config, or 1, off)"
+        None, "default for requests (default: from --generation-config, or 1, off)"
     )
     greedy: bool = setting(False, "the same as --temperature 0")
     sampling_seed: int | None = setting(
         None,
-        "seed that gives requests without a seed theirs, in order of arrival (default: random)",
+        "base seed for requests without their own, in order of arrival (default: random)",
         aliases=("--seed",),
     )
     open_schemas: bool = setting(
@@ -486,26 +484,24 @@ class ServeConfig:
         (), "web origin whose pages may call this server, or *; may be repeated"
     )
     page: bool = setting(
-        True, "show browsers that open the server's address a page to chat and to look"
+        True, "serve a web page for chatting and monitoring at the server's address"
     )
     allowed_host: tuple[str, ...] = setting(
         (), "name by which clients may call a server without keys, or *; may be repeated"
     )
     max_connections: int | None = setting(
         None,
-        "most open connections; more are answered 503 (default: what the limit on open files "
-        "allows)",
+        "maximum open connections; more get a 503 (default: what the limit on open files allows)",
     )
     max_queue: int = setting(
         1024,
-        "most requests at a time, queued ones included; more are answered 429 with Retry-After",
+        "maximum concurrent requests, including queued ones; more get a 429 with Retry-After",
     )
-    min_priority: int = setting(0, "lowest `priority` that clients may set; lower runs earlier")
-    max_body_mb: float = setting(32.0, "largest request body in MB; a larger one is answered 413")
+    min_priority: int = setting(0, "lowest `priority` that clients may set; lower runs first")
+    max_body_mb: float = setting(32.0, "largest request body in MB; a larger one gets a 413")
     max_bodies_mb: float = setting(
         512.0,
-        "MB of all request bodies in preparation; beyond it, requests are answered 429 with "
-        "Retry-After",
+        "MB of all request bodies in preparation; beyond it, requests get a 429 with Retry-After",
     )
     read_timeout: float = setting(
         30.0,
@@ -518,11 +514,9 @@ class ServeConfig:
         None,
         "folder for /v1/files and /v1/batches, one for each server (default: no files and batches)",
     )
-    batch_file_mb: float = setting(
-        1024.0, "largest uploaded file in MB; a larger one is answered 413"
-    )
+    batch_file_mb: float = setting(1024.0, "largest uploaded file in MB; a larger one gets a 413")
     batch_gb: float = setting(
-        16.0, "GB of all files in it, results included; beyond it, uploads are answered 507"
+        16.0, "GB of all files in it, including results; beyond it, uploads get a 507"
     )
     log_format: str = setting(
         "text", "format of the log on stderr, one line per request", choices=LOG_FORMATS
@@ -632,7 +626,7 @@ class ServeConfig:
         return int(self.session_mb * 1024**2)
 
     def load_api_keys(self) -> tuple[str, ...]:
-        """The keys from flags and file. Empty: every client is answered."""
+        """The keys from flags and file. If empty, no key is required."""
         keys = self.api_key
         if self.api_key_file is not None:
             keys += _keys_in(Path(self.api_key_file).expanduser())
@@ -671,7 +665,7 @@ def _keys_in(path: Path) -> tuple[str, ...]:
 
 
 def read_bytes(name: str, text: str | None) -> int | None:
-    """`6GB` or `512MB`, in powers of ten; a number alone counts GB."""
+    """`6GB` or `512MB`, in powers of ten; a number without a unit means GB."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(TB|GB|MB|kB|KB|)", text.strip())

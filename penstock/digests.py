@@ -22,15 +22,17 @@ _SEGMENT = struct.Struct("<III")  # offset in its page, tokens, bytes of its dig
 
 
 def scope_of(tenant: str, *salts: str | None) -> str:
-    """Requests of one scope share the cache. What changes the meaning of every token, such as an
-    adapter, is one more salt."""
+    """Requests of one scope share the cache. Anything that changes the meaning of every token, such
+    as an adapter, is one more salt.
+    """
     return tenant + "".join(f"\0{len(salt)}:{salt}" for salt in salts if salt is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens of a prompt whose ids do not say what they stand for, such as an image; its digest
-    does. Ids alone need no segment."""
+    """Tokens of a prompt that are not identified by their ids, such as an image, but by this
+    digest. Plain ids need no segment.
+    """
 
     start: int  # position of its first token
     num_tokens: int
@@ -39,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PageDigests:
-    """Digests of a prompt's first full pages, in one object because they travel with the
+    """Digests of a prompt's first full pages, in one object because they are sent with the
     request.
     """
 

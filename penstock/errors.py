@@ -13,9 +13,7 @@ from typing import Any, ClassVar
 
 
 class PenstockError(Exception):
-    """What happened, why (with numbers), and what to do about it: three lines a person can act
-    on.
-    """
+    """What happened, why (with numbers), and what to do: three lines that a user can act on."""
 
     status = 500
     code = "internal_error"
@@ -50,7 +48,7 @@ class RequestError(PenstockError):
 
     status = 400
     code = "invalid_value"
-    # For programs, where the API has a field for them.
+    # Machine-readable, for APIs that have a field for it.
     details: ClassVar[dict[str, Any] | None] = None
 
     def __init__(

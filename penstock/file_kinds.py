@@ -1,4 +1,4 @@
-"""Recognises common wrong files in a model folder by their first bytes: a Git-LFS pointer, an HTML
+"""Recognizes common wrong files in a model folder by their first bytes: a Git-LFS pointer, an HTML
 page, an empty file.
 
 Downloads end in such files more often than in damaged ones, so each kind has its own explanation

@@ -31,7 +31,7 @@ from penstock.types import FinishReason, Pooling, Request, SamplingParams, Token
 Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]  # its messages
 
-OFFLINE = {"bulk_share": 1.0}  # no reader waits: no request goes before another
+OFFLINE = {"bulk_share": 1.0}  # no interactive readers: all requests are equal
 PROGRESS_INTERVAL_S = 0.1
 
 
@@ -106,9 +106,9 @@ class LLM:
         """`model`: a folder, a GGUF file, a preset (with random_weights=True) or, if empty, the
         embedded one.
 
-        `chat_template` is a file to use instead of the model's own; `generation_config` (auto, off,
-        a file or a folder) says how calls without `SamplingParams` draw; `settings` are the fields
-        of `EngineConfig`.
+        `chat_template` is a file that replaces the model's own; `generation_config` (auto, off, a
+        file or a folder) sets the sampling defaults of calls without `SamplingParams`; `settings`
+        are the fields of `EngineConfig`.
         """
         config: EngineConfig = from_mapping(EngineConfig, {**OFFLINE, "model": model, **settings})
         source = find_model(model)
@@ -203,7 +203,7 @@ class LLM:
     ) -> Completion | list[Completion]:
         """The reply to a conversation, or the list of replies to a list of conversations.
 
-        A list is computed together; with n > 1 it has n replies to each conversation.
+        A list is batched; with n > 1 it has n replies to each conversation.
         """
         conversations, alone = _conversations(messages)
         if alone:
@@ -224,7 +224,7 @@ class LLM:
         normalize: bool | None = None,  # None: what the checkpoint's configuration says
         dimensions: int | None = None,
     ) -> list[list[float]]:
-        """One vector per text, in their order."""
+        """One embedding per text, in their order."""
         alone = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
         many: Sequence[Any] = [texts] if alone else texts
         encode, rules = self.vector_text.encode, self.vector_text.rules.pooling
@@ -318,8 +318,9 @@ class LLM:
     def _prepare(
         self, token_ids: list[int], sampling: SamplingParams | None, continues_text: bool
     ) -> list[_Reply]:
-        """`sampling.n` replies to a prompt. Raises an error for a wrong prompt, and submits
-        nothing."""
+        """`sampling.n` replies to a prompt. Raises an error for an invalid prompt, and submits
+        nothing.
+        """
         sampling = sampling or SamplingParams(**self.sampling_defaults)
         token_ids = truncated(token_ids, sampling, self.engine.info.max_model_len)
         continues_text = continues_text and self.tokenizer.has_text(token_ids)

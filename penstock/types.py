@@ -1,10 +1,10 @@
-"""The nouns of the engine, from a client's request to one step of the device and back.
+"""The core types of the engine, from a client's request to one step of the device and back.
 
-`Request` (what a client asked) becomes a `Sequence` (its life in the engine), which owns a *row*
-(its place in every step), *pages* (KV of the attention layers) and a *slot* (state of the DeltaNet
-layers). The scheduler turns sequences into a `StepPlan` of integers; the runner answers with a
+`Request` (what a client sent) becomes a `Sequence` (its state in the engine), which owns a *row*
+(its index in every step), *pages* (KV of the attention layers) and a *slot* (state of the DeltaNet
+layers). The scheduler turns sequences into a `StepPlan` of integers; the runner returns a
 `StepOutput`; the engine reports `TokenDelta`s. No tensors here: everything can be printed, compared
-and sent over a wire.
+and serialized.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ PoolingKind = Literal["last", "mean"]
 
 MAX_LOGPROBS = 20
 
-# What a grammar may cost, wherever one is compiled, in llguidance's units: a millisecond is some
-# 50,000 of initial fuel, 14,000 of a step's fuel or 20,000 items; a lexer state takes one or two
-# kB.
+# Limits for compiling and running a grammar, in llguidance's units: a millisecond is about 50,000
+# of initial fuel, 14,000 of a step's fuel or 20,000 items; a lexer state takes one or two kB.
 GRAMMAR_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -54,19 +53,19 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    # Texts that a reply must not contain; text/prompt.py tokenises them.
+    # Texts that a reply must not contain; text/prompt.py tokenizes them.
     bad_words: tuple[str, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False  # keep the stop string that ended a reply at its end
     skip_special_tokens: bool = True  # in a reply's text
-    # Keep so many of the prompt's last tokens; -1: as many as fit.
+    # Keep only this many of the prompt's last tokens; -1: as many as fit.
     truncate_prompt_tokens: int | None = None
-    logprobs: int | None = None  # None: none; k: of the sampled token and the k likeliest ones
+    logprobs: int | None = None  # None: off; k: of the sampled token and the k most likely ones
     # The same for the prompt, which is then computed without the prefix cache.
     prompt_logprobs: int | None = None
     n: int = 1
-    grammar: str | None = None  # that the reply must follow, as penstock.text.grammar writes it
-    # The grammar starts after one of these token ids, the end of thinking.
+    grammar: str | None = None  # constrains the reply; written by penstock.text.grammar
+    # The grammar applies after one of these token ids, which end the thinking.
     grammar_starts_after: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -132,13 +131,13 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """Which vector to compute for a prompt, instead of a reply."""
+    """The pooled vector to compute for a prompt, instead of a reply."""
 
     kind: PoolingKind = "last"  # of the final hidden states: the last token's, or their mean
     normalize: bool = True  # to length 1
-    dimensions: int | None = None  # keep only the first so many; None: all
-    # Instead of the hidden state, a head's output for it: the classifier's logits, or these
-    # tokens'.
+    dimensions: int | None = None  # keep only this many of the first; None: all
+    # Instead of the hidden state, pool a head's output: the classifier's logits, or the logits of
+    # these tokens.
     is_classified: bool = False
     logit_ids: tuple[int, ...] = ()
 
@@ -150,22 +149,22 @@ class Request:
     id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
-    pooling: Pooling | None = None  # if set, there is no reply: its last delta has a vector
+    pooling: Pooling | None = None  # if set, there is no reply: the last delta has a vector
     end_token_ids: tuple[int, ...] = ()  # any of these ends the reply with "stop"
     banned: tuple[tuple[int, ...], ...] = ()  # token sequences that may not occur in the reply
     # Prompt positions where messages start: good places for state checkpoints.
     boundaries: tuple[int, ...] = ()
-    segments: tuple[Segment, ...] = ()  # parts of the prompt that are more than ids, by position
-    priority: int = 0  # lower runs earlier
+    segments: tuple[Segment, ...] = ()  # non-token parts of the prompt, by position
+    priority: int = 0  # lower runs first
     session_id: str | None = None  # the conversation whose prefix the cache keeps for the next turn
     tenant: str = ""  # the owner: tenants share nothing in the cache
     cache_salt: str | None = None  # requests with different salts share nothing in the cache either
-    # So many of the last token_ids are the reply so far, generated before this request.
+    # This many of the last token_ids are the reply so far, generated before this request.
     num_resumed_tokens: int = 0
-    # Tokens after the prompt's first whose scores another engine has sent.
+    # Tokens after the prompt's first whose scores another engine has already sent.
     num_scored_tokens: int = 0
-    page_digests: PageDigests | None = None  # of its first pages; None: the engine computes them
-    age_s: float = 0.0  # since its client sent it: it is due that much earlier
+    page_digests: PageDigests | None = None  # of the first pages; None: the engine computes them
+    age_s: float = 0.0  # since the client sent it; makes it due that much earlier
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -177,8 +176,9 @@ class Request:
 
 
 class KeptState(NamedTuple):
-    """A decode that replays drafts passes a place whose state is to be kept. It may also start
-    behind that place or not reach it: where drafts ended, only the device knows."""
+    """A decode that replays drafts crosses a position whose state must be kept. It may also start
+    after that position or not reach it: only the device knows where the accepted drafts ended.
+    """
 
     num_tokens: int
     slot: int
@@ -189,23 +189,24 @@ NOTHING_KEPT = KeptState(0, 0)
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """A request's life in the engine. Only the scheduler and the cache write to it.
+    """A request's state in the engine. Only the scheduler and the cache write to it.
 
     tokens:  [prompt .................... | generated ........ ]  len(tokens)
              [computed: in the cache ............ | still to run ]
-    A sampled token that the host has not seen yet is not in `tokens`. A step in flight brings one
-    token or, with drafts, several: until it is committed, the host knows only how many at most.
+    A sampled token that the host has not read yet is not in `tokens`. A step in flight adds one
+    token or, with drafts, several: until it is committed, the host knows only an upper bound.
     """
 
     request: Request
     arrival: int
-    due_s: float  # an earlier due time runs earlier
+    due_s: float  # earlier runs first
     tokens: list[int]
     num_prompt_tokens: int
-    # Tokens whose keys, values and state are in the cache once planned steps ran, at most.
+    # Upper bound of tokens whose keys, values and state are in the cache once the planned steps
+    # ran.
     num_computed: int = 0
-    steps_in_flight: int = 0  # that sample it: each brings at least one token
-    max_in_flight: int = 0  # tokens that these steps bring at most
+    steps_in_flight: int = 0  # that sample for it: each adds at least one token
+    max_in_flight: int = 0  # upper bound of tokens that these steps add
     num_cached_tokens: int = 0  # of the prompt, found by the first prefix match
     row: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -217,13 +218,13 @@ class Sequence:
         default_factory=list
     )  # of the full pages of `tokens`, from the start
     num_registered_pages: int = 0
-    # Num_tokens -> chance that a state there is used.
+    # num_tokens -> probability that a state there will be reused.
     targets: dict[int, float] = field(default_factory=dict)
     checkpoints: dict[int, int] = field(
         default_factory=dict
     )  # num_tokens -> slot, not yet registered
     reply_checkpoint: int | None = None  # num_tokens of the last one within the reply
-    # With drafts, the state to keep next, until a step is known to have passed its place.
+    # With drafts, the state to keep next, until a step is known to have crossed its position.
     keep: KeptState = NOTHING_KEPT
     num_in_slot: int = 0  # tokens whose state the slot holds when the next step to commit starts
     num_preemptions: int = 0
@@ -247,7 +248,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that exist at most, seen by the host or not."""
+        """Upper bound of existing tokens, including those the host has not read."""
         return len(self.tokens) + self.max_in_flight
 
     @property
@@ -260,14 +261,15 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether scores of its prompt are requested and not sent yet."""
+        """Whether prompt scores are requested and not sent yet."""
         is_asked = self.request.sampling.prompt_logprobs is not None
         return is_asked and self.num_scored < self.num_prompt_tokens - 1
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether it needs hidden states of its prompt, which no cache has: its prefix is computed
-        again."""
+        """Whether it needs hidden states of its prompt. These are not cached, so the prefix is
+        recomputed.
+        """
         pooling = self.request.pooling
         return self.is_scored or (pooling is not None and pooling.kind == "mean")
 
@@ -279,12 +281,12 @@ class PrefixHit:
     num_tokens: int = 0
     pages: tuple[int, ...] = ()
     checkpoint_slot: int | None = None
-    num_known_tokens: int = 0  # whose pages exist; beyond num_tokens the state is missing
+    num_known_tokens: int = 0  # tokens whose pages exist; beyond num_tokens the state is missing
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence takes a row: what the device must know about it beyond one step."""
+    """A sequence takes a row: what the device must know about it for more than one step."""
 
     row: int
     sampling: SamplingParams
@@ -296,8 +298,9 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class PromptTargets:
-    """The next tokens of a chunk of a prompt, whose log-probabilities are requested, with the
-    likeliest."""
+    """The next token at each position of a prompt chunk, whose log-probabilities are requested,
+    with the most likely ones.
+    """
 
     token_ids: tuple[int, ...]
     num_top: int
@@ -305,40 +308,41 @@ class PromptTargets:
 
 @dataclass(frozen=True, slots=True)
 class PooledChunk:
-    """A chunk whose hidden states are pooled: the last of its prompt, and for a mean all others
-    too."""
+    """A chunk whose hidden states are pooled: the last of its prompt, or every chunk for mean
+    pooling.
+    """
 
     pooling: Pooling
     is_last: bool
 
 
-ON_DEVICE = -1  # where a decode starts
+ON_DEVICE = -1  # start of a decode: only the device knows it
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """One row of one step: a prefill chunk, a decode, or several tokens to verify, by its
-    numbers. A decode continues from the row's last sample, wherever that is: the device knows.
+    """One row of one step: a prefill chunk, a decode, or several tokens to verify. A decode
+    continues from the row's last sampled token; only the device knows its position.
     """
 
     row: int
     start: int  # position of a chunk's first token
     token_ids: tuple[int, ...]  # of a chunk; empty: a decode
     samples: bool  # False: the chunk ends before the known tokens do
-    slot: int = 0  # where the state goes
-    initial_slot: int = 0  # where the state comes from, unless start is 0 (then it is zero)
+    slot: int = 0  # where the state is written
+    initial_slot: int = 0  # where the state is read, unless start is 0 (then it is zero)
     checkpoints: tuple[
         tuple[int, int], ...
     ] = ()  # (tokens of this row, slot): save the state after them
     prompt_targets: PromptTargets | None = None
     pooled: PooledChunk | None = None
-    max_tokens: int = 1  # that the row samples in this step: 1, and its drafts
+    max_tokens: int = 1  # that the row samples in this step: 1 plus its drafts
     draft_ids: tuple[int, ...] = ()  # from the host; empty: the device drafts
     keep: KeptState = NOTHING_KEPT
-    next_token: int = 0  # behind a chunk that does not sample, for drafters
+    next_token: int = 0  # after a chunk that does not sample, for drafters
 
     @staticmethod
-    @functools.lru_cache(maxsize=4096)  # the same in nearly every step: a page may change its slots
+    @functools.lru_cache(maxsize=4096)  # equal in nearly every step; a new page may change slots
     def decode(row: int, slot: int = 0, initial_slot: int = 0, max_tokens: int = 1) -> RowPlan:
         return RowPlan(row, ON_DEVICE, (), True, slot, initial_slot, max_tokens=max_tokens)
 
@@ -352,7 +356,9 @@ class RowPlan:
 
     @property
     def is_decode(self) -> bool:
-        """A chunk of one prompt token is no decode: it is computed like the rest of its prompt."""
+        """A chunk of one prompt token is not a decode: it is computed like the rest of its
+        prompt.
+        """
         return not self.token_ids
 
     @property
@@ -373,7 +379,7 @@ class PageUpdate:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything the device must know for one step, as integers. Sent to other ranks as it is."""
+    """Everything the device must know for one step, as integers. Also sent to the other ranks."""
 
     step: int
     rows: tuple[RowPlan, ...]
@@ -386,7 +392,7 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every row continues from its last sample."""
+        """Whether every row is a decode, which continues from its last sample."""
         return all(row.is_decode for row in self.rows)
 
     @property
@@ -396,8 +402,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of one generated token, and those of the likeliest tokens at its
-    place.
+    """The log-probability of one generated token, and those of the most likely tokens at its
+    position.
     """
 
     token_id: int
@@ -405,10 +411,12 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-# Packed, because a prefill chunk of a long prompt has hundreds of thousands: no Python object each.
+# Packed into bytes: a chunk of a long prompt has hundreds of thousands, too many for Python
+# objects.
 class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities of consecutive prompt tokens (int32, float32) and of the likeliest at each
-    place."""
+    """Log-probabilities of consecutive prompt tokens (int32, float32) and of the most likely tokens
+    at each position.
+    """
 
     token_ids: bytes = b""  # [T]
     logprobs: bytes = b""  # [T]
@@ -444,24 +452,25 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
         ]
 
 
-_SCORE_BYTES = 4  # of an id, and of a log-probability
+_SCORE_BYTES = 4  # per id and per log-probability
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step sampled, by row: one token, or several where drafts were accepted."""
+    """The sampled tokens of one step, by row: one, or several where drafts were accepted."""
 
     step: int
     token_ids: Mapping[int, tuple[int, ...]]
     logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     prompt_scores: Mapping[int, PromptScores] = field(default_factory=dict)
-    vectors: Mapping[int, bytes] = field(default_factory=dict)  # float32, of pooled prompts
+    vectors: Mapping[int, bytes] = field(default_factory=dict)  # float32, for pooled prompts
 
 
 # Created and sent for every token: a dataclass would take eight times as long to create.
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A change of one request: scores of its prompt, then its tokens and, with the last, why it
-    ended. An empty one says that the request takes part in the next step."""
+    """News about one request: scores of its prompt, then its tokens and, with the last, the finish
+    reason. An empty one says that the request takes part in the next step.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -469,8 +478,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: FinishReason | None = None
     num_cached_tokens: int = 0
     error: str | None = None
-    prompt_scores: PromptScores | None = None  # of the next tokens of the prompt, after its first
-    vector: bytes | None = None  # float32, of a pooled prompt
+    prompt_scores: PromptScores | None = None  # of the next prompt tokens, after the first
+    vector: bytes | None = None  # float32, for a pooled prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,21 +490,22 @@ class KVSpec:
     head_dim: int
 
     def num_bytes(self, element_bytes: int) -> int:
-        """For one token. A head's codes of one byte have a float32 scale beside them."""
+        """Per token. Quantized KV adds a float32 scale per head."""
         scale_bytes = 4 if element_bytes == 1 else 0
         return 2 * self.num_kv_heads * (self.head_dim * element_bytes + scale_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What a DeltaNet layer stores for every sequence: S, and a ring of the last inputs of its
-    convolution."""
+    """What a DeltaNet layer stores for every sequence: S, and a ring buffer of its convolution's
+    last inputs.
+    """
 
     num_value_heads: int
     key_dim: int
     value_dim: int
     conv_channels: int
-    conv_width: int  # entries of the ring; no fewer than the convolution has taps
+    conv_width: int  # entries of the ring buffer; at least the number of taps
 
     @property
     def num_recurrent_elements(self) -> int:
@@ -506,7 +516,7 @@ class StateSpec:
         return self.conv_channels * self.conv_width
 
     def num_bytes(self, element_bytes: int, state_bytes: int) -> int:
-        """The ring has the model's dtype, S one of its own."""
+        """The ring buffer has the model's dtype; S has its own."""
         return state_bytes * self.num_recurrent_elements + element_bytes * self.num_conv_elements
 
 
@@ -515,7 +525,7 @@ CacheSpec = KVSpec | StateSpec
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The facts about a running engine, for people and for the server."""
+    """Facts about a running engine, for people and for the server."""
 
     model_name: str
     device: str
@@ -529,25 +539,23 @@ class EngineInfo:
     cache_bytes: int
     weight_bytes: int
     hidden_size: int = 0
-    has_head: bool = True  # False: it gives vectors, no text
-    num_labels: int = 0  # of its classifier; 0: it has none
+    has_head: bool = True  # False: embeddings only, no text
+    num_labels: int = 0  # of its classifier; 0: none
     stored_as: tuple[
         str, ...
-    ] = ()  # how its files store weights, such as Q4_K: what holds the most first
-    bits_per_weight: float = 0.0  # in its files; 0: it has none
+    ] = ()  # storage formats of its weights, such as Q4_K, largest share first
+    bits_per_weight: float = 0.0  # in its files; 0: no files
     kv_dtype: str = ""
-    num_experts: int = 0  # of all layers, where the device does not hold all of them
+    num_experts: int = 0  # in all layers, if the device does not hold all of them
     expert_slots: int = 0  # on the device
     expert_slot_bytes: int = 0
     experts_per_token: int = 0  # if fewer than the model was trained with
-    speculate: str = "off"  # who drafts, and how many tokens of a step at most, such as mtp:3
+    speculate: str = "off"  # the drafter and its maximum per step, such as mtp:3
 
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """A conversation that the prefix cache keeps. Pages it shares with others count in each of
-    them.
-    """
+    """A conversation that the prefix cache keeps. Shared pages count in each of its users."""
 
     id: str
     num_tokens: int
@@ -559,7 +567,7 @@ class SessionInfo:
 
 @dataclass(frozen=True, slots=True)
 class DraftCount:
-    """Drafts of one drafter at one place of a step, 1 being the first."""
+    """Draft tokens of one drafter at one position of a step; 1 is the first."""
 
     drafter: str
     place: int
@@ -569,19 +577,17 @@ class DraftCount:
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
-    """What drafts brought. Of a decode: one sequence in one step."""
+    """Counters of speculative decoding. A decode is one sequence in one step."""
 
     num_decodes: int = 0
     num_tokens: int = 0
-    saved_s: float = 0.0  # against plain steps of as many rows, as measured; less than 0: lost
+    saved_s: float = 0.0  # against plain steps with as many rows, as measured; negative: slower
     counts: tuple[DraftCount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine is doing now. The free counts include what evicting idle prefixes would
-    free.
-    """
+    """The current load of an engine. Free counts include what evicting idle prefixes would free."""
 
     num_waiting: int
     num_running: int
@@ -594,12 +600,12 @@ class EngineStats:
     num_sessions: int = 0
     session_bytes: int = 0
     num_kv_tokens: int = 0  # capacity of all pages together
-    num_checkpoints: int = 0  # states that prompts may continue from, each in a slot
-    memory_used: int = 0  # bytes in use on its device, by others too; on a CPU, by its process
+    num_checkpoints: int = 0  # state checkpoints, each in a slot
+    memory_used: int = 0  # bytes in use on its device, also by others; on a CPU, by its process
     memory_total: int = 0  # bytes of its device
     drafts: DraftStats | None = None  # None: nothing drafts
-    # Hits, misses and what tiers moved, where the device does not hold all experts.
+    # Hits, misses and bytes moved by tier, if the device does not hold all experts.
     experts: Mapping[str, int] = field(default_factory=dict)
-    # There, too: a row for each layer, in it a byte for each expert. Its share of the layer's last
-    # turns in 127ths, and 128 more if the device holds it.
+    # In that case: one row per layer, one byte per expert: how often the layer used it lately, in
+    # 127ths, plus 128 if the device holds it.
     expert_heat: tuple[bytes, ...] = ()

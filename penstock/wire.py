@@ -2,7 +2,7 @@
 
 Owns the messages and their bytes, for a blocking side (the engine) and an asyncio side (the
 server). Never unpickles anything: a frame decodes to one of the messages below or to a `WireError`.
-Knows nothing of what the messages cause.
+Does not know what the messages do.
 
     frame = [length of the rest, 4 bytes big-endian | msgpack of one message]
 """
@@ -49,9 +49,7 @@ class ServerGoneError(WireError):
 
 
 class ErrorFields(msgspec.Struct, frozen=True):
-    """An error of penstock.errors on its way to another process; `kind` is the name of its
-    class.
-    """
+    """An error of penstock.errors for another process; `kind` is the name of its class."""
 
     kind: str
     what: str
@@ -96,7 +94,7 @@ class DropSession(msgspec.Struct, tag=True, frozen=True):
 
 
 class CachedQuery(msgspec.Struct, tag=True, frozen=True):
-    """How much of a prompt of so many tokens is in the prefix cache; it is not run."""
+    """How much of a prompt of this many tokens is in the prefix cache; it is not run."""
 
     query_id: int
     digests: PageDigests
@@ -182,7 +180,7 @@ def _check_length(num_bytes: int) -> None:
 def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytearray | memoryview) -> Any:
     try:
         return decoder.decode(payload)
-    except (msgspec.DecodeError, PenstockError) as error:  # types refuse values of their own
+    except (msgspec.DecodeError, PenstockError) as error:  # constructors validate values, too
         raise WireError(
             "A message between server and engine cannot be read", f"{error}."
         ) from error
@@ -198,8 +196,8 @@ def _request_id_in(payload: bytearray) -> str | None:
 
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytearray | None:
-    """None: the other end has closed. Not by a buffered file: a thread that waits in one holds its
-    lock, even against closing it.
+    """None: the other end has closed. Not with a buffered file: a thread that waits in one holds
+    its lock, even against closing it.
     """
     data = bytearray(num_bytes)
     rest = memoryview(data)
@@ -216,7 +214,7 @@ class EngineChannel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._sending = threading.Lock()  # a frame is never written into the middle of another
+        self._sending = threading.Lock()  # frames must not interleave
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
     @classmethod
@@ -226,7 +224,7 @@ class EngineChannel:
         return cls(connection)
 
     def send(self, message: FromEngine) -> None:
-        """Waits only for a server that is far behind: that keeps its memory bounded."""
+        """Blocks only if the server is far behind, which bounds its memory."""
         frame = encode_frame(message)
         try:
             with self._sending:
@@ -287,7 +285,7 @@ class ServerChannel(asyncio.Protocol):
         frame.
         """
         self._take = take
-        self.data_received(b"")  # what came before
+        self.data_received(b"")  # data received before
         await self._ended
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""Measures what quantising costs, and writes results/cpu/quantized_quality.json.
+"""Measures what quantizing costs, and writes results/cpu/quantized_quality.json.
 
     python scripts/measure_quantized_quality.py gates [--schemes fp8,int8,int4] [--limit 200]
     python scripts/measure_quantized_quality.py text MODEL.gguf TEXT.jsonl
 
-`gates` quantises the embedded model with each scheme and lets each answer the held-out problems.
+`gates` quantizes the embedded model with each scheme and lets each answer the held-out problems.
 `text` compares perplexities of a text: of a file's own codes, computed as codes and expanded, and
-of the model quantised by `penstock quantize` with each scheme and method.
+of the model quantized by `penstock quantize` with each scheme and method.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import torch
 
 from penstock.ops import tiles
 from penstock.ops.cuda import quantized
+from penstock.ops.cuda.quantized_gemm import MAX_CLUSTER, Card, gemm_rule
 from penstock.ops.product import Tile
 from penstock.ops.triton import (
     attention,
@@ -68,7 +69,8 @@ def sampling_cases() -> list[CompileCase]:
     types |= dict.fromkeys(("vocab", "logits_stride", "num_chunks"), "i32") | {"p_counts": "*i16"}
     cases = [case(sampling.merge_kernel, types, {"num_warps": 1}, MAX_CHUNKS=128)]
     for num_rows in (1, 64):
-        cases.append(case(sampling.draw_kernel, types, dict(sampling.rule(num_rows, False))))
+        for kernel in (sampling.draw_kernel, sampling.likeliest_kernel):
+            cases.append(case(kernel, types, dict(sampling.rule(num_rows, False))))
         tile = {**sampling.rule(num_rows, True), **sampling_filters.REGISTERS}
         for stage in range(3):
             cases.append(
@@ -90,6 +92,7 @@ _PRODUCT_TYPES = {
     "N": "i32",
     "x_stride": "i32",
     "residual_stride": "i32",
+    "out_stride": "i32",
     "eps": "fp32",
 }
 
@@ -555,7 +558,9 @@ def moe_route_cases() -> list[CompileCase]:
     cases: list[CompileCase] = []
     for kernel, more, tile in (
         (moe_route._route_gemv_kernel, {"BLOCK_H": 2048}, moe_route._gemv_rule(2048)),
-        (moe_route._route_tile_kernel, {}, moe_route.TILE),
+        (moe_route._route_logits_kernel, {}, moe_route.FIXED_TILE),
+        (moe_route._route_logits_kernel, {}, moe_route._split_rule(64)),
+        (moe_route._choose_kernel, {"NUM_SPLITS": 8}, {"num_warps": 1, "num_stages": 3}),
         (
             moe_route._route_whole_kernel,
             {"BLOCK_H": 2048},
@@ -575,7 +580,8 @@ def moe_route_cases() -> list[CompileCase]:
         options = {key: tile[key] for key in ("num_warps", "num_stages")}
         blocks = {key: value for key, value in tile.items() if key not in options}
         types = {key: value for key, value in signature.items() if key in kernel.arg_names}
-        cases.append((kernel, types, {**constants, **more, **blocks, "PDL": False}, options))
+        own = {key: value for key, value in constants.items() if key in kernel.arg_names}
+        cases.append((kernel, types, {**own, **more, **blocks, "PDL": False}, options))
     return cases
 
 
@@ -743,9 +749,47 @@ def quantized_cases() -> list[dict[str, int]]:
             given = own or quantized.linear_rule(rows, 1, 2)
             shared = {"NUM_EXPERTS": 256, "SLOTS": 9, "HAS_SHARED": 1} if own else {"HAS_NORM": 1}
             cases.append(constants | given | (shared if mode != quantized.EXPAND else {}))
+        if kind == "zeros":
+            for mode in (quantized.GATE_UP, quantized.DOWN_PAIRS):
+                constants = quantized.kernel_constants(mode, rows, torch.bfloat16)
+                constants |= quantized.expert_rule(mode, rows, 9, 8)
+                constants |= {"NUM_EXPERTS": 250, "SLOTS": 9, "HAS_SHARED": 1}
+                for pairs in (quantized.SCANNED, quantized.LISTED):
+                    cases.append(constants | {"PAIRS": pairs})
     many = quantized.linear_rule(tiles.tile(pack(make_codes("fp8", 16 * 600, 256))), 8, 132)
     cases.append(cases[0] | {"IS_BFLOAT": 0})
     cases.append(cases[0] | many | {"HAS_NORM": 0, "HAS_RESIDUAL": 1, "TOKEN_TILES": 8})
+    return cases
+
+
+CARDS = {  # processors, bytes of shared memory that a block may have, blocks of a cluster
+    80: Card(108, 163 * 1024, 1),
+    86: Card(84, 99 * 1024, 1),
+    89: Card(128, 99 * 1024, 1),
+    90: Card(132, 227 * 1024, MAX_CLUSTER),
+}
+
+
+def quantized_gemm_cases(capability: int) -> list[dict[str, int]]:
+    """Constants of every kind of codes for 64 tokens; the first with all that may be added, for
+    fewer tokens and in fp16 too.
+    """
+    cases = []
+    for kind, keeps_rows in (
+        ("zeros", False),
+        ("Q4_K", False),
+        ("Q6_K", False),
+        ("int8", False),
+        ("fp8", False),
+        ("fp8", True),
+    ):
+        rows = tiles.tile(pack(make_codes(kind, 2048, 512)), keeps_rows=keeps_rows)
+        tile = gemm_rule(rows, 64, CARDS[capability])
+        cases.append(quantized.gemm_constants(rows, torch.bfloat16, tile))
+        if len(cases) == 1:
+            switches = dict.fromkeys(quantized.GEMM_SWITCHES, 1)
+            tile = gemm_rule(rows, 20, CARDS[capability], num_plain=16)
+            cases.append(quantized.gemm_constants(rows, torch.float16, tile) | switches)
     return cases
 
 

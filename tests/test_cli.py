@@ -253,7 +253,7 @@ def test_missing_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     exit_code, said = fails(capsys, "generate", "x", "--device", "cuda")
     assert exit_code == 1
     assert error_in(said) == (
-        "error: The device 'cuda' is not there\n"
+        "error: The device 'cuda' is not available\n"
         f"  torch {torch.__version__} sees no CUDA device.\n"
         "  Use --device cpu, or install a CUDA build of torch and a driver.\n"
     )

@@ -176,7 +176,7 @@ def test_kernels_are_compiled_in_threads_on_the_current_device(gpus: Gpus) -> No
 
 
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(gpus: Gpus) -> None:
-    with pytest.raises(ConfigError, match="'cuda:2' is not there") as error:
+    with pytest.raises(ConfigError, match="'cuda:2' is not available") as error:
         pick_device("cuda:2")
     assert "cuda:0 to cuda:1" in error.value.why
     assert pick_device("cuda:1") == "cuda:1"

@@ -118,7 +118,7 @@ def test_a_gpu_that_is_full_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ExpertLayout, "new_slots", is_full)
-    with pytest.raises(CapacityError, match="do not fit on cpu\nOther weights"):
+    with pytest.raises(CapacityError, match="does not fit on cpu\nThe other weights"):
         make_engine(MODEL, expert_cache=room(SOME))
 
 

@@ -169,7 +169,7 @@ def test_weights_that_fit_only_without_the_head_are_loaded_without(
     monkeypatch.setattr(device_part, "load_with_experts", short)
     engine, said = embedded()
     assert engine.info.speculate == "off"
-    assert said["drafts"] == "none, the drafting head is left out. It does not fit."
+    assert said["drafts"] == "none, the drafting head is not used. It does not fit."
     with pytest.raises(CapacityError, match="does not fit"):
         embedded(speculate="mtp")
 
@@ -183,11 +183,11 @@ def test_a_head_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
     engine, said = embedded(model=str(folder))
     assert engine.info.speculate == "off"
     assert "mtp.fc.weight" in said["drafts"]
-    with pytest.raises(CheckpointError, match="not those of its config"):
+    with pytest.raises(CheckpointError, match="do not match its config"):
         embedded(model=str(folder), speculate="mtp")
     del tensors["model.language_model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="not those of its config"):
+    with pytest.raises(CheckpointError, match="do not match its config"):
         embedded(model=str(folder))
 
 

@@ -79,7 +79,7 @@ def test_a_log_that_ends_within_a_line_is_read_up_to_there(tmp_path: Path) -> No
         ("hello\n", "Line 1"),
         ('{"layers": 2, "experts": 4}\n2 0\n0 0\n', "Line 2: there is no layer 2"),
         ('{"layers": 2, "experts": 4}\n0 4\n0 0\n', "Line 2: there are 4 experts"),
-        ('{"layers": 2, "experts": 4}\n0 1 1\n0 0\n', "Line 2: an expert stands there twice"),
+        ('{"layers": 2, "experts": 4}\n0 1 1\n0 0\n', "Line 2: an expert is listed twice"),
     ],
 )
 def test_another_file_is_refused(tmp_path: Path, text: str, words: str) -> None:

@@ -1,4 +1,4 @@
-"""Products in E4M3 are those of the quantised tokens with the rows' numbers."""
+"""Products in E4M3 are those of the quantized tokens with the rows' numbers."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernel_checks import INTERPRETED, ON_GPU
 from penstock.ops.reference import sampling as reference
-from penstock.ops.triton.sampling import sample
+from penstock.ops.triton.sampling import likeliest, sample
 
 DEVICES = [
     pytest.param("cpu", marks=INTERPRETED, id="interpreted"),
@@ -152,6 +152,22 @@ def test_without_filters_the_references_token_is_drawn(device: str, vocab: int) 
     assert_same_draws(
         random_logits(4, vocab, device), knobs(settings, vocab, device), filtered=False
     )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab", [1, 5, 2048, 9000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_token_is_the_first_of_the_largest_logits(
+    device: str, vocab: int, dtype: torch.dtype
+) -> None:
+    """Rounded to bf16 many logits are equal; -inf is a token that a mask forbids."""
+    wide = random_logits(5, vocab + 3, device).to(dtype)
+    logits = wide[:, 1 : vocab + 1]
+    logits[1] = float("-inf")
+    logits[2] = -0.0
+    logits[2, vocab // 2 :] = 0.0
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert likeliest(logits).tolist() == expected
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -111,7 +111,7 @@ def test_too_little_memory_to_run_is_said_in_a_sentence(
 ) -> None:
     with pytest.raises(CapacityError, match="leaves too little memory to run it") as raised:
         plan_for(free_gb, monkeypatch)
-    assert f"{free_gb:.2f} GB are free" in raised.value.why
+    assert f"{free_gb:.2f} GB are left" in raised.value.why
     assert "--max-rows" in raised.value.todo
 
 

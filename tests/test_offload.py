@@ -211,7 +211,7 @@ def test_a_stopped_conversion_goes_on(checkpoint: Path, converted: Path, tmp_pat
         path.name: path.read_bytes() for path in sorted(converted.glob("experts/*"))
     }
     conversion.verify(index, lambda _: None)
-    with pytest.raises(ConfigError, match="holds a converted model already"):
+    with pytest.raises(ConfigError, match="already holds a converted model"):
         conversion.write(output, lambda _: None)
 
 
@@ -333,8 +333,8 @@ def test_random_experts_go_to_temporary_files(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unquantised_checkpoint_is_not_quantised_at_each_read(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="quantise the model first"):
+def test_an_unquantized_checkpoint_is_not_quantized_at_each_read(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="quantize the model first"):
         open_engine(checkpoint, expert_cache=SOME, expert_ram="1MB", quantization="int4")
 
 
@@ -375,7 +375,7 @@ def test_the_command_plans_converts_and_verifies(
     assert report["verified"]
     assert plan["expert_bytes"] <= report["expert_bytes"] <= plan["most_bytes"]
     assert main(words) == 1
-    assert "holds a converted model already" in capsys.readouterr().err
+    assert "already holds a converted model" in capsys.readouterr().err
     assert main(["inspect", str(output), "--json"]) == 0
     stored = json.loads(capsys.readouterr().out)["stored"]
     assert main(["inspect", str(checkpoint), "--json"]) == 0

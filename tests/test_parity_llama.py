@@ -243,7 +243,7 @@ def test_a_window_is_read_as_each_family_means_it() -> None:
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "The model's config has rope_type 'dynamic'",
         ),
-        ({"rope_parameters": {"full_attention": {}}}, "one rope per kind of layer"),
+        ({"rope_parameters": {"full_attention": {}}}, "one rope per layer type"),
         ({"partial_rotary_factor": 0.5}, "The model's config has partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "The model's config has hidden_act 'gelu'"),
         ({"mlp_bias": True}, "The model's config has mlp_bias True"),

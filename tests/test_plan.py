@@ -202,7 +202,7 @@ def test_ranks_read_less_and_pay_for_their_links() -> None:
     assert four.decodes_s(64, 64 * 1024) < one.decodes_s(64, 64 * 1024)
 
 
-def test_quantised_weights_leave_more_room_for_requests() -> None:
+def test_quantized_weights_leave_more_room_for_requests() -> None:
     plain, rounded = layout_of().shape.pools, layout_of(quantization="fp8").shape.pools
     assert rounded.num_pages > plain.num_pages
 

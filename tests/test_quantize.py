@@ -162,7 +162,7 @@ def test_our_loader_computes_what_the_report_measured(
     assert report["perplexity_after"] == pytest.approx(report["perplexity_before"], rel=0.05)
 
 
-def test_qwen3_next_is_quantised_with_its_fused_projections(tmp_path: Path) -> None:
+def test_qwen3_next_is_quantized_with_its_fused_projections(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "plain", NEXT)
     report = run(folder, tmp_path / "out", scheme="int4", method="gptq", group=32)
     names = load_names(tmp_path / "out")
@@ -209,7 +209,7 @@ def test_patterns_override_the_rules_and_mix_schemes(tmp_path: Path) -> None:
     load_weights(tmp_path / "out")
 
 
-def test_the_head_is_quantised_where_a_rule_asks_for_it(tmp_path: Path) -> None:
+def test_the_head_is_quantized_where_a_rule_asks_for_it(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "plain", LLAMA)
     run(folder, tmp_path / "out", scheme="int4", rule=("lm_head=int8",))
     assert "lm_head.weight_packed" in load_names(tmp_path / "out")

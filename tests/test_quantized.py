@@ -1,4 +1,4 @@
-"""Quantised safetensors: every format gives its own library's numbers, and models load from files
+"""Quantized safetensors: every format gives its own library's numbers, and models load from files
 of it.
 """
 
@@ -217,7 +217,9 @@ def test_what_the_expansion_costs_is_told(
     # Of each of two layers: q, k, v and o have 6, 2, 2 and 6 heads of 16, and the MLP is 96 wide.
     weights = 2 * 64 * (16 * 16 + 3 * 96)
     assert weights == 69632
-    assert "14 quantised weights are expanded to float32: 0.3 MB in place of 0.1 MB" in caplog.text
+    assert (
+        "14 quantized weights are dequantized to float32: 0.3 MB instead of 0.1 MB" in caplog.text
+    )
 
 
 def test_large_weights_are_expanded_some_rows_at_a_time(
@@ -576,7 +578,7 @@ def test_another_method_is_refused_by_name_with_those_that_are_read(
     folder = write(tmp_path, plain_state(LLAMA), {**LLAMA, **changes})
     with pytest.raises(CheckpointError) as caught:
         load_weights(folder)
-    assert f"is quantised ({method}), which cannot be loaded" in str(caught.value)
+    assert f"is quantized ({method}), which cannot be loaded" in str(caught.value)
     assert "fp8, compressed-tensors, gptq, awq, mlx, modelopt" in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Rows that stay quantised in memory: the codes, scales and products of what was stored, in its
+"""Rows that stay quantized in memory: the codes, scales and products of what was stored, in its
 bytes.
 """
 
@@ -225,7 +225,7 @@ def test_large_weights_lie_on_pages_of_their_own() -> None:
 def test_what_a_model_leaves_out_makes_it_no_smaller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a checkpoint with a quantised drafting head, which is not loaded, the trunk must fit
+    """Of a checkpoint with a quantized drafting head, which is not loaded, the trunk must fit
     alone.
     """
     config = {**WIDE_MOE, "mtp_num_hidden_layers": 1}

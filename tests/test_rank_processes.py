@@ -63,7 +63,7 @@ def test_a_rank_that_is_lost_is_named_and_nothing_is_left(
 
 
 def test_a_model_that_cannot_be_split_leaves_no_process() -> None:
-    with pytest.raises(ConfigError, match="tp is 3, and the model has 4 DeltaNet key heads"):
+    with pytest.raises(ConfigError, match="tp is 3, but the model has 4 DeltaNet key heads"):
         new_llm(3)
     assert rank_pids(os.getpid()) == []
 

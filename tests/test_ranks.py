@@ -138,7 +138,7 @@ def test_a_rank_reads_its_part_of_a_file_and_no_more(
 def test_codes_of_other_ranks_are_not_read(
     tmp_path: Path, bytes_read: list[int], name: str
 ) -> None:
-    """Whole are the scales of all columns, and what is not quantised and not split."""
+    """Whole are the scales of all columns, and what is not quantized and not split."""
     form = FORMATS[name]
     config = {**LLAMA_4, "num_hidden_layers": 1, "intermediate_size": 32768, "vocab_size": 64}
     packed, _ = pack_state(plain_state(config), form)
@@ -151,5 +151,5 @@ def test_codes_of_other_ranks_are_not_read(
 def test_heads_that_cannot_be_split_are_refused_by_number() -> None:
     with pytest.raises(ConfigError) as error:
         build_model(LLAMA, torch.float32, torch.device("meta"), ranks=Ranks(0, 4))
-    assert error.value.what == "tp is 4, and the model has 6 attention heads"
+    assert error.value.what == "tp is 4, but the model has 6 attention heads"
     assert error.value.todo == "Use --tp 2 or 3."

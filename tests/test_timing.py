@@ -25,12 +25,14 @@ def test_phases_are_named_and_tokens_stay(family: str, monkeypatch: pytest.Monke
         assert tokens_of(timed[one.id]) == tokens_of(plain[one.id])
     said = lines.getvalue().splitlines()
     assert len(said) >= 10
-    found = re.findall(r"([\d.]+) (\w+)", said[-1].partition("ms a step: ")[2])
+    found = re.findall(r"([\d.]+) (\w+)", said[-1].partition("ms per step: ")[2])
     spent = {name: float(number) for number, name in found}
     assert spent["projection"] > 0
     assert spent["attention"] > 0
     for line in said:
-        assert re.match(r"timing: [\d.]+ steps/s, ms a step: .*; slowest layer \d+: [\d.]+$", line)
+        assert re.match(
+            r"timing: [\d.]+ steps/s, ms per step: .*; slowest layer \d+: [\d.]+$", line
+        )
 
 
 def test_experts_and_their_fetches_are_phases() -> None:

@@ -20,7 +20,7 @@ QUESTIONS = [
     ("linear", (2048, 4096)),
     ("swiglu_linear", (2560, 9216)),
     ("route_gemv", (256, 2048)),
-    ("route_tile", (256, 2048)),
+    ("route_split", (256, 2048)),
     ("sparse_mlp", (256, 8, 512, 2048)),
     ("moe_gate_up_gemv", (256, 8, 512, 2048)),
     ("moe_down_small_gemm", (256, 8, 512, 2048)),

@@ -256,7 +256,7 @@ def test_all_that_does_not_fit_is_one_error_that_names_it(tmp_path: Path) -> Non
     state["model.layers.1.mlp.gate.weight"] = torch.ones(5, 24)
     state["model.layers.1.self_attn.q_norm.weight"] = torch.ones(10, dtype=torch.int8)
     text = error_of(lambda: load(write_checkpoint(tmp_path, state)))
-    assert text.startswith(f"The weights at {tmp_path} are not those of its config\n")
+    assert text.startswith(f"The weights at {tmp_path} do not match its config\n")
     assert "  2 missing: lm_head.weight, model.norm.weight.\n" in text
     assert "  1 unexpected: model.layers.0.self_attn.o_proj.bias.\n" in text
     assert (
@@ -330,7 +330,7 @@ def test_a_folder_with_nothing_but_a_gguf_is_that_file(tmp_path: Path) -> None:
         (lambda values: values.to_sparse_csr(), "sparse_csr"),
         (lambda values: values.to("meta"), "meta"),
         (lambda values: torch.nested.nested_tensor([values]), "nested"),
-        (lambda values: torch.quantize_per_tensor(values, 0.1, 0, torch.qint8), "quantised"),
+        (lambda values: torch.quantize_per_tensor(values, 0.1, 0, torch.qint8), "quantized"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -475,7 +475,7 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path: Path, form: st
     else:
         torch.save(state, folder / "model.pt", _use_new_zipfile_serialization=form == "zip")
     text = error_of(lambda: load(folder))
-    assert "model.pt holds more than tensors; none of its code was run" in text
+    assert "model.pt contains more than tensors; none of its code was run" in text
     assert not marker.exists()
 
 

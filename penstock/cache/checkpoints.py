@@ -1,14 +1,14 @@
-"""State checkpoints: their places, what each one is worth, and which one is evicted for another.
+"""State checkpoints: where they are, what each one is worth, and which one is evicted for another.
 
-A checkpoint is worth the tokens it saves, those beyond the checkpoint below it, times the chance
-that a prompt continues from there. The checkpoint with the lowest rank is evicted first:
+A checkpoint is worth the tokens it saves, those beyond the checkpoint below it, times the
+probability that a prompt continues from it. The checkpoint with the lowest rank is evicted first:
 
-    rank = floor + chance * saved tokens        floor: the rank of the last evicted one
+    rank = floor + probability * saved tokens        floor: the rank of the last evicted one
 
-A use renews the rank and raises the chance. The floor rises with every eviction, so an unused
+A use renews the rank and raises the probability. The floor rises with every eviction, so an unused
 checkpoint sinks without being touched: guesses first, small ones before large ones, much used ones
 last. A new one that ranks below all others is refused, which raises the floor too: nothing stays
-for ever.
+forever.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, KeysView, Sequence
 from dataclasses import dataclass
 
-# Chances that a prompt continues from a place; only their ratios matter.
-LADDER = 0.01  # a rung of a long prompt: no reason to expect it here
+# Probabilities that a prompt continues from a checkpoint; only their ratios matter.
+LADDER = 0.01  # a rung of a long prompt, without any evidence
 GUESS = 0.1  # where messages begin and prompts end
 PROVEN = 1.0  # two prompts have diverged there
 MOST = 4.0  # after several uses, each of which adds PROVEN
@@ -68,7 +68,7 @@ class Checkpoints:
         return None if checkpoint is None else checkpoint.slot
 
     def nearest(self, digests: Sequence[bytes], num_pages: int) -> int:
-        """The number of pages, at most `num_pages`, before the longest checkpoint."""
+        """The number of pages, at most `num_pages`, before the deepest checkpoint."""
         while num_pages > 0 and digests[num_pages - 1] not in self._all:
             num_pages -= 1
         return num_pages
@@ -87,8 +87,9 @@ class Checkpoints:
             checkpoint.rank = self._floor + checkpoint.chance * checkpoint.saved
 
     def evict_for(self, worth: float, keep: Collection[int | None]) -> int | None:
-        """Forgets the lowest one that is neither pinned nor in `keep`, for a new one of this worth.
-        Returns its slot. None: there is no such checkpoint, or the new one would rank below it."""
+        """Removes the lowest one that is neither pinned nor in `keep`, for a new one of this worth.
+        Returns its slot. None: there is no such checkpoint, or the new one would rank below it.
+        """
         digest = self._lowest(keep)
         if digest is None:
             return None
@@ -100,7 +101,7 @@ class Checkpoints:
         return self.forget(digest)
 
     def forget(self, digest: bytes) -> int | None:
-        """Forgets this one, if it exists. Returns its slot; the checkpoints above it now save
+        """Removes this one, if it exists. Returns its slot; the checkpoints above it now save
         more.
         """
         gone = self._all.pop(digest, None)

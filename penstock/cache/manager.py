@@ -1,5 +1,5 @@
-"""The cache as the scheduler sees it: pages and a slot for every running sequence, prefixes for the
-next.
+"""The cache as the scheduler sees it: pages and a slot for every running sequence, and reusable
+prefixes.
 
 Owns both pools, the prefix index and its sessions, and is the only writer of a sequence's pages,
 slot and checkpoints. Works for plain models (pages only), hybrids (both) and purely recurrent ones
@@ -53,7 +53,7 @@ class Cache:
         num_slots: int = 0,  # including the reserved one; 0: the model has no recurrent layers
         max_checkpoints: int | None = None,  # None: half of the slots
         prefix_cache: bool = True,  # False: nothing is reused
-        # False: reuses only states of prompts, which were rounded as in another prefill.
+        # False: reuse only states of prompts, which have the same rounding as another prefill.
         reply_states: bool = True,
         session_limits: SessionLimits = NO_SESSIONS,
         clock: Clock = time.monotonic,
@@ -80,7 +80,7 @@ class Cache:
         self._checkpoints = self._index.checkpoints
         self.sessions = Sessions(self._index, session_limits, clock)
         self._owners: set[Sequence] = set()
-        self._pinned: set[int] = set()  # checkpoints that rows of the current plan read from
+        self._pinned: set[int] = set()  # checkpoints that the current plan reads
         self._num_planned_checkpoints = 0
 
     @property
@@ -93,7 +93,7 @@ class Cache:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that sessions keep are not free, although running sequences may evict them."""
+        """Excludes pages that sessions keep, although running sequences may evict them."""
         return self._pages.num_free + self._index.num_idle
 
     @property
@@ -106,8 +106,8 @@ class Cache:
 
     @property
     def max_sequence_tokens(self) -> int | None:
-        """The longest sequence that fits alone; its last token is never computed. None: any
-        fits.
+        """The longest sequence that fits alone; its last token is never computed. None: no
+        limit.
         """
         return (self.num_pages - 1) * self.page_size + 1 if self.has_pages else None
 
@@ -127,13 +127,15 @@ class Cache:
 
     def max_hit(self, sequence: Sequence) -> int:
         """The longest prefix that may be reused: at least one token must run to give logits, and so
-        must all tokens whose logits are still to be scored or whose hidden states are averaged."""
+        must all tokens whose logits are still to be scored or whose hidden states are averaged.
+        """
         num_tokens = sequence.num_scored if sequence.needs_every_token else len(sequence.tokens) - 1
         return num_tokens // self.page_size * self.page_size
 
     def take_digests(self, sequence: Sequence) -> None:
-        """The digests of its prompt: those that the request brings, and the rest, which is empty if
-        it comes from a server. Computed at submit, so that no plan has to hash."""
+        """The digests of its prompt: those sent with the request, and the rest, if any, computed
+        here. At submit, so that no plan has to hash.
+        """
         given = sequence.request.page_digests
         if not self.is_enabled:
             return
@@ -142,7 +144,7 @@ class Cache:
         self._extend_digests(sequence)
 
     def match(self, sequence: Sequence) -> PrefixHit:
-        """The longest prefix that can be reused now. Takes nothing; `admit` does."""
+        """The longest prefix that can be reused now. Allocates nothing; `admit` does."""
         if not self.is_enabled:
             return PrefixHit()
         self._extend_digests(sequence)
@@ -159,7 +161,7 @@ class Cache:
         )
 
     def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int:
-        """How many tokens of a prompt of this length would be reused if it came now."""
+        """How many tokens of a prompt of this length would be reused now."""
         if not self.is_enabled or digests.page_size != self.page_size:
             return 0
         max_pages = (num_tokens - 1) // self.page_size  # its last token runs to give logits
@@ -176,7 +178,7 @@ class Cache:
         return num_pages, num_known
 
     def learn(self, sequence: Sequence, num_tokens: int) -> None:
-        """Another prompt diverged from this one here: its prefill leaves a checkpoint there."""
+        """Another prompt diverged from this one here: its prefill will write a checkpoint there."""
         if self.keeps_checkpoints and num_tokens:
             sequence.targets[num_tokens] = PROVEN
 
@@ -186,7 +188,7 @@ class Cache:
         hit: PrefixHit | None = None,  # what `match` has just found; None: look it up
         *,
         spare_pages: int = 0,
-        ends_sessions: bool = False,  # if nothing runs: no memory would become free otherwise
+        ends_sessions: bool = False,  # if nothing runs, no other memory would become free
     ) -> bool:
         """Gives the sequence the pages of its hit and a slot, or returns False and changes no
         sequence.
@@ -218,7 +220,7 @@ class Cache:
         sequence.num_registered_pages = len(hit.pages)
         sequence.num_computed = hit.num_tokens
         self._owners.add(sequence)
-        if not sequence.num_preemptions:  # when it comes back, its own pages are not a hit
+        if not sequence.num_preemptions:  # after a preemption, its own pages are not a hit
             self._count(sequence, hit, reason)
             if hit.num_known_tokens > hit.num_tokens:
                 self.learn(sequence, hit.num_known_tokens)
@@ -256,10 +258,10 @@ class Cache:
         return pages
 
     def plan_checkpoint(self, sequence: Sequence, num_tokens: int) -> int | None:
-        """A slot for the state after `num_tokens` tokens, at the cost of a checkpoint that is worth
-        less.
+        """A slot for the state after `num_tokens` tokens, possibly that of a less valuable
+        checkpoint.
 
-        None: the state is already saved, or no checkpoint may be given up for it.
+        None: the state is already saved, or no checkpoint may be evicted for it.
         """
         if not self.keeps_checkpoints or num_tokens in sequence.checkpoints:
             return None
@@ -275,7 +277,7 @@ class Cache:
         """The sequence decodes past a page boundary: the state there becomes a checkpoint.
 
         Nothing is copied: its slot becomes the checkpoint's, and the next step reads it and writes
-        to another slot. The checkpoint of the same reply at the previous boundary is given up.
+        to another slot. The checkpoint of the same reply at the previous boundary is evicted.
         """
         if (
             not (self.keeps_checkpoints and self._reply_states)
@@ -292,9 +294,9 @@ class Cache:
         sequence.initial_slot, sequence.slot = sequence.slot, slot
 
     def keep_passed_state(self, sequence: Sequence) -> KeptState:
-        """The same for a sequence with drafts, which may pass a boundary in any step: the step that
-        does copies the state there to a slot of its own. Which one it was, `note_passed_state`
-        says.
+        """The same for a sequence with drafts, which may cross a boundary in any step: the step
+        that does copies the state there to a separate slot. `note_passed_state` learns which step
+        it was.
         """
         if not (self.keeps_checkpoints and self._reply_states) or sequence.keep.slot:
             return sequence.keep
@@ -310,12 +312,13 @@ class Cache:
 
     def note_passed_state(self, sequence: Sequence, keep: KeptState, start: int) -> None:
         """A step that was to keep a state has ended; it replayed the tokens from `num_in_slot` to
-        `start`."""
+        `start`.
+        """
         place, slot = sequence.keep
         if keep == sequence.keep and sequence.num_in_slot <= place <= start:
             sequence.checkpoints[place] = slot
             sequence.keep = NOTHING_KEPT
-        elif place <= start:  # it was passed before it had a slot
+        elif place <= start:  # it was crossed before it had a slot
             self._forget_kept_state(sequence)
 
     def _forget_kept_state(self, sequence: Sequence) -> None:
@@ -331,10 +334,10 @@ class Cache:
         self._pinned.clear()
 
     def commit(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Registers what the sequence has computed, for others to reuse.
+        """Registers the computed pages of the sequence, for others to reuse.
 
-        If another sequence registered a page first, this sequence uses that page and gives its own
-        back. So a sequence that uses a registered page uses all pages before it, and idle pages can
+        If another sequence registered a page first, this sequence uses that page and frees its own.
+        So a sequence that uses a registered page uses all pages before it, and idle pages can
         always be evicted. Returns the changed parts of the sequence's page table, as (first, one
         past the last) entries.
         """
@@ -350,8 +353,9 @@ class Cache:
         return replaced
 
     def keep_session(self, sequence: Sequence) -> None:
-        """The sequence has ended and is committed: pins the prefix that its session's next request
-        continues from."""
+        """The sequence has ended and is committed: pins the prefix from which its session's next
+        request continues.
+        """
         session_id = sequence.request.session_id
         if session_id is None or not self.is_enabled:
             return
@@ -369,7 +373,7 @@ class Cache:
         )
 
     def _session_states(self, sequence: Sequence, num_pages: int) -> list[int]:
-        """After how many pages the states lie that a next request may continue from.
+        """The numbers of pages before the states from which a next request may continue.
 
         Its prompt may contain the reply, or not: the same request may come again, or without the
         thinking. In the second case the last message, which was opened for the model to continue,
@@ -382,7 +386,7 @@ class Cache:
         )
 
     def release(self, sequence: Sequence) -> None:
-        """Takes everything from the sequence. Registered pages stay, idle, until memory is
+        """Releases everything the sequence holds. Registered pages stay, idle, until memory is
         short.
         """
         for page in reversed(sequence.pages):  # the index needs the last page to become idle first
@@ -445,8 +449,9 @@ class Cache:
         )
 
     def _missed_tokens(self, sequence: Sequence, hit: PrefixHit) -> dict[str, int]:
-        """Why tokens of a prompt must be computed; with the reused ones, these are all of its
-        tokens."""
+        """Why tokens of a prompt must be computed; together with the reused ones, these are all its
+        tokens.
+        """
         if not self.is_enabled or sequence.needs_every_token:
             return {"disabled": len(sequence.tokens)}
         limit = self.max_hit(sequence)
@@ -474,15 +479,16 @@ class Cache:
     def _take_slot(self, hit: PrefixHit) -> int | None:
         """A free slot, or else a checkpoint's: running sequences come before cached ones."""
         if not self._slots.num_free:
-            # Its own goes last: then the sequence continues in the very slot that it reads from.
+            # Its own goes last: then the sequence continues in the same slot that it reads from.
             others = self._pinned | {hit.checkpoint_slot}
             if not (self._evict_checkpoint(others) or self._evict_checkpoint(self._pinned)):
                 return None
         return self._slots.take()
 
     def _take_checkpoint_slot(self, sequence: Sequence, num_tokens: int) -> int | None:
-        """A free slot, or else that of a checkpoint which is worth less; a session's checkpoint is
-        worth any."""
+        """A free slot, or else that of a less valuable checkpoint; a session's checkpoint may
+        replace any.
+        """
         has_budget = len(self._checkpoints) + self._num_planned_checkpoints < self.max_checkpoints
         if not (has_budget and self._slots.num_free):
             worth = math.inf
@@ -501,7 +507,8 @@ class Cache:
 
     def _next_reply_slot(self, sequence: Sequence, num_tokens: int) -> int | None:
         """The slot of the reply's previous checkpoint, or else another, but at most half of the
-        slots for such replies."""
+        slots for such replies.
+        """
         previous = sequence.reply_checkpoint
         if previous in sequence.checkpoints:
             self._num_planned_checkpoints -= 1
@@ -539,7 +546,7 @@ class Cache:
                 self._pages.give_back(page)
 
     def _evict_checkpoint(self, keep: Collection[int | None], worth: float = math.inf) -> bool:
-        """Evicts the least valuable of the rest, if it is worth less than `worth`."""
+        """Evicts the least valuable checkpoint not in `keep`, if it is worth less than `worth`."""
         slot = self._checkpoints.evict_for(worth, keep)
         if slot is None:
             return False

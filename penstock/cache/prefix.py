@@ -1,17 +1,17 @@
 """The prefix index: computed pages and state checkpoints, by the tokens that lead to them.
 
 A full page is identified by its chained digest (penstock.digests), so one lookup compares the whole
-prefix. The index does not count users: its owner says when a page becomes idle and when it is used
-again. Two rules of the owner keep it simple. A sequence that uses a page uses all pages before it,
-and pages become idle from the last to the first. Hence a page is never idle before the pages after
-it, and the order of becoming idle is both least recently used first and leaves first:
+prefix. The index does not count users: its owner tells it when a page becomes idle and when it is
+used again. Two rules of the owner keep it simple. A sequence that uses a page uses all pages before
+it, and pages become idle from the last to the first. Hence a page is never idle before the pages
+after it, and the order of becoming idle is both least recently used first and leaves first:
 
     idle:  [oldest leaf, its parent, ..., | next leaf, ...]  evicted from the left, without a search
 
-A page may be pinned, together with all pages before it; then it is kept apart from the idle ones
-while it has no users, and is never evicted. Checkpoints have an order and pins of their own
-(checkpoints.py), because slots run out independently of pages. The index remembers the digests of
-evicted pages for a while, to tell a miss by eviction from an unknown prompt.
+A page may be pinned, together with all pages before it; without users it is then kept apart from
+the idle ones and never evicted. Checkpoints have their own order and pins (checkpoints.py), because
+slots run out independently of pages. The index remembers the digests of evicted pages for a while,
+to distinguish a miss by eviction from an unknown prompt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PrefixIndex:
         self.checkpoints = Checkpoints()
         self._nodes: dict[bytes, Node] = {}
         self._digests: dict[int, bytes] = {}  # page -> digest
-        # Pages without users, next to be evicted first.
+        # Pages without users, in eviction order.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._kept: set[int] = set()  # pages without users that are pinned
         self._page_pins: Counter[bytes] = Counter()
@@ -65,7 +65,8 @@ class PrefixIndex:
 
     def num_known_pages(self, digests: Sequence[bytes], limit: int) -> int:
         """How many of the first `limit` pages are registered. All ancestors of a registered page
-        are: bisect."""
+        are registered, so this bisects.
+        """
         return longest_prefix(digests, limit, self._nodes.__contains__)
 
     def num_past_pages(self, digests: Sequence[bytes], limit: int) -> int:
@@ -75,7 +76,7 @@ class PrefixIndex:
         )
 
     def remember(self, digest: bytes) -> None:
-        """Remembers a page that is evicted, or was never kept."""
+        """Remembers a page that was evicted, or was never kept."""
         self._past[digest] = None
         self._past.move_to_end(digest)
         if len(self._past) > MAX_PAST_PAGES:
@@ -115,7 +116,7 @@ class PrefixIndex:
             self._kept.add(page)
 
     def unpin_page(self, digest: bytes) -> None:
-        """Once for each time it was pinned; of a prefix, the last page first."""
+        """Call once for each pin; for a prefix, the last page first."""
         self._page_pins[digest] -= 1
         if self._page_pins[digest]:
             return
@@ -126,8 +127,9 @@ class PrefixIndex:
             self._idle[page] = None
 
     def evict_page(self) -> tuple[int, int | None]:
-        """Forgets the least recently used idle page. Returns it and the slot of its checkpoint, if
-        any."""
+        """Removes the least recently used idle page. Returns it and the slot of its checkpoint, if
+        any.
+        """
         page, _ = self._idle.popitem(last=False)
         digest = self._digests.pop(page)
         del self._nodes[digest]
@@ -143,7 +145,7 @@ class PrefixIndex:
     def check(self, has_pages: bool) -> None:
         """Asserts the rules of this module's docstring."""
         self.checkpoints.check()
-        assert not self._past.keys() & self._nodes.keys(), "a page is gone and here"
+        assert not self._past.keys() & self._nodes.keys(), "a page is both evicted and registered"
         assert {node.page: digest for digest, node in self._nodes.items()} == self._digests
         idle_order = {page: order for order, page in enumerate(self._idle)}
         for node in self._nodes.values():
@@ -153,7 +155,7 @@ class PrefixIndex:
             parent_page = self._nodes[node.parent].page
             if self._digests[node.page] in self._page_pins:
                 assert node.parent in self._page_pins, (
-                    f"page {node.page} is pinned, the one before it is not"
+                    f"page {node.page} is pinned, but not the one before it"
                 )
             if parent_page in self._kept:
                 assert node.page in idle_order or node.page in self._kept, (
@@ -161,7 +163,7 @@ class PrefixIndex:
                 )
             if parent_page in idle_order:
                 assert node.page in idle_order, (
-                    f"page {parent_page} is idle, page {node.page} after it is not"
+                    f"page {parent_page} is idle, but not page {node.page} after it"
                 )
                 assert idle_order[node.page] < idle_order[parent_page]
         if has_pages:
@@ -182,7 +184,8 @@ def longest_prefix(
     digests: Sequence[bytes], limit: int, is_known: Callable[[bytes], bool], low: int = 0
 ) -> int:
     """How many of the first `limit` pages are known, at least `low`. All pages before a known one
-    are: bisect."""
+    are known, so this bisects.
+    """
     high = min(limit, len(digests))
     while low < high:
         middle = (low + high + 1) // 2

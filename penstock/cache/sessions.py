@@ -1,10 +1,9 @@
-"""Conversations that stay in the prefix cache between their turns, each for as long as the limits
-allow.
+"""Conversations that stay in the prefix cache between their turns, as long as the limits allow.
 
 A session pins the pages that its last request registered and, for models with recurrent state, a
 few checkpoints among them: the prefix index evicts neither. A session ends when it was unused for a
-while, when all sessions together exceed their limit, when a client deletes it, and when a running
-request needs its memory; the least recently used one goes first. What an ended session pinned stays
+while, when all sessions together exceed their limit, when a client deletes it, or when a running
+request needs its memory; the least recently used one ends first. What an ended session pinned stays
 in the index like any other prefix. The table knows digests and counts bytes; it does not know a
 session's tokens.
 """
@@ -93,7 +92,7 @@ class Sessions:
         session.page_digests, session.checkpoints = page_digests, checkpoints
         session.num_tokens, session.used_at = num_tokens, now
         self._sessions.move_to_end(session_id)
-        # Before the old pins are removed: most of them are the same.
+        # Before the old pins are removed: most are the same.
         self._pin(page_digests, checkpoints)
         self._unpin(old_pages, old_checkpoints)
         self.expire()
@@ -101,7 +100,7 @@ class Sessions:
             self.evict_oldest()
 
     def drop(self, session_id: str) -> SessionInfo | None:
-        """Ends a session and returns what it was. None: there is no such session."""
+        """Ends a session and returns its description. None: there is no such session."""
         self.expire()
         session = self._sessions.get(session_id)
         if session is None:
@@ -134,7 +133,7 @@ class Sessions:
             [digest for session in sessions for digest in session.page_digests],
             [digest for session in sessions for digest in session.checkpoints],
         )
-        assert not self._is_over_limit(), "sessions hold more than they may"
+        assert not self._is_over_limit(), "sessions exceed their limit"
         used = [session.used_at for session in sessions]
         assert used == sorted(used), "the least recently used session is not the first"
 

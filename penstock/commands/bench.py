@@ -123,7 +123,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --tp: cost of an all-reduce, which is added to a rank's own time "
         f"(default: {ALL_REDUCE_US:g})",
     )
-    parser.add_argument("--breakdown", action="store_true", help="time a step's kernels too (GPU)")
+    parser.add_argument(
+        "--breakdown", action="store_true", help="time the kernels of a step or prefill too (GPU)"
+    )
     drafts = parser.add_argument_group("bench step with drafts")
     drafts.add_argument(
         "--drafts",
@@ -228,6 +230,8 @@ def _measure(
             check = run_check(batch, context)
         if arguments.what == "prefill":
             measurement = bench.prefills(batch, context)
+            if arguments.breakdown and is_on_gpu(bench.engine):
+                found = bench.prefill_breakdown(batch, context)
         elif arguments.what == "engine":
             measurement, found = bench.whole_engine(batch, context, sampling)
         else:

@@ -118,6 +118,7 @@ COLUMNS = ["batch", "context", "ms", "spread", "tok/s", "GB/s", "floor ms", "of 
 # near ties need this room over all layers: the strict comparison is the one op by op.
 TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.4}
 ROUNDED_TOLERANCE = 0.2  # more, where prompts are rounded to FP8 and decodes are not
+PROFILED_PREFILLS = 3
 PROFILED_STEPS = 20
 CHECK_TOKENS = 100  # more than one page and no multiple of anything
 CHECK_ROWS = 8
@@ -185,6 +186,12 @@ class Bench:
         decoding = Decoding(self.engine.engine, batch, context, PROFILED_STEPS, sampling)
         found = break_down(decoding.step, PROFILED_STEPS)
         decoding.release()
+        return found
+
+    def prefill_breakdown(self, batch: int, context: int) -> Breakdown:
+        ids, prompts = list(range(batch)), random_prompts(self.engine, batch, context)
+        found = break_down(lambda: self.engine.prefill(ids, prompts), PROFILED_PREFILLS)
+        self.engine.remove(ids)
         return found
 
     def prefills(self, batch: int, context: int) -> Measurement:

@@ -1,9 +1,9 @@
-"""Words that a reply must not contain, as token ids: which token may not come next. Knows no
-tensors.
+"""Words that a reply must not contain, as token ids: computes which tokens may not come next. Knows
+no tensors.
 
 The last token of a word is forbidden where the reply ends with all its other tokens; a word of one
-token is always forbidden. A word that the model writes with other tokens is not found, as in other
-engines.
+token is always forbidden. As in other engines, a word is not found if the model writes it with
+other tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class BannedWords:
         self._always: list[int] = []
         self._after: dict[int, list[tuple[int, ...]]] = defaultdict(
             list
-        )  # by the last token but one
+        )  # by the second to last token
         for word in words:
             if len(word) == 1:
                 self._always.append(word[0])

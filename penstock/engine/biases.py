@@ -1,6 +1,6 @@
-"""Biases of single logits of running rows, on the device from their admission on.
+"""Logit biases of running rows, kept on the device from their admission on.
 
-A step with the same biased rows at the same places as the previous step uploads nothing.
+A step with the same biased rows at the same positions as the previous step uploads nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Upload = Callable[[object, torch.dtype], Tensor]
-# Places among the sampling rows, token ids, biases; all [N].
+# Indices among the sampling rows, token ids, biases; all [N].
 Entries = tuple[Tensor, Tensor, Tensor]
 
 
@@ -21,7 +21,7 @@ class LogitBiases:
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
         self._of_row: dict[int, tuple[Tensor, Tensor]] = {}  # token ids and biases
-        self._joined_rows: list[tuple[int, int]] = []  # (place, row) of those in `_joined`
+        self._joined_rows: list[tuple[int, int]] = []  # (index, row) of those in `_joined`
         self._joined: Entries | None = None
 
     def set(self, row: int, biases: Mapping[int, float]) -> None:
@@ -33,8 +33,9 @@ class LogitBiases:
             self._of_row[row] = token_ids, self._upload(list(biases.values()), torch.float32)
 
     def entries(self, rows: Sequence[int | None]) -> Entries | None:
-        """For the rows that sample in a step; None for a row that is left out. In one row, each
-        token id occurs at most once."""
+        """For the rows that sample in a step; None for a row to skip. A token id occurs at most
+        once per row.
+        """
         biased = [
             (place, row)
             for place, row in enumerate(rows)
@@ -51,7 +52,7 @@ class LogitBiases:
         lengths = [len(token_ids) for token_ids, _ in parts]
         places, repeats = self._upload([[place for place, _ in biased], lengths], torch.int64)
         return (
-            # Without the size it would wait for the device.
+            # Without the size this would wait for the device.
             places.repeat_interleave(repeats, output_size=sum(lengths)),
             torch.cat([token_ids for token_ids, _ in parts]),
             torch.cat([biases for _, biases in parts]),

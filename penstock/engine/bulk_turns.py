@@ -1,17 +1,18 @@
-"""How short requests run before bulk: in which steps long prompts take part. Never touches a
-tensor.
+"""Scheduling of short requests ahead of bulk: decides in which steps long prompts take part. Never
+touches a tensor.
 
 A prompt with many tokens to compute is bulk, while it prefills and while it decodes; a reply to a
-short prompt is interactive for its first tokens. While both are present, steps without bulk save up
-time for it, a fixed share of the total, and bulk takes part in a step when it has saved as much as
-its last step took. So bulk never stops, and a short request meets few long steps. Where many short
-replies decode, a few bulk ones do so with them: these cost little there, and would otherwise hold
-their rows for long. If both have not been present lately, nothing changes.
+short prompt is interactive for its first tokens. While both are present, steps without bulk earn
+time credit for it, a fixed share of the total, and bulk takes part in a step once its credit covers
+the time of its last step. So bulk never starves, and a short request meets few long steps. When
+many short replies decode, a few bulk ones decode with them ("riders"): they cost little there, and
+would otherwise hold their rows for long. If both kinds have not been present lately, nothing
+changes.
 
-A share that is too small for the long prompts that come would let them queue up without end. So for
-each of them the time counts in which steps passed it by, and the time that steps with bulk took
-meanwhile. One that was passed by too long for that is overdue, and bulk has a larger share until
-none is. One that was passed by for MAX_PASSED_S waits no longer: bulk takes part in every step.
+A share that is too small for the arriving long prompts would make them queue up without bound. So
+for each of them two times are counted: that of steps which skipped it, and that of steps with bulk
+meanwhile. One that was skipped too long is overdue, and bulk gets a larger share until none is.
+Once one was skipped for MAX_PASSED_S, bulk takes part in every step.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from dataclasses import dataclass
 
 from penstock.types import Sequence
 
-INTERACTIVE_TOKENS = 256  # of a reply: after so many, a reader no longer waits for the answer
-RECENT_S = 10.0  # after an interactive request among bulk, another one is expected for so long
-MAX_COUNTED_S = 1.0  # of a step: if the machine stalls, bulk does not pay for minutes
-MAX_SAVED_STEPS = 2.0  # bulk that waits for memory does not save up for minutes
-ROWS_PER_RIDER = 4  # short replies that decode, for each bulk one that does so with them
+INTERACTIVE_TOKENS = 256  # of a reply; after that, the reader no longer waits for its start
+RECENT_S = 10.0  # after an interactive request among bulk, another is expected for this long
+MAX_COUNTED_S = 1.0  # per step: if the machine stalls, bulk does not pay for minutes
+MAX_SAVED_STEPS = 2.0  # bulk that waits for memory does not earn credit for minutes
+ROWS_PER_RIDER = 4  # decoding short replies per bulk one that decodes with them
 
-# Bulk is overdue when it was passed by for longer than PATIENCE_S, and than so many times what
-# steps with bulk took since it came: other bulk before it is no reason to hurry.
+# Bulk is overdue when it was skipped for longer than PATIENCE_S, and for longer than this multiple
+# of the time of steps with bulk since it arrived: other bulk ahead of it is no reason to hurry.
 PATIENCE_S = 0.25
 PASSED_PER_TAKEN = 1.5
 OVERDUE_SHARE = 0.5
@@ -40,25 +41,25 @@ class _Planned:
     """A step in flight."""
 
     at_s: float
-    is_turn: bool  # of bulk
+    is_turn: bool  # bulk takes part
     was_contended: bool
     riders: tuple[Sequence, ...]  # bulk that decodes in a step of short requests
 
 
 class BulkTurns:
     def __init__(self, share: float, bulk_tokens: int, clock: Callable[[], float]) -> None:
-        self._share = share  # of the time; 1: bulk takes part in every step
+        self._share = share  # of the time for bulk; 1: bulk takes part in every step
         self._bulk_tokens = bulk_tokens  # a prompt with more tokens than this to compute is bulk
         self._clock = clock
         self._saved_s = 0.0
-        self._bulk_step_s = 0.0  # of the last step with bulk
+        self._bulk_step_s = 0.0  # duration of the last step with bulk
         self._interactive_until_s = float("-inf")  # until then an interactive request is expected
         self.is_contended = False  # both kinds are present
         self.is_overdue = False
         self._waits_no_longer = False
-        # Of all steps so far: those that passed bulk by, and those with bulk.
+        # Total time of steps that skipped bulk, and of steps with bulk.
         self._passed_s = self._taken_s = 0.0
-        # The same two when it came, by bulk sequence; a rider is not passed by.
+        # The same two totals at the arrival of each bulk sequence; riders are not skipped.
         self._met: dict[Sequence, tuple[float, float]] = {}
         self._in_flight: dict[int, _Planned] = {}
         self._last_end_s = float("-inf")
@@ -88,7 +89,7 @@ class BulkTurns:
                 self._note_wait(self._passed_s - passed_s, self._taken_s - taken_s)
 
     def _note_wait(self, passed_s: float, taken_s: float) -> None:
-        """Of one bulk sequence."""
+        """For one bulk sequence."""
         if passed_s > max(PATIENCE_S, PASSED_PER_TAKEN * taken_s):
             self.is_overdue = True
         if passed_s > MAX_PASSED_S:
@@ -96,23 +97,24 @@ class BulkTurns:
 
     @property
     def must_wait(self) -> bool:
-        """Whether bulk has no turn in the next step, if other sequences can run."""
+        """Whether bulk is excluded from the next step, if other sequences can run."""
         has_saved = self._saved_s >= max(self._bulk_step_s, 1e-9)
         return self.is_contended and not (has_saved or self._waits_no_longer)
 
     @property
     def is_interactive_near(self) -> bool:
-        """Whether steps stay short, because a short request is present or may come soon."""
+        """Whether steps stay short, because a short request is present or expected soon."""
         return self._clock() < self._interactive_until_s
 
     @property
     def holds_planning(self) -> bool:
-        """Whether the step in flight is a long one: requests that arrive meanwhile should be in the
-        next step."""
+        """Whether the step in flight is a long one: requests that arrive meanwhile should join the
+        next step.
+        """
         return self.is_interactive_near and any(one.is_turn for one in self._in_flight.values())
 
     def max_riders(self, decoding: Iterable[Sequence]) -> int:
-        """How many bulk sequences may decode in a step without a turn of bulk."""
+        """How many bulk sequences may decode in a step without a turn for bulk."""
         return sum(not self.is_bulk(sequence) for sequence in decoding) // ROWS_PER_RIDER
 
     def note_planned(self, step: int, sequences: Iterable[Sequence], has_turn: bool) -> None:
@@ -134,7 +136,7 @@ class BulkTurns:
             self._bulk_step_s = seconds
             self._taken_s += seconds
             if planned.was_contended:
-                # Bulk that waited too long took what was not saved; the next does not pay for it.
+                # Overdue bulk used time it had not earned; the next one does not pay for it.
                 self._saved_s = max(self._saved_s - seconds, -seconds)
         elif planned.was_contended:
             self._passed_s += seconds

@@ -27,13 +27,13 @@ class Chunk:
     num_tokens: int
     samples: bool
     is_decode: bool
-    num_new_pages: int  # at the end of the sequence's page table: those that the row's table lacks
-    draft_ids: tuple[int, ...] = ()  # of the host
+    num_new_pages: int  # at the end of the sequence's page table, not yet in the row's table
+    draft_ids: tuple[int, ...] = ()  # proposed by the host
     keep: KeptState = NOTHING_KEPT
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens that its sequence gains at most: a decode's own next one, and its drafts."""
+        """Upper bound of tokens that its sequence gains: a decode's next one, and its drafts."""
         return self.num_tokens if self.is_decode else int(self.samples)
 
     @property
@@ -48,7 +48,7 @@ class Chunk:
 
     @property
     def prompt_targets(self) -> PromptTargets | None:
-        """The tokens after those of the chunk, if the prompt is scored."""
+        """The next token at each position of the chunk, if the prompt is scored."""
         sequence, start = self.sequence, self.start + 1
         if self.is_decode or not sequence.is_scored:
             return None
@@ -59,7 +59,7 @@ class Chunk:
 
     @property
     def next_token(self) -> int:
-        """Behind the chunk, if the host knows it."""
+        """The token after the chunk, if the host knows it."""
         tokens, end = self.sequence.tokens, self.start + self.num_tokens
         return tokens[end] if end < len(tokens) else 0
 
@@ -73,7 +73,7 @@ class Chunk:
 
     @property
     def admission(self) -> Admission:
-        """For a sequence whose first chunk in its row this is."""
+        """For a sequence's first chunk in its row."""
         sequence, sampling = self.sequence, self.sequence.request.sampling
         is_too_short = sequence.num_generated < sampling.min_tokens
         seed = sampling.seed

@@ -1,5 +1,5 @@
-"""The device memory behind pages and slots: two or three tensors per layer, allocated once and
-never moved.
+"""Allocates the device memory of pages and slots: two or three tensors per layer, allocated once
+and never moved.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _KV_DTYPES = {
 
 
 def find_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """What `--kv-dtype` means for a model."""
+    """Resolves `--kv-dtype` for a model."""
     return model_dtype if name == "auto" else _KV_DTYPES[name]
 
 
 def cache_specs(model: Any, speculation: Speculation) -> list[CacheSpec]:
-    """What the model's layers store, and behind them its drafting head, if that drafts. Inputs of
-    drafts need room in the convolutions' rings."""
+    """The caches of the model's layers, then of its drafting head if that drafts. Draft tokens need
+    extra entries in the convolutions' ring buffers.
+    """
     specs = [
         dataclasses.replace(spec, conv_width=spec.conv_width + speculation.num_drafts)
         if isinstance(spec, StateSpec)
@@ -43,7 +44,7 @@ def cache_specs(model: Any, speculation: Speculation) -> list[CacheSpec]:
 
 
 def journal_bytes(specs: list[CacheSpec], num_drafts: int) -> int:
-    """Of one row."""
+    """Bytes per row."""
     sizes = [
         spec.num_value_heads * (spec.key_dim + spec.value_dim + 3)
         for spec in specs

@@ -1,7 +1,7 @@
-"""What one rank has on its device: its part of the model, and a runner over it.
+"""One rank's shard of the model on its device, and a runner over it.
 
-The same on every rank, and on an engine that is alone. Rank 0 has the policy beside it
-(`engine.py`); other ranks follow its plans (`rank.py`).
+The same on every rank, and for a single-device engine. Rank 0 also has the policy (`engine.py`);
+the other ranks follow its plans (`rank.py`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from penstock.parallel.links import GroupLinks, NoLinks
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, Phase, timed
 
-# A step with a prompt copies all experts to the GPU, whatever its length: few long steps are best.
+# A prefill step copies all experts to the GPU, whatever its length: few long steps are best.
 OFFLOADED_MIXED_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
     model: Any
-    config: EngineConfig  # with the drafter that the model has
+    config: EngineConfig  # with the drafter resolved for this model
     memory: MemoryPlan
     runner: Runner
 
     @classmethod
     def of(cls, model: Any, config: EngineConfig, name: str, on_phase: OnPhase) -> DevicePart:
-        """For a model whose weights are loaded: plans the memory, and allocates its cache."""
+        """For a loaded model: plans the memory, and allocates its cache."""
         is_auto = config.speculate == "auto"
         config = drafting_head.settle(config, model, name, on_phase)
         store = getattr(model, "expert_store", None)
@@ -66,7 +66,7 @@ class DevicePart:
                 if not is_auto:
                     raise drafting_head.name_the_head(error, model) from error
                 reason = f"With it: {error.what}."
-                runner = None  # what the error holds is freed before memory is planned again
+                runner = None  # free the failed attempt's memory before planning again
             if runner is None:
                 config = drafting_head.give_up(config, model, reason, on_phase)
                 memory, runner = build_runner(model, config, name, on_phase)
@@ -83,7 +83,7 @@ def load_part(
     source: ModelSource,
     config: EngineConfig,
     rank: int,
-    meeting_file: Path | None,  # None: alone
+    meeting_file: Path | None,  # None: a single rank
     on_phase: OnPhase = lambda _: None,
 ) -> DevicePart:
     device = rank_device(config, rank)
@@ -98,8 +98,9 @@ def load_part(
 def load_share(
     source: ModelSource, config: EngineConfig, on_phase: OnPhase = lambda _: None
 ) -> DevicePart:
-    """Rank 0's part of the model on one device, without the other ranks: its collectives exchange
-    nothing. Its results are of no use, its times are those of a rank."""
+    """Rank 0's shard of the model on one device, without the other ranks: its collectives exchange
+    nothing. Its results are meaningless; its times are those of a rank.
+    """
     device = pick_device(config.device)
     with on_device(torch.device(device)):
         return _load(source, config, device, Ranks(0, config.tp, NoLinks(), config.ep), on_phase)
@@ -119,7 +120,7 @@ def _load_model(
     config: EngineConfig,
     device: str,
     ranks: Ranks,
-    report: OnPhase,  # of the phase that loads
+    report: OnPhase,  # for the loading phase
     on_phase: OnPhase,
 ) -> Any:
     def load(with_head: bool) -> Any:
@@ -136,30 +137,30 @@ def _load_model(
         if not drafting_head.is_of_the_head(error):
             raise
         reason = f"{error.what}. {error.why}"
-    # A head is on all ranks or on none.
+    # The head is used on all ranks or on none.
     if ranks.most(int(model is None), torch.device(device)):
-        model = None  # before memory is taken again
+        model = None  # freed before loading again
         model = load(with_head=False)
         on_phase(drafting_head.no_drafts(reason or "Another rank could not load it."))
     return model
 
 
 def rank_device(config: EngineConfig, rank: int) -> str:
-    """Rank r runs on the r-th GPU that is visible."""
+    """Rank r runs on the r-th visible GPU."""
     device = pick_device(config.device)
     if config.tp == 1 or not device.startswith("cuda"):
         return device
     if device != "cuda":
         raise ConfigError(
             f"device is {config.device} and tp is {config.tp}",
-            "Each rank has a GPU of its own.",
-            "Use --device cuda; CUDA_VISIBLE_DEVICES says which GPUs it means.",
+            "Each rank needs its own GPU.",
+            "Use --device cuda; CUDA_VISIBLE_DEVICES selects the GPUs.",
         )
     num_devices = torch.cuda.device_count()
     if num_devices < config.tp:
         raise ConfigError(
-            f"tp is {config.tp}, and torch sees {num_devices} CUDA devices",
-            "Each rank has a GPU of its own.",
+            f"tp is {config.tp}, but torch sees {num_devices} CUDA devices",
+            "Each rank needs its own GPU.",
             f"Use --tp {num_devices} or less, or make more GPUs visible.",
         )
     return f"cuda:{rank}"
@@ -169,6 +170,6 @@ def check_page_size(config: EngineConfig, device: torch.device) -> None:
     if device.type == "cuda" and config.page_size % ops.LEAST_KEYS:
         raise ConfigError(
             f"page_size is {config.page_size} and the model runs on a GPU",
-            f"Its kernels read {ops.LEAST_KEYS} keys of a page at once.",
+            f"The kernels read {ops.LEAST_KEYS} keys of a page at once.",
             f"Use a multiple of {ops.LEAST_KEYS}; 64 is the default.",
         )

@@ -1,9 +1,9 @@
 """Steps with drafts as CUDA graphs: drafting, verifying and accepting without the host.
 
-A shape (`graph_sizes.py`) has one graph up to the logits and one for each way of sampling, with
-the acceptance and what the drafting head does behind it. A greedy step of few rows is one graph. A
-step whose logits are changed by the host's wishes (masks, penalties) samples outside, and a last
-graph lets the head follow.
+Each shape (`graph_sizes.py`) has one graph up to the logits and one for each sampling mode, with
+acceptance and the drafting head's update after it. A greedy step of few rows is a single graph. If
+the host changes the logits (masks, penalties), sampling runs outside, and a last graph updates the
+head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.layers.inputs import LayerCache
 from penstock.progress import OnPhase, Phase
 from penstock.types import RowPlan
 
-Tokens = tuple[Tensor, Tensor]  # [R * W] sampled at every place, [R] how many each row gains
+Tokens = tuple[Tensor, Tensor]  # [R * W] sampled at every position, [R] how many each row gains
 
 
 class DraftGraphs:
@@ -43,7 +43,7 @@ class DraftGraphs:
         rows: RowTable,
         drafter: MTPDrafter | None,
         deterministic: bool,
-        max_tokens: int | None = None,  # of a step that may be captured
+        max_tokens: int | None = None,  # largest step to capture
     ) -> None:
         self._new_step = partial(DraftStep, model, caches, rows, drafter)
         self._new_warmup_step = partial(
@@ -64,7 +64,7 @@ class DraftGraphs:
 
     @property
     def warmup(self) -> Warmup:
-        """The largest is the last: a dry run measures it."""
+        """The largest comes last: a dry run measures it."""
         sizes = sorted(self.sizes, key=lambda size: size.num_places)
         by_bucket = {
             ((size.num_places - 1).bit_length(), (size.num_rows - 1).bit_length()): size
@@ -90,7 +90,7 @@ class DraftGraphs:
             self._logits[size] = graph, borrow(verified.logits)
 
     def size_for(self, rows: Sequence[RowPlan]) -> DraftSize | None:
-        """The least work that holds these rows."""
+        """The smallest captured size that holds these rows."""
         if not all(row.is_decode for row in rows):
             return None
         num_rows, num_drafts = len(rows), max(row.num_drafts for row in rows)
@@ -102,7 +102,7 @@ class DraftGraphs:
         return min(fitting, key=lambda size: (size.num_places, size.num_rows), default=None)
 
     def replay(self, rows: tuple[RowPlan, ...], size: DraftSize, mode: SamplingMode) -> Tokens:
-        """Valid until the next replay; copy them on the same stream."""
+        """The result is valid until the next replay; copy it on the same stream."""
         self._steps[size].load(rows)
         if not self._is_whole(size, mode):
             self._logits[size][0].replay()
@@ -111,7 +111,7 @@ class DraftGraphs:
         return sampled[: len(rows) * size.width], num_new[: len(rows)]
 
     def replay_logits(self, rows: tuple[RowPlan, ...], size: DraftSize) -> Tensor:
-        """[L, vocab] float32 : of the places that the rows use, row after row."""
+        """[L, vocab] float32: logits of the positions that the rows use, row after row."""
         step = self._steps[size]
         step.load(rows)
         graph, logits = self._logits[size]
@@ -121,7 +121,7 @@ class DraftGraphs:
     def follow(
         self, rows: tuple[RowPlan, ...], size: DraftSize, sampled: Tensor, num_new: Tensor | None
     ) -> None:
-        """Behind `replay_logits`, when these tokens were sampled and accepted."""
+        """Runs after `replay_logits`, when these tokens were sampled and accepted."""
         step = self._steps[size]
         if step.drafter is None:
             return
@@ -138,7 +138,7 @@ class DraftGraphs:
 
 
 def places_of(rows: Sequence[RowPlan], size: DraftSize) -> list[int]:
-    """That the rows use."""
+    """The positions that the rows use."""
     return [
         index * size.width + place
         for index, row in enumerate(rows)
@@ -147,7 +147,7 @@ def places_of(rows: Sequence[RowPlan], size: DraftSize) -> list[int]:
 
 
 def _launch_modes(step: DraftStep) -> None:
-    """Launches everything that its graphs will consist of."""
+    """Launches everything that the graphs will contain."""
     verified = step.verify()
     for mode in SAMPLING_MODES:
         step.finish(verified, mode)

@@ -1,14 +1,14 @@
-"""Whether drafts pay, from what was measured: step times and acceptance. Never touches a tensor.
+"""Decides whether drafts pay off, from measured step times and acceptance. Never touches a tensor.
 
-A draft costs the time by which it makes a step longer, and is worth the tokens it brings. Times are
-measured by the number of rows and of tokens a row: at the start of an engine that has graphs
-(`prime`), and of every step while it runs; acceptance by request and place. Plain steps are
-measured too, now and then, and drafts that do not pay are tried again after a while: work changes.
-A time is the median of the latest, since other programs disturb some; one that was hardly measured
-counts as the shortest that it can be, so that it is tried.
+A draft costs the extra time of its step, and is worth the tokens it adds. Times are measured by
+rows and tokens per row: at start for an engine with graphs (`prime`), and for every step while it
+runs; acceptance by request and position. Plain steps are measured too from time to time, and drafts
+that do not pay off are tried again after a while, because the workload changes. A time is the
+median of recent ones, since other programs disturb some. With few measurements it is the minimum,
+an optimistic estimate, so that it is tried.
 
-What drafts have lost so far has a limit, a share of the time since the start: whatever acceptance
-turns out to be, an engine that drafts is not slower than a plain one by more than that.
+The total loss from drafting is bounded by a share of the time since the start: whatever the
+acceptance rate, an engine that drafts is not slower than a plain one by more than that.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-FIRST_STEPS = 4  # of a number of rows without times: two with all drafts, two without
+FIRST_STEPS = 4  # for a row count without times: two with all drafts, two without
 PLAIN_EVERY = 256  # steps, of which the first are plain
 PLAIN_STEPS = 2  # the first of them still replays drafts, and is not measured
-PROBE_EVERY = 512  # steps, after which drafts that did not pay are tried again
-PROBE_ENDS = PLAIN_STEPS + 4  # so many steps after that
-NUM_TIMES = 9  # that are kept of a number of rows and tokens
-FEW_TIMES = 3  # below, the shortest of them counts
-OLD = 128  # steps, after which only the newest times still count: plain steps are rare
-NEWEST = 0.1  # weight of the newest draft in acceptance
-FIRST_GUESS = 0.8  # acceptance before there is any
-DISTURBED = 1.1  # times the typical time: what a step takes longer counts no more
-LOSS_SHARE = 0.01  # of the time of all decodes, that drafts may lose
-FIRST_LOSS = 4  # plain steps, that they may lose before there is any
+PROBE_EVERY = 512  # steps after which drafts that did not pay off are tried again
+PROBE_ENDS = PLAIN_STEPS + 4  # steps that this probe lasts
+NUM_TIMES = 9  # times kept for each pair of rows and tokens
+FEW_TIMES = 3  # with fewer, the minimum counts
+OLD = 128  # steps after which only the newest times still count: plain steps are rare
+NEWEST = 0.1  # weight of the newest draft in the acceptance rate
+FIRST_GUESS = 0.8  # initial acceptance rate
+DISTURBED = 1.1  # longer times are clipped to this multiple of the typical time
+LOSS_SHARE = 0.01  # of the time of all decodes: the most that drafts may lose
+FIRST_LOSS = 4  # plain steps: what drafts may lose before any time has passed
 
 
 class DraftPace:
     def __init__(self) -> None:
-        # By rows (a power of two) and tokens a row.
+        # By rows (a power of two) and tokens per row.
         self._times: defaultdict[int, dict[int, deque[float]]] = defaultdict(dict)
-        self._seconds: defaultdict[int, dict[int, float]] = defaultdict(dict)  # of these
+        self._seconds: defaultdict[int, dict[int, float]] = defaultdict(dict)  # their typical times
         self._primed: set[int] = set()
         self._num_steps: Counter[int] = Counter()  # by rows
-        self._noted_at: dict[tuple[int, int], int] = {}  # rows, tokens a row: steps before
+        self._noted_at: dict[tuple[int, int], int] = {}  # rows, tokens per row: last step
         self._lost_s = self._decoded_s = 0.0
 
     def prime(self, seconds: Mapping[tuple[int, int], float]) -> None:
-        """Step times by rows and tokens a row, from before the first step."""
+        """Step times by rows and tokens per row, measured before the first step."""
         for (num_rows, tokens_a_row), one in seconds.items():
             self._add_time(num_rows, tokens_a_row, one)
             self._primed.add(_bucket(num_rows))
@@ -66,8 +66,9 @@ class DraftPace:
         self._seconds[bucket][tokens_a_row] = typical
 
     def note_gain(self, num_rows: int, tokens_a_row: int, num_new: int, seconds: float) -> float:
-        """What a step with drafts saved: its new tokens as plain steps, less its own time. What
-        disturbed it was no fault of its drafts."""
+        """The time a step with drafts saved: its new tokens as plain steps, minus its own time.
+        Disturbances from outside are not counted against the drafts.
+        """
         plain, typical = (self.seconds(num_rows, number) for number in (1, tokens_a_row))
         if plain is None or typical is None:
             return 0.0
@@ -76,14 +77,15 @@ class DraftPace:
         return saved
 
     def start_step(self, num_rows: int) -> int:
-        """The number of steps of so many rows before this one."""
+        """The number of earlier steps with this many rows."""
         bucket = _bucket(num_rows)
         self._num_steps[bucket] += 1
         return self._num_steps[bucket] - 1
 
     def seconds(self, num_rows: int, tokens_a_row: int) -> float | None:
-        """Measured, or between what was measured: the time of a step grows with its tokens. Beyond,
-        as long as the longest."""
+        """Measured, or interpolated: the time of a step grows with its tokens. Beyond the
+        measurements, the longest.
+        """
         known = self._seconds[_bucket(num_rows)]
         if tokens_a_row in known:
             return known[tokens_a_row]
@@ -95,12 +97,12 @@ class DraftPace:
         return known[below] + share * (known[above] - known[below])
 
     def may_lose(self, num_rows: int) -> bool:
-        """Whether drafts that turn out to be wrong are still within the limit."""
+        """Whether drafts that turn out to be wrong would stay within the loss limit."""
         first = FIRST_LOSS * (self.seconds(num_rows, 1) or 0.0)
         return self._lost_s <= LOSS_SHARE * self._decoded_s + first
 
     def num_drafts(self, num_rows: int, acceptance: Sequence[float], most: int, step: int) -> int:
-        """The number that gives the most tokens a second."""
+        """The number of drafts with the highest expected tokens per second."""
         is_primed = _bucket(num_rows) in self._primed
         if not is_primed and step < FIRST_STEPS:
             return most if step < FIRST_STEPS // 2 else 0
@@ -120,7 +122,7 @@ class DraftPace:
 
 
 class Acceptance:
-    """How often a draft at each place is right if all before it are."""
+    """The probability by position that a draft is accepted if all before it are."""
 
     def __init__(self, rates: Sequence[float]) -> None:
         self.rates = list(rates)
@@ -131,7 +133,7 @@ class Acceptance:
 
 
 def mean_rates(of_rows: Sequence[Sequence[float]]) -> list[float]:
-    """Of rows that all have the same number of drafts: tokens add up, so chances are averaged."""
+    """For rows with the same number of drafts: tokens add up, so probabilities are averaged."""
     return [sum(rates) / len(rates) for rates in zip(*of_rows)]
 
 

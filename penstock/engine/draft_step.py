@@ -1,10 +1,11 @@
-"""A step that verifies drafts, of a fixed size: so many rows, and in each so many places.
+"""A step of fixed size that verifies drafts: a number of rows, each with the same number of
+positions.
 
-The first place of a row is its last token, the others are drafts, of the drafting head or of the
-host. Everything depends on what the device has: which drafts there are, where a row stands, how
-many of its last drafts were right. A row with fewer drafts leaves places empty. They are computed
-all the same, write to page 0, and their drafts are never right; what a DeltaNet layer keeps of them
-lies behind the end of the row, like any rejected draft.
+The first position of a row is its last token, the others are drafts from the drafting head or the
+host. Everything is read from the device: the drafts, each row's length, and how many of its last
+drafts were accepted. A row with fewer drafts leaves positions empty. They are computed anyway,
+write to page 0, and are never accepted; what a DeltaNet layer stores for them lies beyond the end
+of the row, like any rejected draft.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from penstock.engine.row_table import RowTable, SamplingMode
 from penstock.layers.inputs import AttentionRows, RowSpan, StepInputs
 from penstock.types import RowPlan
 
-NUM_NUMBERS = 6  # of a row, before its drafts
+NUM_NUMBERS = 6  # integers per row, before its drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A step up to its logits."""
+    """The result of a step up to its logits."""
 
     inputs: StepInputs
-    table_rows: Tensor  # [R * W] int64  of each place
+    table_rows: Tensor  # [R * W] int64  of each position
     hidden: Tensor  # [R * W, H]
     logits: Tensor  # [R * W, vocab] float32
 
@@ -55,7 +56,7 @@ class DraftStep:
         self.size = size
         self.deterministic = deterministic
         # [6 + drafts, rows]: row, tokens to sample, state slot, initial slot, which state to keep
-        # and where, and the drafts of the host
+        # and where, and the host's drafts
         self.packed = rows.upload(self._pack(()))
         width, device = size.width, rows.device
         self._first_places = torch.arange(0, size.num_places + 1, width, device=device)
@@ -63,7 +64,7 @@ class DraftStep:
         self._ahead = torch.arange(width, device=device).repeat(size.num_rows)
         self._no_blocks = ops.TokenBlocks.of((), device)
         self._loaded: tuple[RowPlan, ...] = ()
-        # What `follow` reads where sampling is no part of a graph.
+        # Input of `follow` when sampling is not part of the graph.
         self.sampled = torch.zeros(size.num_places, dtype=torch.int64, device=device)
         self.num_new = torch.zeros(size.num_rows, dtype=torch.int64, device=device)
 
@@ -72,7 +73,7 @@ class DraftStep:
         self._loaded = plans
 
     def verify(self) -> Verified:
-        """Drafts, and computes what the model says at every place."""
+        """Drafts, and computes the model's logits at every position."""
         table, size = self.rows, self.size
         rows, num_tokens, state_slots, initial_slots, keep_at, keep_slots = self.packed[
             :NUM_NUMBERS
@@ -100,7 +101,7 @@ class DraftStep:
             positions=placed.positions,
             query_start=self._first_places,
             context_lens=placed.row_lens,
-            page_table=placed.row_pages,  # attention has rows of its own
+            page_table=placed.row_pages,  # attention has its own rows
             kv_index=placed.kv_index,
             state_slots=state_slots,
             initial_slots=initial_slots,
@@ -121,7 +122,9 @@ class DraftStep:
         return Verified(inputs, placed.rows, hidden, logits)
 
     def choose(self, verified: Verified, mode: SamplingMode) -> tuple[Tensor, Tensor]:
-        """Tokens at every place, and how many of them each row gains; moves the rows."""
+        """Samples tokens at every position, counts how many each row gains, and advances the
+        rows.
+        """
         table, rows, num_tokens = self.rows, self.packed[0], self.packed[1]
         sampled = table.draw(verified.logits, verified.table_rows, mode, self._ahead)
         return sampled, table.accept_places(rows, num_tokens, sampled, self.size.width)
@@ -162,7 +165,9 @@ class DraftStep:
         return packed
 
     def _spans(self) -> tuple[tuple[RowSpan, ...], tuple[RowSpan, ...]]:
-        """Of rows, and of places. Kernels use their number only: it holds in every replay."""
+        """Spans of rows, and of positions. Kernels use only their number, which is the same in
+        every replay.
+        """
         width = self.size.width
         plain = [RowPlan.decode(plan.row) for plan in self._loaded]
         lens = [span.context_len for span in self.rows.spans_of(plain)]

@@ -1,7 +1,8 @@
-"""Whether a model's drafting head drafts: what `--speculate auto` means for a model and a device.
+"""Decides whether a model's drafting head is used: resolves `--speculate auto` for a model and a
+device.
 
-A head pays where its drafts are often right, a step's weights are there anyway, and memory has room
-for it. Whoever asks for `mtp` by name gets it, or an error.
+A head pays off if its drafts are often accepted, a step's weights are on the device anyway, and it
+fits in memory. An explicit `mtp` is used, or is an error.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from penstock.models.source import ModelSource, is_converted
 from penstock.ops.weight import bytes_of
 from penstock.progress import OnPhase, Phase
 
-LEAST_ROOM = 0.8  # of rows and of context: `auto` drafts where the head leaves so much of both
+LEAST_ROOM = 0.8  # of rows and of context: `auto` drafts if the head leaves this share of both
 
 
 def settle_before_load(config: EngineConfig, source: ModelSource) -> EngineConfig:
-    """`auto` is off where drafts cannot pay, so that the head is not even loaded."""
+    """Turns `auto` off where drafts cannot pay off, so that the head is not even loaded."""
     is_spread = config.expert_cache is not None or config.expert_ram is not None
-    # Drafts of random weights are never right. Where experts must be fetched, a step waits for
-    # them, and every draft brings experts of its own.
+    # Drafts of random weights are never accepted. With offloaded experts a step waits for them, and
+    # every draft needs its own.
     if config.speculate == "auto" and (
         config.random_weights or is_spread or is_converted(source.path)
     ):
@@ -36,16 +37,17 @@ def wants_head(config: EngineConfig) -> bool:
 
 
 def is_of_the_head(error: PenstockError) -> bool:
-    """Whether a model that `auto` could not load may load without the head: memory is short, or
-    tensors of the head are not as the config says."""
+    """Whether a model that failed to load with `auto` may load without the head: memory is short,
+    or the head's tensors do not match the config.
+    """
     if isinstance(error, CapacityError):
         return True
     return isinstance(error, CheckpointError) and "mtp." in f"{error.what} {error.why}"
 
 
 def settle(config: EngineConfig, model: Any, name: str, on_phase: OnPhase) -> EngineConfig:
-    """The drafter of a loaded model; `auto` takes its head if there is one, and room for it."""
-    # Many checkpoints have no drafting head although their config.json counts one.
+    """The drafter of a loaded model; `auto` uses its head if there is one and it fits."""
+    # Many checkpoints have no drafting head although their config.json lists one.
     has_head = getattr(model, "mtp", None) is not None
     if config.speculate != "auto":
         if config.speculation.kind == "mtp" and not has_head:
@@ -58,45 +60,45 @@ def settle(config: EngineConfig, model: Any, name: str, on_phase: OnPhase) -> En
     if not has_head:
         return _without_drafts(config)
     drafting = dataclasses.replace(config, speculate="mtp")
-    if reason := _lost_room(drafting, model, name):
+    if reason := _missing_room(drafting, model, name):
         return give_up(config, model, reason, on_phase)
     return drafting
 
 
 def give_up(config: EngineConfig, model: Any, reason: str, on_phase: OnPhase) -> EngineConfig:
-    """Goes on without the head, for want of memory, and says so."""
+    """Continues without the head because memory is short, and reports it."""
     size = f"{bytes_of(model.mtp) / 1e9:.2f} GB"
     on_phase(no_drafts(f"There is too little memory for it ({size}). {reason}"))
     return _drop(config, model)
 
 
 def no_drafts(reason: str) -> Phase:
-    return Phase("drafts", f"none, the drafting head is left out. {reason}".strip(), seconds=0.0)
+    return Phase("drafts", f"none, the drafting head is not used. {reason}".strip(), seconds=0.0)
 
 
 def describe(config: EngineConfig) -> str:
-    """Who drafts, for the start of an engine; "": nobody."""
+    """The drafter, for the start-up log; "" if there is none."""
     drafts = config.speculation
     if not drafts.num_drafts:
         return ""
     who = {"mtp": "the model's drafting head", "model": drafts.path}.get(drafts.kind, drafts.kind)
-    return f"up to {drafts.num_drafts} tokens a step by {who} (--speculate {drafts})"
+    return f"up to {drafts.num_drafts} tokens per step by {who} (--speculate {drafts})"
 
 
 def name_the_head(error: CapacityError, model: Any) -> CapacityError:
-    """The same error, for an engine that was told to draft: going without would help."""
+    """The same error for an explicit drafting head, with the advice to do without it."""
     size = f"{bytes_of(model.mtp) / 1e9:.2f} GB"
     todo = f"{error.todo} Or use --speculate off: the drafting head takes {size}."
     return CapacityError(error.what, error.why, todo.strip())
 
 
-def _lost_room(config: EngineConfig, model: Any, name: str) -> str:
-    """What the head leaves too little of; "": it leaves enough."""
+def _missing_room(config: EngineConfig, model: Any, name: str) -> str:
+    """What the head would leave too little of; "" if it leaves enough."""
     plain = dataclasses.replace(config, speculate="off")
     try:
         without = first_pools(model, plain, name, bytes_of(model.mtp))
     except CapacityError:
-        return ""  # with no head either: the plan that follows says what to do
+        return ""  # it does not fit without the head either: the following plan reports it
     try:
         left = first_pools(model, config, name)
     except CapacityError as error:

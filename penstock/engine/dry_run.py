@@ -1,7 +1,7 @@
-"""The largest steps of an engine, launched at start on a scratch cache, to measure their memory.
+"""Launches the largest steps of an engine at start on a scratch cache, to measure their memory.
 
-They also compile the kernels that a capture needs, which can neither compile nor load one. Their
-results are discarded: every row reads and writes page 0 and slot 0.
+This also compiles and loads the kernels, which a graph capture cannot do. The results are
+discarded: every row reads and writes page 0 and slot 0.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ EVERY_OPTION = SamplingParams(
     presence_penalty=0.1,
     frequency_penalty=0.1,
     logit_bias={0: 1.0},
-    min_tokens=2,  # so that the next token may not end the reply
+    min_tokens=2,  # so that end tokens are masked
     logprobs=MAX_LOGPROBS,
 )
 
-# Times a peak: blocks are rounded up, and one graph's blocks do not always fit another's.
+# Factor on a peak: blocks are rounded up, and one graph's blocks do not always fit another's.
 FRAGMENT_SHARE = 1.1
-LAYER_GRAPH_BYTES = 256 * 1024  # what the driver keeps for one layer of a graph
+LAYER_GRAPH_BYTES = 256 * 1024  # driver memory for one layer of a graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,9 @@ class DryRun:
 
     @torch.inference_mode()
     def largest_step(self, max_tokens: int, limit: int) -> StepBytes | None:
-        """The most tokens, at most `max_tokens`, of a step that takes no more than `limit` bytes,
-        or else the smallest step that memory allows. None: no step fits."""
+        """The largest step of at most `max_tokens` tokens that takes no more than `limit` bytes, or
+        else the smallest step that fits in memory. None: no step fits.
+        """
         if self.captures:
             self.runner.warm_up(max_tokens)
         decode_bytes = 0
@@ -83,8 +84,8 @@ class DryRun:
 
     @torch.inference_mode()
     def graph_bytes(self, max_step_tokens: int) -> int:
-        """An estimate for all graphs: their steps share one pool, and the driver keeps every
-        kernel.
+        """An estimate for all graphs: their steps share one memory pool, and the driver stores
+        every kernel node.
         """
         num_bytes, num_captures = 0, 0
         for graphs in self.runner.graphs_to_capture(max_step_tokens):
@@ -99,7 +100,7 @@ class DryRun:
         )
 
     def _peak(self, launch: Callable[[], object]) -> int | None:
-        """The most memory that it takes while it runs. None: more than there is."""
+        """The peak memory while it runs. None: more than there is."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -108,13 +109,13 @@ class DryRun:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
             if not is_out_of_memory(error) or not self.model.ranks.is_alone:
-                raise  # other ranks wait for what this one has not launched
+                raise  # other ranks wait for this one's collectives
             return None
         peak = torch.cuda.max_memory_allocated(self.device) - before
         return self.model.ranks.most(peak, self.device)
 
     def _launch_prompts(self, num_tokens: int) -> None:
-        """Prompts whose tokens are all scored."""
+        """Prefills with all tokens scored."""
         lens = [self.max_row_tokens] * (num_tokens // self.max_row_tokens)
         lens += [num_tokens % self.max_row_tokens] if num_tokens % self.max_row_tokens else []
         table = self.runner.rows
@@ -132,7 +133,7 @@ class DryRun:
         self.runner.launch(StepPlan(0, tuple(rows))).wait()
 
     def _decode_sizes(self) -> list[DraftSize]:
-        """Of the largest decode steps that may run: all rows, and those with the most drafts."""
+        """The largest decode steps that may run: all rows, and those with the most drafts."""
         table = self.runner.rows
         if not self.captures:
             return [DraftSize(table.max_rows, table.num_drafts)]

@@ -1,9 +1,9 @@
 """One engine: a policy that decides and a runner that computes, driven one step at a time.
 
 `step()` is the whole loop: plan, launch, and commit the results, of this step or, when the device
-runs asynchronously, of the previous one. The plan is all that the runner learns. A step with
-constrained rows launches its sampling after the previous step's results are in, because its masks
-depend on them; the device computes the logits meanwhile. The engine knows token ids only, no text.
+runs asynchronously, of the previous one. The runner sees only the plan. A step with constrained
+rows samples after the previous step's results are in, because its masks depend on them; the device
+computes the logits meanwhile. The engine knows token ids only, no text.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Engine:
         on_phase: OnPhase = lambda _: None,
         tokenizer_file: Path | None = None,  # the tokenizer that grammars are compiled for
     ) -> None:
-        """Takes a model whose weights are loaded, and plans the memory for its cache."""
+        """Takes a loaded model, and plans the memory for its cache."""
         drafter = _load_drafter(config, tokenizer_file, on_phase)
         part = DevicePart.of(model, config, name, on_phase)
         self._begin(part, name, tokenizer_file, drafter)
@@ -106,7 +106,7 @@ class Engine:
             part = load_part(source, config, 0, None, on_phase)
             engine._begin(part, source.name, tokenizer_file, drafter)
             return engine
-        rank_device(config, 0)  # refuses what it can before processes start
+        rank_device(config, 0)  # raises config errors before processes start
         with timed("ranks", on_phase):
             group = RankGroup.start(source, config)
         try:
@@ -129,7 +129,7 @@ class Engine:
         return engine
 
     def _lead(self, group: RankGroup) -> None:
-        """From here on, the other ranks do what this one does."""
+        """From here on, the other ranks mirror this one."""
         self.other_ranks = group
         group.has_started = True
         self.runner.tell_others = group.send
@@ -139,7 +139,7 @@ class Engine:
         weakref.finalize(self, group.close)  # also when the process ends
 
     def close(self) -> None:
-        """Ends the processes of other ranks. Without any, there is nothing to end."""
+        """Ends the processes of other ranks, if there are any."""
         if self.other_ranks is not None:
             self.other_ranks.close()
 
@@ -151,7 +151,7 @@ class Engine:
         self.policy.abort(request_id)
 
     def drop(self, request_id: str) -> TokenDelta | None:
-        """Aborts without a delta to others: returns the last delta, if the request existed."""
+        """Aborts without emitting a delta; returns the last delta if the request existed."""
         return self.policy.drop(request_id)
 
     @property
@@ -163,7 +163,7 @@ class Engine:
             return self._step()
         try:
             return self._step()
-        except RuntimeError as error:  # of a collective, if a rank is gone
+        except RuntimeError as error:  # from a collective, if a rank is gone
             reason = self.other_ranks.explain(error)
             self.close()
             raise reason from error
@@ -196,7 +196,7 @@ class Engine:
         return self.runner.launch(plan, masks)
 
     def _fill_masks(self, constrained: list[ConstrainedRow]) -> StepMasks:
-        """While the device computes the logits that they mask."""
+        """Runs while the device computes the logits to mask."""
         self._commit_pending()
         return self.policy.fill_masks(constrained)
 
@@ -208,12 +208,13 @@ class Engine:
     @torch.inference_mode()
     def warm_up_grammars(self) -> None:
         """Loads the vocabulary before the first constrained request: a large one takes seconds, and
-        all requests would wait. If that fails, such a request gets the reason."""
+        all requests would wait. If that fails, such a request gets the error.
+        """
         rows = self.runner.rows
         logits = torch.zeros(1, rows.vocab_size, device=rows.device)
         words = rows.upload([[0] * -(-rows.vocab_size // 32)], torch.int32)
         with on_device(logits.device):
-            # Compiles the kernel; banned words need it too.
+            # Compiles the kernel, which banned words need too.
             ops.mask_logits(logits, rows.upload([0]), words)
         try:
             self.policy.constraints.compiler.load_vocabulary()
@@ -229,22 +230,23 @@ class Engine:
         return replace(stats, experts=store.stats(), expert_heat=store.heat())
 
     def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int:
-        """How many tokens of a prompt of this length the prefix cache would give if it came now."""
+        """How many tokens of a prompt of this length the prefix cache would provide now."""
         return self.policy.cache.num_cached_tokens(digests, num_tokens)
 
     def sessions(self) -> list[SessionInfo]:
         return self.policy.cache.sessions.describe()
 
     def drop_session(self, session_id: str) -> SessionInfo | None:
-        """A running request of the session continues, and stores its work for the session again
-        when it ends."""
+        """A running request of the session continues, and stores its prefix for the session again
+        when it ends.
+        """
         return self.policy.cache.sessions.drop(session_id)
 
 
 def _load_drafter(
     config: EngineConfig, tokenizer_file: Path | None, on_phase: OnPhase
 ) -> ModelDrafter | None:
-    """Before the model itself, whose cache takes the memory that is left."""
+    """Loads it before the model itself, whose cache takes the remaining memory."""
     if config.speculation.kind != "model":
         return None
     return load_model_drafter(config, tokenizer_file, on_phase)
@@ -295,7 +297,7 @@ def _tokenizer_file(tokenizer: str | None, source: ModelSource) -> Path | None:
 
 
 def _storage_of(model: Any) -> dict[str, Any]:
-    """Random weights are stored nowhere."""
+    """Random weights have no storage format."""
     storage: Storage | None = getattr(model, "storage", None)
     if storage is None:
         return {}

@@ -1,8 +1,8 @@
-"""The order in which waiting sequences are admitted, and what each tenant's share is.
+"""The order in which waiting sequences are admitted, and each tenant's share.
 
-Tenants, one per API key, are served in turn: the next one is the tenant that has received the
-fewest tokens so far (a virtual token counter each). Within a tenant, and where there is only one,
-sequences are ordered by due time. Never touches a tensor, and never looks into the cache.
+Tenants, one per API key, are served in turn: next is the tenant that has received the fewest tokens
+so far (a virtual token counter each). Within a tenant, and if there is only one, sequences are
+ordered by due time. Never touches a tensor or the cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from itertools import chain
 
 from penstock.types import Sequence
 
-# A request that is due so much later is background work, like the requests of a batch. Beside
-# others it gets one row in so many: more rows make every step longer.
+# A request that is due this much later is background work, like the requests of a batch. Next to
+# others it gets one row in this many: more rows make every step longer.
 BACKGROUND_S = 3600.0
 BACKGROUND_SHARE = 8
 
-# A decoded token reads all weights for one row; the tokens of a prompt share that.
+# A decoded token reads all weights for one row; the tokens of a prefill share that.
 DECODE_COST = 4
 
 
@@ -29,21 +29,20 @@ def due_order(sequence: Sequence) -> tuple[float, int]:
 
 
 class WaitingLine:
-    """The sequences without a row, and the service that each tenant with sequences here has
-    received."""
+    """The sequences without a row, and the service that each of their tenants has received."""
 
     def __init__(self) -> None:
         self._resumed: list[Sequence] = []  # both ordered by due time
         self._of_tenant: dict[str, list[Sequence]] = {}  # none is empty
-        self._num_here: Counter[str] = Counter()  # of each tenant: waiting and running sequences
-        # Of these tenants: tokens, less what all of them have received.
+        self._num_here: Counter[str] = Counter()  # waiting and running sequences by tenant
+        # Tokens served, by tenant, relative to what all of them have received.
         self._served: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._resumed) + sum(map(len, self._of_tenant.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In no order between tenants."""
+        """In no particular order between tenants."""
         return chain(self._resumed, *self._of_tenant.values())
 
     @property
@@ -51,7 +50,7 @@ class WaitingLine:
         return len(self._num_here)
 
     def enter(self, sequence: Sequence) -> None:
-        """Adds a new sequence. A tenant that was away gets no credit for that time."""
+        """Adds a new sequence. A tenant gets no credit for the time it was absent."""
         tenant = sequence.request.tenant
         if tenant not in self._num_here:
             self._served[tenant] = min(self._served.values(), default=0)
@@ -59,7 +58,7 @@ class WaitingLine:
         self.add(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Removes a sequence that has ended without a row."""
+        """Removes a sequence that ended without a row."""
         tenant = sequence.request.tenant
         self._num_here[tenant] -= 1
         if not self._num_here[tenant]:
@@ -75,7 +74,7 @@ class WaitingLine:
             del self._of_tenant[tenant]
 
     def _line_of(self, sequence: Sequence) -> list[Sequence]:
-        """A reply that began on another engine had a row and a reader: it comes before all
+        """A reply that began on another engine already had a row and a reader: it comes before all
         others.
         """
         if sequence.request.num_resumed_tokens and not sequence.num_preemptions:
@@ -86,7 +85,7 @@ class WaitingLine:
         self._served[sequence.request.tenant] += DECODE_COST if is_decode else num_tokens
 
     def in_turn(self, now_s: float) -> Iterator[Sequence]:
-        """Read it to its end, or abandon it, before a sequence is added or removed."""
+        """Consume or abandon the iterator before adding or removing a sequence."""
         yield from self._resumed
         if len(self._of_tenant) == 1:
             yield from next(iter(self._of_tenant.values()))
@@ -118,7 +117,7 @@ def by_rank(running: Iterable[Sequence]) -> list[Sequence]:
     """The first of every tenant, then the second of every tenant, and so on; `running` is ordered
     by due time.
 
-    The last one is preempted first: it belongs to the tenant that has most.
+    The last one is preempted first: it belongs to the tenant with the most rows.
     """
     ranks: Counter[str] = Counter()
     ranked = []
@@ -129,8 +128,9 @@ def by_rank(running: Iterable[Sequence]) -> list[Sequence]:
 
 
 class Background:
-    """Work behind all other requests: only so many of its rows decode beside others, and all of
-    them when there are no others."""
+    """Work with lower priority than all other requests: only a few of its rows decode next to
+    others, and all of them when there are no others.
+    """
 
     def __init__(self, running: list[Sequence], now_s: float, max_rows: int) -> None:
         """`running` is ordered by due time."""
@@ -145,7 +145,7 @@ class Background:
         return sequence.due_s > self._latest_s
 
     def holds_back(self, sequence: Sequence) -> bool:
-        """Whether a waiting one must wait on, although there may be a free row."""
+        """Whether a waiting sequence must keep waiting, although a row may be free."""
         return self.includes(sequence) and self.num_running >= self.max_rows
 
 
@@ -167,14 +167,17 @@ class Holdings:
         return max(num_rows / self._max_rows, num_pages / self._num_pages)
 
     def are_within_share(self, sequence: Sequence, num_pages: int) -> bool:
-        """Whether the sequence's tenant is within its share once it has a row and so many pages."""
+        """Whether the sequence's tenant stays within its share with one more row and this many
+        pages.
+        """
         tenant = sequence.request.tenant
         return self._part(self._rows[tenant] + 1, self._pages[tenant] + num_pages) <= self._share
 
     def victim_for(self, sequence: Sequence, num_pages: int) -> Sequence | None:
-        """The sequence that may be preempted for this one, which needs so many pages: afterwards
+        """The sequence that may be preempted for this one, which needs this many pages: afterwards
         this one's tenant is still within its share, and the victim's tenant was above its own.
-        Every tenant keeps one row."""
+        Every tenant keeps one row.
+        """
         needy = sequence.request.tenant
         if self._rows[needy] and not self.are_within_share(sequence, num_pages):
             return None

@@ -1,5 +1,5 @@
-"""Replies constrained by a grammar or by banned words: which tokens may come next, as bitmaps for
-the device.
+"""Replies constrained by a grammar or by banned words: computes which tokens may come next, as
+bitmaps for the device.
 
 Every constrained request has a matcher, which follows the tokens of its sequence as they reach the
 host, so a preempted request needs nothing when it returns. Grammars are compiled in a thread, so
@@ -7,11 +7,11 @@ that an expensive one delays only its own request, and llguidance's threads fill
 device computes the logits. The cost of a grammar is limited; one that exceeds the limit ends only
 its own request. The engine decides when masks are due and what happens to a failed request.
 
-A row with drafts needs a mask for each of its places: a matcher walks over the drafts and back.
-Tokens that a grammar forces are drafts themselves or, where nothing drafts, the reply goes on at
-once behind them.
+A row with drafts needs a mask for each of its positions: its matcher consumes the drafts and rolls
+back. Tokens that a grammar forces become drafts or, without a drafter, are appended to the reply at
+once.
 
-llguidance is imported when the first constrained request comes.
+llguidance is imported by the first constrained request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 NUM_KEPT_GRAMMARS = 32
-ALL_ALLOWED = 0xFFFFFFFF  # 32 tokens at once
+ALL_ALLOWED = 0xFFFFFFFF  # 32 tokens per word
 
 # int32 memory of that shape, from which the device can copy without waiting.
 NewBuffer = Callable[[tuple[int, int]], np.ndarray]
@@ -45,16 +45,17 @@ NewBuffer = Callable[[tuple[int, int]], np.ndarray]
 @dataclass(frozen=True, slots=True)
 class StepMasks:
     """The allowed tokens of the constrained rows of one step; valid until the next step's masks are
-    filled."""
+    filled.
+    """
 
-    places: list[int]  # [N] of these masks among the rows of logits
+    places: list[int]  # [N] their rows of logits
     allowed: np.ndarray  # [N, words] int32
     failures: list[tuple[str, str]]  # request ids, and why their grammars failed
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request whose grammar is compiled, or the reason why it cannot be."""
+    """A request whose grammar is compiled, or the error."""
 
     request: Request
     matcher: LLMatcher | None
@@ -63,7 +64,9 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class ConstrainedRow:
-    """A row of a step, and the first of its rows of logits: it has one, and one more a draft."""
+    """A row of a step, and the index of its first row of logits: it has one, and one more per
+    draft.
+    """
 
     place: int
     constraint: Constraint
@@ -71,7 +74,7 @@ class ConstrainedRow:
 
 
 class Constraint:
-    """One sequence, its banned words, and how far its matcher, if it has one, has followed it."""
+    """One sequence, its banned words, and how far its matcher, if any, has followed it."""
 
     def __init__(self, sequence: Sequence, matcher: LLMatcher | None) -> None:
         self.sequence = sequence
@@ -111,11 +114,11 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._vocabulary: LLTokenizer | None = None
         self._failure: PenstockError | None = None
-        # In their initial state, the latest last.
+        # In their initial state, least recently used first.
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def require(self) -> None:
-        """Raises an error if no request of this engine can have a grammar."""
+        """Raises an error if this engine cannot support grammars."""
         if self._failure is None and importlib.util.find_spec("llguidance") is None:
             self._failure = ConfigError(
                 "This installation cannot enforce grammars",
@@ -178,7 +181,7 @@ class GrammarCompiler:
 class Constraints:
     compiler: GrammarCompiler
     vocab_size: int
-    max_masks: int  # of a step
+    max_masks: int  # per step
     new_buffer: NewBuffer
     _preparing: dict[str, tuple[Request, Future[LLMatcher]]] = field(default_factory=dict)
     _live: list[Constraint] = field(default_factory=list)
@@ -218,7 +221,7 @@ class Constraints:
         prepared = []
         for id in done:
             request, future = self._preparing.pop(id)
-            # Of any kind: it belongs to this request, and the engine continues.
+            # Any exception: it concerns only this request, and the engine continues.
             error = future.exception()
             prepared.append(
                 Prepared(request, future.result() if error is None else None, str(error or ""))
@@ -248,23 +251,23 @@ class Constraints:
 
     def forced(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """The next tokens of a sequence whose tokens the host knows, as far as its grammar leaves
-        no choice. Each is the only one that its mask allows: llguidance chooses the tokens of a
-        text that is forced."""
+        no choice. Each is the only one that its mask allows: llguidance tokenizes forced text.
+        """
         constraint = next((one for one in self._live if one.sequence is sequence), None)
         return () if constraint is None else constraint.forced(most)
 
     def sequences(self) -> Iterator[Sequence]:
-        """Those with a grammar and no banned words, which might leave no token at all."""
+        """Sequences with a grammar and no banned words, which might leave no token at all."""
         for constraint in self._live:
             if constraint.matcher is not None and not constraint.banned:
                 yield constraint.sequence
 
     def may_force(self, rows: list[ConstrainedRow], least: int) -> bool:
-        """Whether so many tokens are certain behind one that is about to be sampled."""
+        """Whether at least this many tokens are forced after one that is about to be sampled."""
         return any(len(row.constraint.forced(1 + least)) > least for row in rows)
 
     def fill(self, rows: list[ConstrainedRow]) -> StepMasks:
-        """The masks of rows whose latest tokens the host knows. Rows that have ended get none."""
+        """The masks of rows whose latest tokens the host knows. Finished rows get none."""
         rows = [row for row in rows if row.constraint.sequence.finish is None]
         num_ahead = sum(len(row.draft_ids) for row in rows)
         allowed = self._buffer()[: len(rows) + num_ahead]
@@ -301,8 +304,9 @@ class Constraints:
         return StepMasks(places, allowed, failures)
 
     def _fill_ahead(self, row: ConstrainedRow, words: np.ndarray) -> None:
-        """The masks behind each draft. Behind one that is forbidden or ends the reply anything is
-        allowed: nothing there is taken."""
+        """The masks after each draft. After a draft that is forbidden or ends the reply everything
+        is allowed: those positions are never accepted.
+        """
         constraint, matcher = row.constraint, row.constraint.matcher
         words.fill(ALL_ALLOWED)
         num_consumed, has_started = 0, constraint.has_started
@@ -343,13 +347,16 @@ class Constraints:
 
     def _buffer(self) -> np.ndarray:
         """The same buffer in every step: the step that copied from it has ended when the next one
-        is filled."""
+        is filled.
+        """
         if self._allowed is None:
             self._allowed = self.new_buffer((self.max_masks, -(-self.vocab_size // 32)))
         return self._allowed
 
     def _allow_all_but_ends(self, words: np.ndarray, constraint: Constraint) -> None:
-        """For thinking before the grammar starts: a reply that ended now would never reach it."""
+        """For thinking before the grammar starts: a reply that ended there would never reach the
+        grammar.
+        """
         words.fill(ALL_ALLOWED)
         is_control_token = self.compiler.load_vocabulary().is_special_token
         for token_id in constraint.sequence.request.end_token_ids:
@@ -359,7 +366,9 @@ class Constraints:
                 words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
 
     def _translate_end(self, words: np.ndarray, constraint: Constraint) -> None:
-        """llguidance marks the end with one token; the request says which tokens end its reply."""
+        """llguidance marks the end with one token; the request defines which tokens end its
+        reply.
+        """
         eos = self.compiler.load_vocabulary().eos_token
         bit = np.uint32(1 << eos % 32)
         if words[eos // 32] & bit:
@@ -380,5 +389,5 @@ def _forbid_words(
 
 
 def problem_of(matcher: LLMatcher) -> str:
-    """Why a matcher is in error, in one line."""
+    """A matcher's error in one line."""
     return matcher.get_error().partition("\n")[0].rstrip(".") + "."

@@ -1,9 +1,8 @@
 """The shapes of decode steps that are captured as graphs. Knows no tensor.
 
-A shape has room for so many rows, and for so many drafts in each. Rows may be fewer, and have fewer
-drafts: what is left is padding. Every capture takes time and memory of a start, so with drafts only
-shapes that can pay have a graph: several drafts while rows are few, one draft while more rows still
-share what a step reads anyway.
+A shape is a number of rows and of drafts per row. Smaller steps are padded. Every capture takes
+start-up time and memory, so with drafts only shapes that can pay off have a graph: several drafts
+for few rows, one draft as long as more rows still share what a step reads anyway.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 FEW_ROWS = 8  # or fewer: any number of drafts
-MOST_ROWS = 64  # with a draft each
-MOST_PLACES = 128  # rows times tokens a row
-DRAFTS = (1, 2, 3, 7, 15)  # of a row; what is between takes the next
+MOST_ROWS = 64  # with one draft each
+MOST_PLACES = 128  # rows times tokens per row
+DRAFTS = (1, 2, 3, 7, 15)  # per row; others are rounded up to the next
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class DraftSize:
     num_rows: int
-    num_drafts: int  # of every row, at most
+    num_drafts: int  # per row, at most
 
     @property
     def width(self) -> int:
-        """Places of a row: its last token, and its drafts."""
+        """Positions of a row: its last token, and its drafts."""
         return 1 + self.num_drafts
 
     @property
@@ -41,7 +40,7 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 def draft_sizes(max_rows: int, num_drafts: int) -> list[DraftSize]:
-    """For rows that have at most `num_drafts` each."""
+    """For rows with at most `num_drafts` each."""
     counts = sorted({min(count, num_drafts) for count in DRAFTS if num_drafts})
     return [
         DraftSize(num_rows, count)
@@ -53,7 +52,7 @@ def draft_sizes(max_rows: int, num_drafts: int) -> list[DraftSize]:
 
 
 class DraftLimits:
-    """The most drafts that pay to be captured, by the number of rows."""
+    """The most drafts worth capturing, by the number of rows."""
 
     def __init__(self, sizes: Collection[DraftSize]) -> None:
         self._rows = sorted({size.num_rows for size in sizes})

@@ -1,9 +1,9 @@
-"""Decode steps of fixed sizes: static buffers in, the next tokens out, captured once as CUDA
-graphs.
+"""Decode steps of fixed sizes: static input buffers, the next tokens as output, captured once as
+CUDA graphs.
 
-A graph replays what was launched during its capture, on the same memory. So a step reads everything
-it depends on from the device: four numbers a row from a static buffer, the rest from the row table.
-A step with fewer rows than its size is padded with the table's padding row, which owns page 0 and
+A graph replays what was launched during its capture, on the same memory. So a step reads all its
+inputs from the device: four integers per row from a static buffer, the rest from the row table. A
+step with fewer rows than its size is padded with the table's padding row, which owns page 0 and
 slot 0.
 """
 
@@ -37,7 +37,7 @@ Key = TypeVar("Key")
 Result = TypeVar("Result")
 
 SAMPLING_MODES: tuple[SamplingMode, ...] = ("greedy", "drawn", "filtered")
-WHOLE_ROWS = 8  # most rows of a greedy step that is one graph
+WHOLE_ROWS = 8  # largest greedy step that is a single graph
 
 
 class Model(Protocol):
@@ -48,14 +48,15 @@ class Model(Protocol):
         self, inputs: StepInputs, caches: Caches, only_last: bool = False
     ) -> Tensor:  # [T, H], or [R, H]
         """With `only_last`, returns only each row's last token, and computes the last layer only
-        for it. Skips layers without a cache, see `warmup_layers`."""
+        for it. Skips layers without a cache, see `warmup_layers`.
+        """
 
     def logits(
         self, hidden: Tensor, *, deterministic: bool
     ) -> Tensor: ...  # [L, H] -> [L, vocab] float32
 
     def likeliest(self, hidden: Tensor, *, deterministic: bool) -> Tensor:  # [L, H] -> [L] int64
-        """The argmax of `logits`, without a whole row of them on any rank."""
+        """The argmax of `logits`, without gathering full rows of them on any rank."""
 
     def final_norm(self, hidden: Tensor) -> Tensor: ...  # [L, H] -> [L, H]
 
@@ -66,8 +67,9 @@ class Model(Protocol):
 
 
 def run_for_last_tokens(model: Model, inputs: StepInputs, caches: Caches) -> Tensor:  # [R, H]
-    """In deterministic mode all tokens pass through all layers, because they do so in a step that
-    scores a prompt."""
+    """In deterministic mode all tokens pass through all layers, as they do in a step that scores a
+    prompt.
+    """
     if inputs.deterministic:
         return model(inputs, caches)[inputs.last_tokens]
     return model(inputs, caches, only_last=True)
@@ -119,7 +121,7 @@ class DecodeStep:
         return self.model(inputs, self.caches)
 
     def choose(self, logits: Tensor, mode: SamplingMode) -> Tensor:  # [size] int64
-        """Samples the next tokens and leaves them in the row table for the next step."""
+        """Samples the next tokens and stores them in the row table for the next step."""
         return self._advance(self.rows.draw(logits, self.packed[0], mode))
 
     def _advance(self, token_ids: Tensor) -> Tensor:
@@ -152,8 +154,8 @@ class DecodeStep:
 class DecodeGraphs:
     """The captured steps of an engine, by size and mode.
 
-    A greedy step of few rows is one graph, and on several ranks every greedy step: its logits stay
-    where they are. Any other step is two, one for the logits and a small one for sampling: captures
+    A greedy step of few rows is one graph, and with several ranks every greedy step: its logits are
+    never gathered. Any other step is two, one for the logits and a small one for sampling: captures
     take seconds of every start, the transition between two graphs only microseconds of a step.
     """
 
@@ -163,7 +165,7 @@ class DecodeGraphs:
         caches: list[LayerCache],
         rows: RowTable,
         deterministic: bool,
-        max_rows: int | None = None,  # of a captured step; None: of any step
+        max_rows: int | None = None,  # per captured step; None: no limit
     ) -> None:
         sizes = graph_sizes(rows.max_rows if max_rows is None else min(max_rows, rows.max_rows))
         self._most_whole_rows = WHOLE_ROWS if model.ranks.is_alone else rows.max_rows
@@ -210,7 +212,7 @@ class DecodeGraphs:
     def replay(
         self, rows: tuple[RowPlan, ...], size: int, mode: SamplingMode
     ) -> Tensor:  # [rows] int64, or [rows, vocab] float32
-        """Valid until the next replay; copy it on the same stream."""
+        """The result is valid until the next replay; copy it on the same stream."""
         self._steps[size].load(rows)
         if not self._is_whole(size, mode):
             self._captured[size, "logits"][0].replay()
@@ -223,7 +225,7 @@ class DecodeGraphs:
 
 
 def _launch_modes(step: DecodeStep) -> None:
-    """Launches everything that its graphs will consist of."""
+    """Launches everything that the graphs will contain."""
     logits = step.logits()
     for mode in SAMPLING_MODES:
         step.choose(logits, mode)
@@ -240,7 +242,7 @@ def warmup_layers(model: Model, caches: Sequence[LayerCache]) -> Caches:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """The shapes of its tensors, how weights are stored, and its settings."""
+    """The shapes of its tensors, the storage format of its weights, and its settings."""
     settings = [
         (path, name, value)
         for path, module in layer.named_modules()
@@ -253,11 +255,12 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """What must run before a capture, which can neither compile nor load a kernel. Its results are
-    discarded."""
+    """The launches before a capture, which can neither compile nor load a kernel. Their results are
+    discarded.
+    """
 
-    ahead: list[Launch]  # in threads, to compile most kernels in parallel
-    # In this thread: what is left to compile, and what a thread needs for itself.
+    ahead: list[Launch]  # run in threads, to compile most kernels in parallel
+    # Run in this thread: the remaining compilations, and per-thread initialization.
     after: list[Launch]
 
     @classmethod
@@ -268,8 +271,9 @@ class Warmup:
 
 
 def warm_up(kinds: Sequence[Warmup], ranks: Ranks = ALONE) -> None:
-    """Launches all steps that there is memory for; a step without memory never runs later
-    either. Ranks launch in one order, and all of them: others wait for each launch."""
+    """Launches all steps that fit in memory; a step that does not fit never runs later either. All
+    ranks launch all steps in the same order, because they wait for each other.
+    """
     ahead = [launch for kind in kinds for launch in kind.ahead]
     after = [launch for kind in kinds for launch in kind.after]
     if not ranks.is_alone:
@@ -282,7 +286,7 @@ def warm_up(kinds: Sequence[Warmup], ranks: Ranks = ALONE) -> None:
 
 
 def num_compile_threads() -> int:
-    """One for each core, but at most one per free GB: libraries keep some 60 MB for every
+    """One per core, but at most one per free GB: libraries allocate about 60 MB for every
     thread.
     """
     num_cores = os.cpu_count() or 1
@@ -295,7 +299,7 @@ def num_compile_threads() -> int:
 def launch_in_threads(launches: Sequence[Launch]) -> list[Launch]:
     """Launches all of them in parallel: compilation runs mostly without Python's lock, and serially
     it would take minutes. Returns those that ran out of memory meanwhile."""
-    # A new thread starts on the first device, whichever one is current here.
+    # A new thread starts on the first device, whatever is current here.
     index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def has_launched(launch: Launch) -> bool:
@@ -319,8 +323,9 @@ def _has_launched(launch: Launch) -> bool:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """torch has a class for its own allocations; libraries and the driver only write it in the
-    message."""
+    """torch has an exception class for its own allocations; libraries and the driver only have a
+    message.
+    """
     words = ("out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
@@ -339,8 +344,10 @@ def capture(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph,
 
 
 def borrow(tensor: Tensor) -> Tensor:
-    """The same memory without ownership, so that the pool can reuse it: of all graphs in one pool
-    only the last replay's result is read, and the logits of all of them would be gigabytes."""
+    """The same memory without ownership, so that the pool can reuse it. Of all graphs in a pool
+    only the last replay's result is read, and keeping the logits of all of them would take
+    gigabytes.
+    """
     return torch.as_tensor(_Memory(tensor.__cuda_array_interface__))
 
 

@@ -1,9 +1,11 @@
-"""Prompts that are being computed, and the waiting requests that share a prefix with one of them.
+"""Tracks prompts that are being computed, and the waiting requests that share a prefix with one of
+them.
 
-Waiting for a leader is cheaper than computing the same prefix again: n replies share a prompt this
-way, and so do simultaneous requests about one document. On a hybrid a follower needs a state where
-the two prompts diverge, so the leader is told to leave a checkpoint there. A follower waits only
-while its leader reaches that place no later than the follower would. Never touches a tensor.
+Waiting for a leader is cheaper than computing the same prefix again: n replies to one prompt share
+it this way, and so do simultaneous requests about one document. On a hybrid a follower needs a
+state where the two prompts diverge, so the leader is told to write a checkpoint there. A follower
+waits only if its leader reaches that position no later than the follower would. Never touches a
+tensor.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ class Leaders:
         return not (self._sequences or self._leaders or self._awaited)
 
     def add(self, sequence: Sequence) -> None:
-        """It has been admitted: it computes the pages beyond its hit."""
+        """Called at admission: the sequence computes the pages beyond its hit."""
         self._awaited.pop(sequence, None)
         self._sequences.add(sequence)
         for digest in sequence.digests[sequence.num_computed // self._cache.page_size :]:
             self._leaders.setdefault(digest, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Its prompt is computed and committed, or it has left."""
+        """Called when its prompt is computed and committed, or it has left."""
         self._awaited.pop(sequence, None)
         if sequence not in self._sequences:
             return
@@ -44,14 +46,15 @@ class Leaders:
                 del self._leaders[digest]
 
     def is_awaited(self, sequence: Sequence) -> bool:
-        """Whether the prefix that this sequence waits for is still to come."""
+        """Whether the prefix that this sequence waits for is still being computed."""
         leader, num_tokens = self._awaited.get(sequence, (None, 0))
         return leader is not None and self._is_pending(leader, num_tokens)
 
     def follow(self, sequence: Sequence, hit: PrefixHit) -> bool:
         """Whether it waits for a longer prefix than `hit`, and for which one. If it computes that
-        prefix itself, it leaves a checkpoint where it diverges from the leader: other prompts may
-        diverge there too."""
+        prefix itself, it writes a checkpoint where it diverges from the leader: other prompts may
+        diverge there too.
+        """
         page_size, max_hit = self._cache.page_size, self._cache.max_hit(sequence)
         num_hit, digests = hit.num_tokens // page_size, sequence.digests
         num_shared = longest_prefix(
@@ -60,7 +63,7 @@ class Leaders:
         if num_shared == num_hit:
             return False
         leader = self._leaders[digests[num_shared - 1]]
-        place = self._place_to_wait_for(leader, hit.num_tokens, num_shared * page_size)
+        place = self._wait_position(leader, hit.num_tokens, num_shared * page_size)
         if place is None:
             if num_shared * page_size > hit.num_known_tokens:
                 self._cache.learn(sequence, num_shared * page_size)
@@ -70,9 +73,10 @@ class Leaders:
         self._awaited[sequence] = (leader, place)
         return True
 
-    def _place_to_wait_for(self, leader: Sequence, num_hit: int, num_shared: int) -> int | None:
-        """The furthest place that the leader reaches no later than a follower with `num_hit`
-        tokens."""
+    def _wait_position(self, leader: Sequence, num_hit: int, num_shared: int) -> int | None:
+        """The furthest position that the leader reaches no later than a follower with `num_hit`
+        tokens would.
+        """
         if self._cache.has_slots and not self._cache.keeps_checkpoints:
             return None
         if num_shared > leader.num_computed or not self._cache.has_slots:

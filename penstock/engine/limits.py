@@ -12,13 +12,13 @@ from penstock.errors import ContextLengthError, RequestError
 from penstock.types import Request
 
 EDGE_TOKENS = 512  # many prompts, and the block traces of benchmarks, diverge at multiples of this
-RUNG_TOKENS = 8192  # a prompt that diverges from a long one anywhere recomputes at most this much
+RUNG_TOKENS = 8192  # the most that a prompt diverging from a long one anywhere recomputes
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    max_num_tokens: int  # of prompt and reply together
-    # Where to checkpoint its prompt's state, and how likely each one is used.
+    max_num_tokens: int  # prompt and reply together
+    # Where to checkpoint the prompt's state, and the probability that each is used.
     targets: dict[int, float]
 
     @classmethod
@@ -35,8 +35,7 @@ class RequestLimits:
 
 
 def checkpoint_targets(request: Request, page_size: int) -> dict[int, float]:
-    """The page boundaries of a prompt where another prompt may diverge from it, and how likely each
-    is.
+    """The page boundaries of a prompt where another prompt may diverge from it, with probabilities.
 
     These are its end, the end of the system prompt (where the second message starts), the starts of
     the last two messages, the last multiple of 512, all rounded down, and for a long prompt a

@@ -1,6 +1,6 @@
 """The engine as three calls on logits: prefill, decode, remove. The caller chooses the tokens.
 
-It drives the same runner and cache as `Engine`, with plans of its own: no scheduler, no sampling.
+It drives the same runner and cache as `Engine`, with its own plans: no scheduler, no sampling.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def create_engine(
 ) -> LogitsEngine:
     """An engine for the model that `model_config` (the dict of its config.json) describes."""
     source = ModelSource(name=Path(weight_dir).name, path=Path(weight_dir), config=model_config)
-    # The caller chooses the tokens, so nobody drafts.
+    # The caller chooses the tokens, so there are no drafts.
     given = {
         "device": pick_device(device),
         "prefix_cache": False,
@@ -41,9 +41,7 @@ def create_engine(
 
 
 def _plain_dtype(model_config: dict[str, Any], device: str) -> str:
-    """The reference numerics of plain Llama state dicts: half precision on a GPU, single on a
-    CPU.
-    """
+    """The dtype of plain Llama state dicts: half precision on a GPU, single on a CPU."""
     if not device.startswith("cuda"):
         return "float32"
     return "bfloat16" if model_config.get("torch_dtype") == "bfloat16" else "float16"
@@ -190,8 +188,9 @@ class LogitsEngine:
             )
 
     def _check_room(self, request_ids: Sequence[Hashable], prompts: list[tuple[int, ...]]) -> None:
-        """Before anything changes: rows and pages must suffice after the replaced requests are
-        removed."""
+        """Called before anything changes: rows and pages must suffice once the replaced requests
+        are removed.
+        """
         replaced = [self._requests[id] for id in request_ids if id in self._requests]
         if len(prompts) > len(self._free_rows) + len(replaced):
             raise CapacityError(

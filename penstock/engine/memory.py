@@ -1,8 +1,8 @@
 """The memory plan of a device, made once at start from the measured peak of the largest steps.
 
-On a GPU a dry run launches these steps on a scratch cache, before the real one exists. It compiles
-their kernels, and its peak is what steps need. CUDA graphs and a reserve are subtracted as well;
-pages and slots get the rest:
+On a GPU a dry run launches these steps on a scratch cache, before the real one is allocated. It
+compiles their kernels and measures the peak memory of steps. CUDA graphs and a reserve are
+subtracted as well; pages and slots get the rest:
 
     [ weights | libraries, kernels | graphs | the largest step | reserve | slots | pages )
 """
@@ -25,21 +25,22 @@ from penstock.ops.weight import bytes_of
 from penstock.parallel.ranks import Ranks
 from penstock.progress import OnPhase, Phase, timed
 
-# GPUs of at least so many GB: tokens in a step of one request, and in a step of several.
+# By GB of GPU memory (at least): tokens in a step of one request, and in a step of several.
 STEP_TOKENS = ((80, 32768, 16384), (40, 16384, 16384), (0, 4096, 4096))
 CPU_STEP_TOKENS = 512
 
-# A step takes at most this part of the memory beside the weights, if a smaller step is possible.
+# A step takes at most this fraction of the memory left by the weights, if a smaller step is
+# possible.
 STEP_SHARE = 8
-# Of the memory beside the weights: rows and contexts are sized for this much, and will fit.
+# Of the memory left by the weights: rows and contexts are sized for this much, and will fit.
 DRAFT_SHARE = 0.75
-RESERVE_SHARE = 0.02  # of the memory beside the weights: rounding, fragmentation, other processes
+RESERVE_SHARE = 0.02  # of the memory left by the weights: rounding, fragmentation, other processes
 LEAST_RESERVE_BYTES = 256 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How many bytes of a device each use of its memory gets."""
+    """How many bytes of a device's memory each use gets."""
 
     weight_bytes: int
     pools: PoolSizes
@@ -49,19 +50,19 @@ class MemoryPlan:
     step_bytes: int = 0  # the largest step, with every sampling option
     graph_bytes: int = 0
     reserve_bytes: int = 0
-    lane_bytes: int = 0  # of experts in RAM, on their way to the products of prompts
+    lane_bytes: int = 0  # buffers for experts in RAM, for prefill
     kv_dtype: str = "auto"
 
     @property
     def uses(self) -> list[tuple[str, int, str]]:
-        """What the memory is for, how many bytes, and what fits there."""
+        """Name, bytes and capacity of each use."""
         pools = self.pools
         slots = f"{max(pools.num_slots - 1, 0):,}; {pools.max_checkpoints:,} may be checkpoints"
         num_pages = max(pools.num_pages - 1, 0)
         kept_in = "" if self.kv_dtype == "auto" else f", in {self.kv_dtype}"
         uses = [
             ("weights", self.weight_bytes, ""),
-            ("expert lanes", self.lane_bytes, "two layers at a time, for prompts"),
+            ("staging", self.lane_bytes, "two layers of experts at a time, for prefill"),
             ("state slots", pools.num_slots * pools.slot_bytes, slots),
             (
                 "KV pages",
@@ -75,7 +76,7 @@ class MemoryPlan:
         return [use for use in uses if use[1]]
 
     def __str__(self) -> str:
-        """A headline and a table, as the start of an engine prints it."""
+        """A headline and a table, for the start-up log."""
         pools = self.pools
         lines = [f"{pools.max_rows} requests of up to {pools.max_model_len:,} tokens"]
         lines += [
@@ -92,9 +93,7 @@ def _amount(num_bytes: int) -> str:
 def build_runner(
     model: Any, config: EngineConfig, name: str, on_phase: OnPhase
 ) -> tuple[MemoryPlan, Runner]:
-    """The runner for a model whose weights are loaded, with caches allocated and graphs
-    captured.
-    """
+    """The runner for a loaded model, with caches allocated and graphs captured."""
     device = model.device
     with timed("cache", on_phase) as report:
         plan, warmed = plan_memory(model, config, name, report)
@@ -136,7 +135,7 @@ def plan_memory(
             kv_dtype=config.kv_dtype,
         )
         return plan, pools
-    ranks: Ranks = model.ranks  # all plan with the memory of the one that has least
+    ranks: Ranks = model.ranks  # all plan with the smallest memory of any rank
     free_at_first = ranks.least(_usable_bytes(config, device), device)
     draft = _draft_pools(model, config, name, free_at_first)
     on_phase(Phase("cache", "compiling kernels"))
@@ -145,7 +144,7 @@ def plan_memory(
     dry_run = DryRun(model, config, draft)
     step = dry_run.largest_step(most, limit)
     if step is None:
-        raise _too_tight(name, device, free_at_first)
+        raise _too_little_memory(name, device, free_at_first)
     graph_bytes = dry_run.graph_bytes(step.num_tokens) if config.graphs is not False else 0
     del dry_run
     free = ranks.least(_usable_bytes(config, device), device)
@@ -159,7 +158,7 @@ def plan_memory(
     except CapacityError as error:
         if config.memory_gb is not None or config.max_model_len is not None:
             raise
-        raise _too_tight(name, device, free_at_first, free_at_first - budget) from error
+        raise _too_little_memory(name, device, free_at_first, free_at_first - budget) from error
     plan = MemoryPlan(
         weight_bytes=bytes_of(model),
         pools=pools,
@@ -181,8 +180,9 @@ def _lane_bytes(model: Any) -> int:
 
 
 def first_pools(model: Any, config: EngineConfig, name: str, more_bytes: int = 0) -> PoolSizes:
-    """What memory has room for, before steps are measured; `more_bytes`: if the weights took so
-    much less."""
+    """Pools that fit in memory, before steps are measured; `more_bytes`: as if the weights were
+    this much smaller.
+    """
     if model.device.type != "cuda":
         return _size(model, config, _cpu_budget(config))
     usable = _usable_bytes(config, model.device) + more_bytes
@@ -196,8 +196,9 @@ def _cpu_budget(config: EngineConfig) -> int:
 def estimate_memory(
     model: Any, config: EngineConfig, weight_bytes: int, free: int, *, is_gpu: bool
 ) -> MemoryPlan:
-    """For a model that is not loaded: steps and graphs are not measured, so a GPU's reserve stands
-    for them too."""
+    """For a model that is not loaded: steps and graphs are not measured, so on a GPU the reserve
+    covers them too.
+    """
     left = free - weight_bytes
     budget = int(DRAFT_SHARE * left) if is_gpu else int(GB)
     most = STEP_TOKENS[-1][1] if is_gpu else CPU_STEP_TOKENS
@@ -217,8 +218,9 @@ def _most_rows(is_gpu: bool) -> int:
 
 
 def _usable_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Free memory, within `memory_share`. The CUDA context and other processes do not count for the
-    share."""
+    """Free memory, within `memory_share`. The share excludes the CUDA context and other
+    processes.
+    """
     free = free_bytes(device)
     if config.memory_share is None:
         return free
@@ -236,8 +238,8 @@ def _draft_pools(model: Any, config: EngineConfig, name: str, free: int) -> Pool
         if config.memory_gb is not None:
             raise
         if config.max_model_len is None:
-            raise _too_tight(name, model.device, free) from error
-        # Whether so long a context fits is known only after the steps are measured.
+            raise _too_little_memory(name, model.device, free) from error
+        # Whether this context fits is known only after the steps are measured.
         draft = _draft_pools(model, dataclasses.replace(config, max_model_len=None), name, free)
         return dataclasses.replace(draft, max_model_len=config.max_model_len)
 
@@ -272,8 +274,9 @@ def _size(model: Any, config: EngineConfig, budget: int, max_rows: int | None = 
 
 
 def _step_tokens(config: EngineConfig, device: torch.device) -> tuple[int, int]:
-    """Most tokens of a step of one request, and of a step of several. Long prompts run best in
-    large steps; with many short ones, the first should not wait for the last."""
+    """The most tokens in a step of one request, and in a step of several. Long prompts run best in
+    large steps; with many short ones, the first should not wait for the last.
+    """
     if config.max_step_tokens is not None:
         return config.max_step_tokens, config.max_step_tokens
     memory = torch.cuda.get_device_properties(device).total_memory
@@ -284,17 +287,18 @@ def _given_budget(memory_gb: float, name: str, device: torch.device, available: 
     if memory_gb * GB > available:
         raise CapacityError(
             f"--memory-gb {memory_gb:g} is more than {device} has for the cache of {name}",
-            f"{max(available, 0) / GB:.2f} GB are left beside weights, graphs and the largest "
-            "step.",
+            f"{max(available, 0) / GB:.2f} GB are left after weights, graphs and the largest step.",
             "Set less, or omit it: then the cache takes what is left.",
         )
     return int(memory_gb * GB)
 
 
-def _too_tight(name: str, device: torch.device, free: int, num_needed: int = 0) -> CapacityError:
+def _too_little_memory(
+    name: str, device: torch.device, free: int, num_needed: int = 0
+) -> CapacityError:
     needed = f"; a step and graphs need {num_needed / GB:.2f} GB of it" if num_needed else ""
     return CapacityError(
         f"{name} fits on {device}, but leaves too little memory to run it",
-        f"{free / GB:.2f} GB are free beside the weights{needed}.",
+        f"{free / GB:.2f} GB are left after the weights{needed}.",
         "Free memory on the GPU, lower --max-rows or --max-step-tokens, or use a smaller model.",
     )

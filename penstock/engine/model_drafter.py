@@ -1,11 +1,12 @@
-"""Drafts of a small model of the same tokenizer, with a cache of its own.
+"""Drafts from a small model with the same tokenizer and its own cache.
 
-A row has two states. One has consumed only tokens that are certain: a proposal starts by adding
-those that have come since. The other starts from it and consumes the drafts, one a step; the next
-proposal begins anew, so nothing has to be taken back. Keys and values of drafts are overwritten.
+A row has two states. One has consumed only accepted tokens: a proposal starts by prefilling those
+accepted since. The other continues from it and consumes the drafts, one per step. The next proposal
+starts from the first state again, so nothing is rolled back. Keys and values of drafts are
+overwritten.
 
-When rows or pages are short, the sequence that drafted least recently loses its own: its next
-proposal computes its tokens again.
+When rows or pages are short, the sequence that drafted least recently is evicted: its next proposal
+recomputes its tokens.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from penstock.offload.load import load_with_experts
 from penstock.progress import OnPhase, timed
 from penstock.types import Admission, PageUpdate, RowPlan, SamplingParams, Sequence, StepPlan
 
-MOST_ROWS = 16  # sequences that have rows; others take theirs
+MOST_ROWS = 16  # sequences with rows; others evict them
 CPU_GB = 0.25  # for the cache
-GPU_SHARE = 0.04  # of the memory that its weights leave
+GPU_SHARE = 0.04  # of the memory left after its weights
 
 
 @dataclass(slots=True, eq=False)
 class DraftRow:
     number: int
     pages: list[int] = field(default_factory=list)
-    num_computed: int = 0  # tokens in the certain state
+    num_computed: int = 0  # tokens in the first state
 
     @property
     def certain_slot(self) -> int:
@@ -63,7 +64,7 @@ class ModelDrafter:
         self.vocab_size = runner.rows.vocab_size  # tokens that both models know
         self._free_rows = list(range(max(pools.max_rows // 2, 1)))
         self._free_pages = list(range(1, pools.num_pages))
-        self._rows: OrderedDict[Sequence, DraftRow] = OrderedDict()  # the latest last
+        self._rows: OrderedDict[Sequence, DraftRow] = OrderedDict()  # most recent last
         self._num_steps = 0
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
@@ -102,7 +103,7 @@ class ModelDrafter:
         update: PageUpdate,
         admissions: tuple[Admission, ...],
     ) -> PendingStep:
-        """Computes the tokens that came since; the last step samples the first draft."""
+        """Computes the newly accepted tokens; the last step samples the first draft."""
         updates = (update,) if update.pages else ()
         slot = row.certain_slot
         while True:
@@ -145,7 +146,7 @@ class ModelDrafter:
 
 def load_model_drafter(
     config: EngineConfig,
-    tokenizer_file: Path | None,  # of the model that is drafted for
+    tokenizer_file: Path | None,  # of the target model
     on_phase: OnPhase = lambda _: None,
 ) -> ModelDrafter:
     path = config.speculation.path
@@ -214,12 +215,12 @@ def _ids_of(tokenizer_file: Path) -> dict[str, int]:
         stored = json.loads(read_text(tokenizer_file))
         added = {one["content"]: int(one["id"]) for one in stored.get("added_tokens") or ()}
         vocabulary = stored["model"]["vocab"]
-        if not isinstance(vocabulary, dict):  # of unigrams: pairs of a piece and its score
+        if not isinstance(vocabulary, dict):  # unigram: pairs of a piece and its score
             vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
         return {**vocabulary, **added}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"The vocabulary of {tokenizer_file} cannot be read",
             f"{type(error).__name__}: {error}.",
-            "A draft model needs a tokenizer.json that says the same as the model's own.",
+            "A draft model needs the same tokenizer.json as the model.",
         ) from error

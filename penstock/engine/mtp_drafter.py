@@ -1,13 +1,13 @@
-"""Drafts of the model's own drafting head, on the device.
+"""Drafts from the model's own drafting (MTP) head, on the device.
 
-After a step the head reads the hidden states of all its tokens, each with the token that follows
-it, and so keeps KV of its own in the pages of the sequences (`follow`). Its state behind a row's
-last token is remembered. The next step starts with the drafts that its plan asks for (`draft`): the
-first from there, each further one from the head's own last state. Where drafts were wrong, their KV
-lies behind the end of the row and is overwritten.
+After a step the head reads the hidden states of all its tokens, each with the next token, and
+writes its own KV to the pages of the sequences (`follow`). Its state after a row's last token is
+stored. The next step starts with the drafts that its plan asks for (`draft`): the first from that
+state, each further one from the head's own last state. KV of rejected drafts lies beyond the end of
+the row and is overwritten.
 
-`draft` and `follow` take any plan. `draft_all` and `follow_all` are the same for rows of equally
-many places, and need nothing of the host: `DraftStep` consists of them.
+`draft` and `follow` take any plan. `draft_all` and `follow_all` are the same for rows with equal
+numbers of positions, and need nothing from the host: `DraftStep` uses them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class MTPDrafter:
     model: Any  # with a drafting head
     cache: KVCache
     rows: RowTable
-    hidden: Tensor  # [rows, H]  the head's, behind the last token of each row
+    hidden: Tensor  # [rows, H]  the head's, after the last token of each row
     deterministic: bool
-    # Of the model's output rows, those that drafts are chosen from; None: all, on several ranks.
+    # The output rows that drafts are chosen from; None: all, over several ranks.
     vocabulary: Weight | None = None
 
     @classmethod
@@ -50,7 +50,7 @@ class MTPDrafter:
         return cls(model, cache, rows, hidden, deterministic, vocabulary)
 
     def draft(self, plans: Sequence[RowPlan]) -> None:
-        """Leaves as many drafts in the row table as each row of the plan asks for."""
+        """Writes as many drafts to the row table as each row of the plan asks for."""
         drafting = [row for row in plans if row.num_drafts and not row.draft_ids]
         if not drafting:
             return
@@ -60,7 +60,7 @@ class MTPDrafter:
         table.drafts[rows, 0] = token_ids = self._likeliest(hidden)
         for place in range(1, max(row.num_drafts for row in drafting)):
             more = [index for index, row in enumerate(drafting) if row.num_drafts > place]
-            if len(more) < len(drafting):  # others own no page so far ahead
+            if len(more) < len(drafting):  # others own no page that far ahead
                 kept = table.upload(more)
                 rows, hidden, token_ids = rows[kept], hidden[kept], token_ids[kept]
                 drafting = [drafting[index] for index in more]
@@ -74,11 +74,11 @@ class MTPDrafter:
         rows: Tensor,  # [R] of the row table
         placed: PlacedDrafts,
         num_drafts: int,
-        query_start: Tensor,  # [R + 1]  of one token a row
-        spans: Sequence[tuple[RowSpan, ...]],  # by place
+        query_start: Tensor,  # [R + 1]  one token per row
+        spans: Sequence[tuple[RowSpan, ...]],  # by position
         no_blocks: TokenBlocks,
     ) -> None:
-        """Leaves so many drafts of each row in the row table."""
+        """Writes this many drafts of each row to the row table."""
         hidden, table = self.hidden[rows], self.rows
         pages = placed.row_pages.unflatten(0, (len(rows), -1))[:, 0]
         for place in range(num_drafts):
@@ -105,7 +105,7 @@ class MTPDrafter:
     def _likeliest(self, hidden: Tensor) -> Tensor:  # [R, H] -> [R] int64
         if self.vocabulary is not None:
             scores = ops.linear(hidden, self.vocabulary, deterministic=self.deterministic)
-            return scores.argmax(-1)
+            return ops.likeliest(scores)
         token_ids: Tensor = self.model.likeliest_draft(hidden, deterministic=self.deterministic)
         return token_ids
 
@@ -117,7 +117,7 @@ class MTPDrafter:
         sampled: Tensor,  # [L]
         num_new: Tensor | None,  # [R]  tokens that each sampling row gained; None: one
     ) -> None:
-        ends: list[int] = []  # of each row: the first token whose next one is sampled, or the last
+        ends: list[int] = []  # per row: the first token whose next one is sampled, or the last
         sampling: list[int] = []
         others: list[tuple[int, int]] = []
         first = 0
@@ -146,10 +146,10 @@ class MTPDrafter:
     def follow_all(
         self,
         rows: Tensor,  # [R]
-        inputs: StepInputs,  # of the step that ran: R rows of W places
+        inputs: StepInputs,  # of the step that ran: R rows of W positions
         hidden: Tensor,  # [R * W, H]
         sampled: Tensor,  # [R * W]
-        num_new: Tensor,  # [R]  tokens that each row gained; 0: it pads the step
+        num_new: Tensor,  # [R]  tokens that each row gained; 0: padding
     ) -> None:
         chosen = inputs.choose(inputs.query_start[:-1] + (num_new - 1).clamp(min=0))
         seen = self.model.final_norm(hidden)
@@ -161,16 +161,16 @@ class MTPDrafter:
         rows: Tensor,  # [R]
         inputs: StepInputs,  # of a step without drafts
         hidden: Tensor,  # [T, H]
-        next_ids: Tensor,  # [R]  behind the last token of each row
+        next_ids: Tensor,  # [R]  after the last token of each row
     ) -> None:
-        chosen = inputs.choose(inputs.last_tokens)  # of an empty row, that of another
+        chosen = inputs.choose(inputs.last_tokens)  # an empty row gets that of another
         behind = inputs.token_ids.roll(-1).index_copy(0, chosen.tokens, next_ids)
         seen = self.model.final_norm(hidden)
         said = self.model.draft(inputs, behind, seen, self.cache, chosen)
         self.hidden.index_copy_(0, rows, said)
 
     def _inputs(self, rows: Tensor, spans: tuple[RowSpan, ...], ahead: int) -> StepInputs:
-        """One token of each row, so many behind its last one."""
+        """One token of each row, `ahead` positions after its last one."""
         table = self.rows
         positions = table.context_len[rows] - 1 + ahead
         pages = table.page_table[rows]

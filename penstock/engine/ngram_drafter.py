@@ -1,7 +1,7 @@
-"""Drafts by prompt lookup: what followed the last time that the same tokens came.
+"""Drafts by prompt lookup: the tokens that followed the same n-gram the last time.
 
-For every sequence the places of all its n-grams are known, so that a proposal looks at the new
-tokens only. The longest n-gram that came before decides.
+The positions of all n-grams of a sequence are indexed, so a proposal processes only the new tokens.
+The longest n-gram that occurred before decides.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from penstock.types import Sequence
 
-LENGTHS = (4, 3, 2)  # of the n-grams, in the order in which they are asked
+LENGTHS = (4, 3, 2)  # of the n-grams, longest first
 
 
 class NgramDrafter:
@@ -30,7 +30,7 @@ class NgramDrafter:
 
 
 class _Places:
-    """Where each n-gram of a text ended last, less the one at its very end."""
+    """Where each n-gram of a text ended last, except the one at its very end."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
@@ -45,7 +45,7 @@ class _Places:
         for length in LENGTHS:
             last = self._ends.get(tuple(tokens[-length:])) if length < len(tokens) else None
             if last is not None:
-                # A text that repeats itself goes on to do so.
+                # A text that repeats itself is expected to continue.
                 period = len(tokens) - last
                 return tuple(tokens[last + place % period] for place in range(most))
         return ()

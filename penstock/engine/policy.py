@@ -1,9 +1,9 @@
-"""What runs next and what becomes of it: scheduler, cache and grammars. Integers and bytes, no
-device.
+"""Decides what runs next and processes the results: scheduler, cache and grammars. Integers and
+bytes, no device.
 
-`plan` gives the next step and `commit` takes its output; between them stands the runner, in this
-process or in others. A constrained row needs a mask, which `fill_masks` gives once all its tokens
-are committed. What clients should know collects in deltas until `take_deltas`.
+`plan` returns the next step and `commit` takes its output; the runner is between them, in this
+process or in others. A constrained row needs a mask, which `fill_masks` computes once all its
+tokens are committed. Deltas for clients collect until `take_deltas`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from penstock.types import (
 if TYPE_CHECKING:
     from penstock.engine.memory import MemoryPlan
 
-MIXED_GPU_TOKENS = 1024  # prompt tokens of a GPU's step while others decode
-# Tokens that a grammar forces, if a step of its own for all of them is to pay.
+MIXED_GPU_TOKENS = 1024  # prefill tokens per GPU step while others decode
+# The fewest forced tokens that are worth a step of their own.
 LEAST_FORCED = 2
-GRAMMAR_WAIT_S = 0.01  # to wait for a grammar when nothing else runs: the longest delay of an abort
+GRAMMAR_WAIT_S = 0.01  # wait for a grammar when nothing else runs; delays an abort by at most this
 
 
 class Policy:
@@ -54,9 +54,7 @@ class Policy:
         info: EngineInfo,
         tokenizer_file: Path | None,  # the tokenizer that grammars are compiled for
         new_buffer: NewBuffer,  # for masks
-        draft_sizes: Collection[
-            DraftSize
-        ] = (),  # that have graphs; none: any number of drafts runs
+        draft_sizes: Collection[DraftSize] = (),  # sizes with graphs; empty: any number of drafts
     ) -> None:
         self.info = info
         self.cache = new_cache(config, memory.pools)
@@ -81,12 +79,12 @@ class Policy:
             new_buffer=new_buffer,
         )
         self._deltas: list[TokenDelta] = []
-        self.appends_forced = not config.deterministic  # a prompt's bits are not those of decodes
+        self.appends_forced = not config.deterministic  # prefill bits differ from decode bits
         self._expects_forced = False
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether the next step should be planned when the tokens of the last one are known."""
+        """Whether to plan the next step only when the tokens of the last one are known."""
         return self.speculator.needs_all_tokens or self._expects_forced
 
     @property
@@ -95,8 +93,9 @@ class Policy:
         return self.scheduler.has_work or is_preparing or bool(self._deltas)
 
     def submit(self, request: Request) -> None:
-        """Refuses what would crash the engine for all requests: the device indexes with these ids
-        unchecked."""
+        """Refuses requests that would crash the engine for all others: the device uses these ids as
+        indices, unchecked.
+        """
         check_token_ids("prompt", request.token_ids, self.info.vocab_size)
         check_token_ids("logit_bias", request.sampling.logit_bias, self.info.vocab_size)
         check_token_ids("stop_token_ids", request.end_token_ids, self.info.vocab_size)
@@ -117,7 +116,7 @@ class Policy:
             _require_end(request)
         sequence = self.scheduler.submit(request)
         if request.sampling.grammar is not None:
-            self.scheduler.abort(request.id)  # it fits; it returns when its grammar is compiled
+            self.scheduler.abort(request.id)  # it fits; it is added when its grammar is compiled
             self.constraints.prepare(request)
         elif request.banned:
             self.constraints.add(sequence)
@@ -128,7 +127,7 @@ class Policy:
             self._deltas.append(delta)
 
     def drop(self, request_id: str) -> TokenDelta | None:
-        """Aborts without a delta to others: returns the last delta, if the request existed."""
+        """Aborts without emitting a delta; returns the last delta if the request existed."""
         delta = self.scheduler.abort(request_id)
         if delta is None and self.constraints.drop(request_id):
             delta = TokenDelta(request_id, finish="abort")
@@ -154,8 +153,9 @@ class Policy:
             self._append_forced()
 
     def _append_forced(self) -> None:
-        """Replies go on behind what their grammars force; nobody samples what is certain. Log-
-        probabilities and counts for penalties are made where tokens are sampled."""
+        """Appends the tokens that grammars force, without sampling them. Requests with
+        log-probabilities or penalties are excluded, because sampling computes both.
+        """
         for sequence in self.constraints.sequences():
             sampling, most = sequence.request.sampling, self.scheduler.num_certain(sequence)
             if most < LEAST_FORCED or sampling.logprobs is not None or sampling.has_penalties:
@@ -165,8 +165,10 @@ class Policy:
                 self._deltas.append(self.scheduler.append_certain(sequence, forced))
 
     def fill_masks(self, rows: list[ConstrainedRow]) -> StepMasks:
-        """Of `constraints.rows_of` a plan; everything before that plan is committed. Ends requests
-        whose grammar failed; a step in flight that still has their rows is not affected."""
+        """For the rows of `constraints.rows_of(plan)`; everything before that plan is committed.
+        Ends requests whose grammar failed; a step in flight that still has their rows is not
+        affected.
+        """
         masks = self.constraints.fill(rows)
         if self.appends_forced or self.speculator.decode_tokens > 1:
             self._expects_forced = self.constraints.may_force(rows, LEAST_FORCED)
@@ -187,7 +189,7 @@ class Policy:
         return deltas
 
     def wait_for_grammar(self) -> None:
-        """For when nothing runs and no grammar is ready."""
+        """Used when nothing runs and no grammar is ready."""
         if self.constraints.num_preparing:
             self.constraints.wait(GRAMMAR_WAIT_S)
 
@@ -221,15 +223,16 @@ def new_cache(config: EngineConfig, pools: PoolSizes) -> Cache:
         num_slots=pools.num_slots,
         max_checkpoints=pools.max_checkpoints,
         prefix_cache=config.prefix_cache,
-        # Steps of one token round differently from a prefill.
+        # Single-token steps round differently from a prefill.
         reply_states=not config.deterministic,
         session_limits=_session_limits(config, pools),
     )
 
 
 def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:
-    """A quarter of the checkpoints stays for other prompts: states are large, and a few fill the
-    pool."""
+    """A quarter of the checkpoints is reserved for other prompts: states are large, and a few fill
+    the pool.
+    """
     num_bytes = pools.num_bytes // 2 if config.session_gb is None else int(config.session_gb * GB)
     return SessionLimits(
         max_bytes=num_bytes,
@@ -255,7 +258,7 @@ def _require_task(request: Request, info: EngineInfo) -> None:
     pooling = request.pooling
     if request.segments:
         raise RequestError(
-            f"The prompt has {len(request.segments)} segments that are more than token ids",
+            f"The prompt has {len(request.segments)} segments that are not token ids",
             f"{info.model_name} reads token ids only.",
             "Send text.",
             param="prompt",

@@ -1,4 +1,4 @@
-"""Vectors of prompts: hidden states of a step, pooled row by row. Launches and does not wait.
+"""Embeddings of prompts: pools the hidden states of a step row by row. Launches and does not wait.
 
 The last token's state is read in the step that computes it. A mean is summed chunk by chunk: the
 row table keeps the sum between steps, in float64, so that chunk boundaries do not change the
@@ -17,7 +17,7 @@ from penstock.engine.graphs import Model
 from penstock.engine.row_table import RowTable
 from penstock.types import Pooling, StepPlan
 
-# Tokens of a prompt at a time: all states of a long one in float64 would be gigabytes.
+# Tokens at a time: all states of a long prompt in float64 would take gigabytes.
 MEAN_TOKENS = 1024
 
 
@@ -34,7 +34,7 @@ def pool_rows(
     table: RowTable,
     plan: StepPlan,
     hidden: Tensor | None,  # [T, H]; None: no row needs more than `last`
-    last: Tensor,  # [R, H]  of each row's last token
+    last: Tensor,  # [R, H]  each row's last token
     deterministic: bool,
 ) -> list[PooledRows]:
     """For the rows whose prompts this step completes."""

@@ -1,7 +1,7 @@
 """How many pages and slots fit a memory budget, and how many requests that serves. No tensors.
 
 A sequence of a hybrid model needs a slot, whatever its length, and pages for its length. Slots are
-sized first, because no sequence runs without one, but they never take more than half of the budget.
+sized first, because no sequence runs without one, but they take at most half of the budget.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from penstock.errors import CapacityError, ConfigError
 from penstock.types import CacheSpec, KVSpec, StateSpec
 
 GB = 1e9
-CHECKPOINT_SHARE = 3  # of scarce slots, the part that running sequences leave to the prefix cache
-GOOD_CHECKPOINTS = 64  # if memory allows, however few sequences may run
+CHECKPOINT_SHARE = 3  # 1/3 of scarce slots is left to the prefix cache
+GOOD_CHECKPOINTS = 64  # if memory allows, however few sequences run
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
     max_rows: int
     max_model_len: int
-    num_pages: int  # page 0 included
-    num_slots: int  # slot 0 included
+    num_pages: int  # including page 0
+    num_slots: int  # including slot 0
     max_checkpoints: int
     page_bytes: int
     slot_bytes: int
@@ -41,8 +41,8 @@ def size_pools(
     *,
     budget_bytes: int,
     element_bytes: int,
-    kv_bytes: int,  # of an element of KV
-    state_bytes: int,  # of an element of a recurrent state
+    kv_bytes: int,  # per KV element
+    state_bytes: int,  # per element of a recurrent state
     page_size: int,
     max_rows: int,
     max_model_len: int | None,
@@ -52,7 +52,7 @@ def size_pools(
 ) -> PoolSizes:
     if max_model_len is not None and max_model_len > max_position:
         raise ConfigError(
-            f"max_model_len is {max_model_len:,}, and the model has {max_position:,} positions",
+            f"max_model_len is {max_model_len:,}, but the model has {max_position:,} positions",
             "The model was not trained on longer contexts.",
             f"Use --max-model-len {max_position} or less, or omit it.",
         )

@@ -1,8 +1,8 @@
-"""Short prompts, beside decodes or alone, as CUDA graphs of a few fixed sizes.
+"""Short prefills, with decodes or alone, as CUDA graphs of a few fixed sizes.
 
-A layer of a prompt is a dozen launches. In a long prompt each of them keeps the device busy for
-longer than the host needs for the next one; in a short prompt, as after a cached prefix, the host
-would limit the speed.
+A layer of a prefill is a dozen launches. In a long prefill each of them keeps the device busy for
+longer than the host needs for the next launch; in a short one, as after a cached prefix, the host
+would be the bottleneck.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from penstock.types import RowPlan
 PROMPT_TOKENS = (64, 128, 256, 512, 1024)
 DECODES = (0, 1, 4, 16, 32, 64)
 MAX_PROMPTS = 8
-# Prompts that are launched eagerly; these sizes use every kernel.
+# Sizes of prefills that are launched eagerly; together they use every kernel.
 LONG_TOKENS = (2048, 4096, 8192, 16384, 32768)
-THREAD_TOKENS = 8192  # longest prompt that several threads may launch at the same time
+THREAD_TOKENS = 8192  # longest prefill that several threads may launch concurrently
 
 
 class PrefillStep:
     """A step of a fixed size. Runs eagerly on any device; `PrefillGraphs` captures it.
 
-    A drafting head follows it (`follow`), when its tokens are sampled: it reads the hidden states
-    of all tokens, each with the token behind it.
+    Once its tokens are sampled, a drafting head follows it (`follow`): it reads the hidden states
+    of all tokens, each with the next token.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PrefillStep:
         self._numbers = rows.upload(empty.numbers)
         self._loaded: Sequence[RowPlan] = ()
         self.drafter = drafter
-        # The token behind the last one of each row.
+        # The token after the last one of each row.
         self.next_ids = torch.zeros(size.num_rows, dtype=torch.int64, device=rows.device)
 
     def load(self, plans: Sequence[RowPlan]) -> None:
@@ -78,7 +78,7 @@ class PrefillStep:
         return logits
 
     def compute(self) -> tuple[Tensor, Followed | None]:
-        """The logits, and what `follow` reads."""
+        """The logits, and the input of `follow`."""
         inputs = self.rows.derive_inputs(
             self._numbers,
             self._lengths,
@@ -94,9 +94,10 @@ class PrefillStep:
         return self.model.logits(last, deterministic=self.deterministic), (inputs, hidden)
 
     def set_next_ids(self, plans: Sequence[RowPlan], sampled: Tensor) -> None:
-        """What was sampled for rows of the plan, or what the host has behind a chunk."""
+        """What was sampled for rows of the plan, or the host's token after a chunk."""
         index_of = {place: index for index, place in enumerate(self.size.place_of(plans))}
-        # A row without tokens ends where the last one with some does, and must say the same.
+        # A row without tokens ends where the last one with tokens does, and must have the same
+        # value.
         last = index_of[max(index_of)]
         sources = [index_of.get(place, last) for place in range(self.size.num_rows)]
         known = self.rows.upload([0 if row.samples else row.next_token for row in plans])
@@ -114,11 +115,11 @@ class PrefillStep:
         return self.next_ids
 
 
-Followed = tuple[StepInputs, Tensor]  # of a step: its inputs, and hidden states [T, H]
+Followed = tuple[StepInputs, Tensor]  # a step's inputs and hidden states [T, H]
 
 
 class PrefillGraphs:
-    """The captured steps of an engine. Their results are valid until the next replay."""
+    """The captured steps of an engine. Results are valid until the next replay."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class PrefillGraphs:
         rows: RowTable,
         deterministic: bool,
         max_step_tokens: int,
-        captures: bool = True,  # False: it only launches every kernel
+        captures: bool = True,  # False: only warm up every kernel
         drafter: MTPDrafter | None = None,
     ) -> None:
         self._captures = captures
@@ -136,7 +137,7 @@ class PrefillGraphs:
         warmup_caches = warmup_layers(model, caches)
         self._new_warmup_step = partial(PrefillStep, model, warmup_caches, rows, **given)
         self._sizes = prefill_sizes(rows.max_rows, max_step_tokens)
-        if not captures:  # decodes beside prompts take no kernels of their own
+        if not captures:  # decodes in mixed steps need no other kernels
             self._sizes = [size for size in self._sizes if not size.num_decodes]
         self._long_sizes = [
             StepSize(0, _num_prompts(num_tokens, rows.max_rows), num_tokens)
@@ -152,8 +153,9 @@ class PrefillGraphs:
 
     @property
     def warmup(self) -> Warmup:
-        """Launches every kernel, see `DecodeGraphs`; memory for the longest prompts suffices for
-        one at a time."""
+        """Launches every kernel, see `DecodeGraphs`; memory suffices for one of the longest
+        prefills at a time.
+        """
         sizes = [*self._long_sizes, *self._sizes]
         by_bucket = {
             ((size.num_tokens - 1).bit_length(), size.num_decodes.bit_length()): size
@@ -190,21 +192,21 @@ class PrefillGraphs:
         return logits[step.rows.upload(wanted)]
 
     def follow(self, rows: Sequence[RowPlan], size: StepSize, sampled: Tensor) -> None:
-        """Behind `replay`, when the tokens of the sampling rows are there."""
+        """Runs after `replay`, when the tokens of the sampling rows are known."""
         step, _, _ = self._steps[size]
         step.set_next_ids(rows, sampled)
         self._follow[size].replay()
 
 
 def _launch_all(step: PrefillStep) -> None:
-    """Launches everything that its graphs will consist of."""
+    """Launches everything that the graphs will contain."""
     _, followed = step.compute()
     if followed is not None:
         step.follow(followed)
 
 
 def prefill_sizes(max_rows: int, max_step_tokens: int) -> list[StepSize]:
-    """In the order in which to try them: the least work first."""
+    """In the order to try them: the least work first."""
     return [
         StepSize(num_decodes, _num_prompts(num_tokens, max_rows), num_tokens)
         for num_tokens in PROMPT_TOKENS

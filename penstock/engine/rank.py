@@ -1,8 +1,8 @@
-"""A rank beside rank 0, as a process: `python -m penstock.engine.rank --socket PATH --rank N`.
+"""A rank other than 0, as a process: `python -m penstock.engine.rank --socket PATH --rank N`.
 
-Loads its part of the model, then launches every plan that rank 0 launches, in the same order. It
-decides nothing and answers nobody but rank 0. A second thread reads messages and answers pings,
-however long a step takes. It exits when rank 0 is gone, so it never becomes an orphan.
+Loads its shard of the model, then launches every plan that rank 0 launches, in the same order. It
+decides nothing and talks only to rank 0. A second thread reads messages and answers pings, however
+long a step takes. It exits when rank 0 is gone, so it never becomes an orphan.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _run(rank: int, channel: RankChannel, inbox: queue.SimpleQueue[ToRank]) -> N
     source = ModelSource(begin.name, path, begin.model_config)
     runner = load_part(source, begin.config, rank, Path(begin.meeting_file)).runner
     gc.collect()
-    gc.freeze()  # a collection that scans all of torch's objects again would delay a step
+    gc.freeze()  # scanning all of torch's objects again would delay a step
     while True:
         obey(runner, inbox.get())
 
@@ -100,7 +100,8 @@ def obey(runner: Runner, message: ToRank) -> None:
 
 def _read_messages(channel: RankChannel, inbox: queue.SimpleQueue[ToRank]) -> None:
     """The reader thread. When rank 0 is gone there is nothing to save, and the main thread may be
-    in a device call: exiting at once frees the device's memory soonest."""
+    in a device call: exiting at once frees the device's memory soonest.
+    """
     while (message := channel.receive()) is not None:
         if isinstance(message, RankPing):
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""The other ranks of an engine, as rank 0 sees them: starts their processes, sends them what it
-does, notices when one dies or hangs, and ends them.
+"""Rank 0's view of the other ranks: starts their processes, sends them its plans, detects when one
+dies or hangs, and ends them.
 
-A rank that is gone makes the engine fail: its part of the weights is gone too. The error names the
-rank and the reason. Ranks exit when their socket closes, so none outlives rank 0.
+If a rank is lost the engine fails, because its shard of the weights is lost too. The error names
+the rank and the reason. Ranks exit when their socket closes, so none outlives rank 0.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from penstock.models.source import ModelSource
 THREADS = "OMP_NUM_THREADS"
 PING_INTERVAL_S = 1.0
 MAX_SILENCE_S = 10.0
-MAX_START_SILENCE_S = 120.0  # libraries that are loaded and kernels that compile hold Python's lock
+MAX_START_SILENCE_S = 120.0  # loading libraries and compiling kernels hold the GIL
 ARRIVE_TIMEOUT_S = 120.0
-NOTICE_S = 3.0  # that the reason of an error may take to be known
+NOTICE_S = 3.0  # to wait for the reason of an error
 EXIT_GRACE_S = 5.0
 
 
@@ -48,7 +48,7 @@ class RankGroup:
         self.size = config.tp
         self.failure: PenstockError | None = None
         self.has_started = False
-        # Called once, in a thread, when a rank fails: a collective may wait for it for ever.
+        # Called once, in a thread, when a rank fails: a collective may wait for it forever.
         self.on_failure: Callable[[PenstockError], None] = lambda _: None
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
         self._channels: dict[int, RankChannel] = {}
@@ -64,7 +64,7 @@ class RankGroup:
 
     @classmethod
     def start(cls, source: ModelSource, config: EngineConfig) -> RankGroup:
-        """Returns when all ranks are there and load their parts."""
+        """Returns when all ranks are connected and are loading their shards."""
         group = cls(config)
         try:
             group._launch()
@@ -95,8 +95,9 @@ class RankGroup:
                 ) from error
 
     def explain(self, error: Exception) -> Exception:
-        """The failure of a rank, if that is what caused an error here: a collective that lost a
-        rank knows only that a connection was closed."""
+        """The failure of a rank, if it caused an error here: a collective that lost a rank only
+        reports a closed connection.
+        """
         with self._change:
             self._change.wait_for(lambda: self.failure is not None, NOTICE_S)
         return self.failure or error
@@ -152,7 +153,7 @@ class RankGroup:
         threading.Thread(target=self._ping, daemon=True).start()
 
     def _listen(self, rank: int) -> None:
-        """A thread for each rank."""
+        """Runs in one thread per rank."""
         while (message := self._channels[rank].receive()) is not None:
             match message:
                 case RankPong():
@@ -178,7 +179,7 @@ class RankGroup:
                 if silence > (MAX_SILENCE_S if self.has_started else MAX_START_SILENCE_S):
                     why = f"It has not answered for {silence:.0f} s, and was killed."
                     self._fail(_dead(rank, self.size, why))
-                    self._processes[rank].kill()  # what waits for it goes on, and fails
+                    self._processes[rank].kill()  # unblocks the collectives that wait for it
                     return
                 with contextlib.suppress(OSError):
                     channel.send(RankPing())
@@ -201,7 +202,7 @@ def _dead(rank: int, size: int, why: str) -> EngineDeadError:
 
 
 def _named(error: PenstockError, rank: int, size: int) -> PenstockError:
-    """The same error, with the rank that it happened on."""
+    """The same error, naming the rank."""
     return type(error)(f"Rank {rank} of {size} stopped: {error.what}", error.why, error.todo)
 
 
@@ -215,6 +216,7 @@ def _exit_of(process: subprocess.Popen[bytes]) -> str:
 
 
 def _is_main_thread() -> bool:
-    """The kernel can end a child with the thread that started it, which only then is as good as
-    the process."""
+    """The kernel can end a child with the thread that started it; only the main thread lives as
+    long as the process.
+    """
     return threading.current_thread() is threading.main_thread()

@@ -1,7 +1,7 @@
 """Messages between rank 0 and the other ranks of a model, in frames over Unix sockets.
 
-Rank 0 sends what it is about to do; a rank does the same, and answers only pings and, when it
-fails, the reason. Results travel between devices, never here.
+Rank 0 sends each action before it performs it; the other ranks mirror it. They answer only pings
+and, on failure, send the reason. Results travel between devices, never here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LENGTH = struct.Struct(">I")
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
-    """Load your part of this model."""
+    """Load your shard of this model."""
 
     name: str
     path: str | None  # of the checkpoint; None: random weights
     model_config: dict[str, Any]
     config: EngineConfig
-    meeting_file: str  # through which the ranks find each other
+    meeting_file: str  # rendezvous file of the ranks
 
 
 class LaunchStep(msgspec.Struct, tag=True, frozen=True):
@@ -54,7 +54,7 @@ class RankPong(msgspec.Struct, tag=True, frozen=True):
 
 
 class RankArrived(msgspec.Struct, tag=True, frozen=True):
-    """Its libraries are loaded and its device is there."""
+    """Its libraries are loaded and its device is available."""
 
 
 class RankFailed(msgspec.Struct, tag=True, frozen=True):

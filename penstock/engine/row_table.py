@@ -1,10 +1,10 @@
-"""What the device stores for each running sequence, and how a plan becomes the inputs of one step.
+"""The device state of each running sequence, and how a plan becomes the inputs of one step.
 
 A sequence keeps its *row* from admission to its end: page table, last sampled token, number of
-tokens and sampling parameters are stored here, by row number. A step's own numbers travel in one
-host array and one copy; the device derives everything else, so that nothing waits for it.
+tokens and sampling parameters are stored here, by row number. A step's own integers are uploaded in
+one copy from one host array; the device derives everything else, so nothing synchronizes.
 
-A decode starts where its row ends: only the device knows how many tokens the row has. A prompt's
+A decode starts where its row ends: only the device knows how many tokens the row has. A prefill
 chunk sets that number, sampling adds to it (`ops.advance_rows`, or `ops.accept_drafts` where
 requests may draft), and graphs read it in place.
 """
@@ -41,7 +41,9 @@ SamplingMode = Literal["logits", "greedy", "drawn", "filtered"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingNeeds:
-    """What the sampling rows of a step need, known on the host: what no row needs is skipped."""
+    """What the sampling rows of a step need, known on the host: anything that no row needs is
+    skipped.
+    """
 
     params: tuple[SamplingParams, ...]  # in row order
     has_forbidden_ends: bool
@@ -64,7 +66,7 @@ class SamplingNeeds:
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """The most that any row asks for; None: no row asks for logprobs."""
+        """The maximum over rows; None: no row asks for logprobs."""
         return max(
             (params.logprobs for params in self.params if params.logprobs is not None), default=None
         )
@@ -81,7 +83,7 @@ class SampleInputs:
     """What the sampler needs on the device for the L rows that sample in this step."""
 
     rows: Tensor  # [L] int64
-    num_new: Tensor  # [L] int64  tokens that each samples
+    num_new: Tensor  # [L] int64  tokens to sample per row
     biases: Entries | None
     forbidden_ends: Entries | None  # for rows that may not end yet
     drafts: DraftedSamples | None = None
@@ -89,13 +91,15 @@ class SampleInputs:
 
 @dataclass(frozen=True, slots=True)
 class DraftedSamples:
-    """A row with drafts samples at several places, each as if the drafts before it were right."""
+    """A row with drafts samples at several positions, each as if the drafts before it were
+    accepted.
+    """
 
     rows: Tensor  # [R] int64
-    num_tokens: Tensor  # [R] int64  that each samples
-    ahead: Tensor  # [L] int64  drafts of its row before each place
-    owner: Tensor  # [L] int64  the place of its row among the R
-    seen: tuple[Tensor, Tensor, Tensor]  # places, table rows and columns of the drafts before them
+    num_tokens: Tensor  # [R] int64  to sample per row
+    ahead: Tensor  # [L] int64  drafts of its row before each position
+    owner: Tensor  # [L] int64  index of its row among the R
+    seen: tuple[Tensor, Tensor, Tensor]  # positions, table rows, columns of the drafts before
 
 
 class RowTable:
@@ -107,26 +111,26 @@ class RowTable:
         page_size: int,
         vocab_size: int,
         device: torch.device,
-        num_drafts: int = 0,  # that a row may have in a step
+        num_drafts: int = 0,  # per row and step, at most
         ranks: Ranks = ALONE,
     ) -> None:
         self.ranks = ranks
         self.max_rows = max_rows
-        self.padding_row = max_rows  # belongs to no sequence: it pads a step of a fixed size
+        self.padding_row = max_rows  # belongs to no sequence; pads steps of a fixed size
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.device = device
         num_rows = max_rows + 1
         self.page_table = torch.zeros(num_rows, max(max_pages, 1), dtype=torch.int32, device=device)
-        # Captured steps read and write these two: they never move.
+        # Captured steps read and write these two, so they never move.
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        # Tokens of the row, its last one included: its next sample's position.
+        # Tokens of the row, including its last one: the position of its next sample.
         self.context_len = torch.full_like(self.last_token, PADDING_LEN)
         self.num_drafts = num_drafts
         self.drafts = self.last_token.new_zeros(num_rows, num_drafts)
-        # Of the last step's drafts: entries of the journals that the next step replays.
+        # Accepted drafts of the last step: the journal entries that the next step replays.
         self.num_accepted = torch.zeros_like(self.last_token)
-        # Drafts that a step takes, right or not, for measurements; below 0: those that are right.
+        # For measurements: how many drafts to accept, correct or not; negative: only correct ones.
         self.forced = torch.full_like(self.last_token, -1)
         self._replaying: set[int] = set()  # rows whose last step had drafts
         self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -142,7 +146,7 @@ class RowTable:
         self._forbidden_ends = LogitBiases(self.upload)
         # The first position where a row may sample an end token.
         self._may_end_at = torch.zeros_like(self.last_token)
-        # Row -> steps until then, at most: each brings a token or more.
+        # Row -> upper bound of steps until then: each adds a token or more.
         self._steps_to_end: dict[int, int] = {}
         self._params = [SamplingParams()] * num_rows
 
@@ -179,8 +183,9 @@ class RowTable:
     def set_last_tokens(
         self, rows: Sequence[int], token_ids: Sequence[int], context_lens: Sequence[int]
     ) -> None:
-        """For rows that continue from a token of the host instead of their last sample; it is the
-        last one of their context."""
+        """For rows that continue from a token given by the host instead of their last sample; it is
+        the last one of their context.
+        """
         on_device, tokens, lengths = self.upload([rows, token_ids, context_lens])
         self.last_token.index_copy_(0, on_device, tokens)
         self.context_len.index_copy_(0, on_device, lengths)
@@ -193,7 +198,7 @@ class RowTable:
         return SamplingNeeds(params, may_be_short)
 
     def set_drafts(self, rows: Sequence[RowPlan]) -> None:
-        """Of the host."""
+        """Uploads drafts made on the host."""
         drafting = [row for row in rows if row.draft_ids]
         if drafting:
             numbers = [[row.row] * row.num_drafts for row in drafting]
@@ -206,8 +211,9 @@ class RowTable:
     def draw(
         self, logits: Tensor, rows: Tensor, mode: SamplingMode, ahead: Tensor | int = 0
     ) -> Tensor:  # [L] int64
-        """Samples the next tokens of `rows`, with each row's own parameters, so many places
-        ahead. Rank 0 does; others receive them."""
+        """Samples the next tokens of `rows`, with each row's own parameters, `ahead` positions
+        ahead. Rank 0 samples; the others receive the tokens.
+        """
         token_ids = (
             self._draw(logits, rows, mode, ahead) if self.ranks.decides else torch.empty_like(rows)
         )
@@ -217,7 +223,7 @@ class RowTable:
         self, logits: Tensor, rows: Tensor, mode: SamplingMode, ahead: Tensor | int
     ) -> Tensor:
         if mode == "greedy":
-            return logits.argmax(-1)
+            return ops.likeliest(logits)
         return ops.sample(
             logits,
             self.sampling_param("temperature", rows),
@@ -294,7 +300,7 @@ class RowTable:
         numbers, num_drafts = self.upload(
             [[row.row for row in rows], [row.num_drafts for row in rows]]
         )
-        self.context_len.index_add_(0, numbers, -num_drafts)  # they are no part of it yet
+        self.context_len.index_add_(0, numbers, -num_drafts)  # drafts are not part of it yet
         found = DraftPlaces.of(rows, inputs.spans)
         places, owners, columns = self.upload([found.places, found.rows, found.columns])
         queries = self.upload(found.queries)
@@ -315,7 +321,9 @@ class RowTable:
         )
 
     def spans_of(self, rows: Sequence[RowPlan]) -> tuple[RowSpan, ...]:
-        """With a decode's context where references run and need it: a GPU would have to wait."""
+        """With a decode's context length only for the reference ops: on a GPU that would
+        synchronize.
+        """
         on_gpu = self.device.type != "cpu"
         if on_gpu and (_HAS_TRITON or torch.cuda.is_current_stream_capturing()):
             return tuple([span_of(row) for row in rows])
@@ -324,7 +332,7 @@ class RowTable:
 
     def derive_inputs(
         self,
-        numbers: Tensor,  # of a PackedStep
+        numbers: Tensor,  # from a PackedStep
         lengths: dict[str, int],
         spans: tuple[RowSpan, ...],
         num_pages: int,
@@ -334,7 +342,7 @@ class RowTable:
         owner, rows, bases = (inputs.pop(name) for name in ("row_of_token", "rows", "bases"))
         places = inputs.pop("places") + self.context_len[bases]
         positions, context_lens = places.split_with_sizes((len(owner), len(rows)))
-        self.context_len.index_copy_(0, rows, context_lens)  # of a decode, what it was
+        self.context_len.index_copy_(0, rows, context_lens)  # for a decode, unchanged
         replay = None
         if self.num_drafts:
             kept = inputs["keep_at"], inputs["keep_slots"]
@@ -359,7 +367,7 @@ class RowTable:
         )
 
     def sample_inputs(self, plan: StepPlan) -> SampleInputs:
-        """For a step whose logits are launched."""
+        """For a step whose logits are already launched."""
         sampling = [row for row in plan.rows if row.samples]
         numbers = [row.row for row in sampling for _ in range(row.max_tokens)]
         rows, num_new = self.upload([numbers, [1] * len(numbers)])
@@ -390,13 +398,13 @@ class RowTable:
         )
 
     def advance(self, rows: Tensor, num_new: Tensor, token_ids: Tensor) -> None:
-        """Moves rows without drafts one token further."""
+        """Advances rows without drafts by one token."""
         ops.advance_rows(rows, num_new, token_ids, self.last_token, self.context_len)
         if self.num_drafts:
             self.num_accepted.index_fill_(0, rows, 0)
 
     def accept(self, samples: DraftedSamples, token_ids: Tensor) -> Tensor:  # [R] int64
-        """Moves the rows behind the drafts that are right, and one token further."""
+        """Advances the rows by their accepted drafts plus one token."""
         return self.accept_places(samples.rows, samples.num_tokens, token_ids)
 
     def accept_places(
@@ -404,7 +412,7 @@ class RowTable:
         rows: Tensor,
         num_tokens: Tensor,
         token_ids: Tensor,
-        width: int = 0,  # places that every row has, and uses some of; 0: those that it samples
+        width: int = 0,  # positions per row, of which it uses some; 0: those that it samples
     ) -> Tensor:  # [R] int64
         return ops.accept_drafts(
             rows,
@@ -419,17 +427,17 @@ class RowTable:
         )
 
     def must_replay(self, rows: Sequence[RowPlan]) -> bool:
-        """Whether a step of these rows may find entries in their journals, or a state to keep."""
+        """Whether these rows may have journal entries to replay, or a state to keep."""
         return any(row.keep.slot or row.row in self._replaying for row in rows)
 
     def note_launched(self, rows: Sequence[RowPlan]) -> None:
-        """Which rows the next step finds with drafts behind them."""
+        """Records which rows had drafts, for the next step."""
         if self.num_drafts:
             self._replaying.difference_update(row.row for row in rows if not row.num_drafts)
             self._replaying.update(row.row for row in rows if row.num_drafts)
 
     def count_generated(self, sampling: SampleInputs) -> Tensor:  # [L, vocab] int32
-        """How often each token was generated before each place."""
+        """How often each token was generated before each position."""
         assert self.generated is not None
         counts = self.generated[sampling.rows]
         if sampling.drafts is not None:
@@ -441,7 +449,7 @@ class RowTable:
     def _take_forbidden_ends(
         self, numbers: list[int], rows: Tensor, drafts: DraftedSamples | None
     ) -> Entries | None:
-        """Of rows that may be too short to end; whether they are, the device knows."""
+        """For rows that may be too short to end; only the device knows whether they are."""
         short = [number if number in self._steps_to_end else None for number in numbers]
         entries = self._forbidden_ends.entries(short)
         if entries is None:

@@ -1,9 +1,8 @@
 """Everything that runs on the device: model, caches, row table and graphs. Takes a plan of
 integers, launches one step, and does not wait.
 
-The plan is all that a runner learns, so the same plans give the same results in any process.
-`WAYS` decides how a step is launched. The only place where the host waits for the device is
-`PendingStep.wait`.
+A runner sees only the plan, so the same plans give the same results in any process. `WAYS` decides
+how a step is launched. The only place where the host waits for the device is `PendingStep.wait`.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ from penstock.layers.inputs import KVCache, LayerCache, StepInputs
 from penstock.progress import OnPhase
 from penstock.types import PromptScores, PromptTargets, StepOutput, StepPlan, TokenLogprob
 
-TARGET_ROWS = 64  # rows of logits at a time: a row has hundreds of thousands
+TARGET_ROWS = 64  # rows of logits at a time: each has hundreds of thousands of entries
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Scores = tuple[Tensor, Tensor, Tensor]  # logprobs [T], top logprobs [T, k], top ids [T, k]
 FillMasks = Callable[[], StepMasks]
-# What `PendingStep` takes behind the plan.
+# What `PendingStep` takes after the plan.
 StepResults = tuple[
     SamplingNeeds, list[Tensor], dict[int, Scores], list[PooledRows], Tensor | None, int
 ]
 
-# The most that a step must give, from the least: tokens of unchanged logits; logits; hidden states
+# What a step must compute, in increasing order: tokens from unchanged logits; logits; hidden states
 # of the last tokens, to pool; hidden states of all tokens, to score, average, verify or draft.
 Wanted = Literal["tokens", "logits", "last states", "all states"]
 
@@ -66,7 +65,7 @@ class PendingStep:
         scores: dict[int, Scores] | None = None,  # of prompt targets, by row
         pooled: list[PooledRows] | None = None,
         num_new: Tensor | None = None,  # tokens that each sampling row gained; None: one each
-        width: int = 0,  # places of each row among what was sampled; 0: those that it samples
+        width: int = 0,  # sampled positions per row; 0: those that it samples
     ) -> None:
         self.plan = plan
         self._width = width
@@ -109,7 +108,7 @@ class PendingStep:
         )
 
     def _places(self) -> dict[int, slice]:
-        """Where the new tokens of each sampling row are among what was sampled."""
+        """Where the new tokens of each sampling row are in the sampled tensor."""
         sampling = [row for row in self.plan.rows if row.samples]
         counts = [1] * len(sampling) if self._num_new is None else self._num_new.tolist()
         places, first = {}, 0
@@ -163,7 +162,8 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A step up to its logits, or up to its tokens. Valid until the next launch: graphs write to
-    the same memory."""
+    the same memory.
+    """
 
     logits: Tensor | None = None  # [L, vocab] float32
     token_ids: Tensor | None = None  # [L] int64
@@ -179,7 +179,7 @@ class StepStates:
 
 
 def _on_its_device(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """For methods of `Runner` that launch: another engine's device may be the current one."""
+    """For launching methods of `Runner`: another engine's device may be the current one."""
 
     @functools.wraps(method)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -201,9 +201,9 @@ class Runner:
     prefill_graphs: PrefillGraphs | None = None
     draft_graphs: DraftGraphs | None = None
     drafter: MTPDrafter | None = None
-    step_seconds: StepSeconds = field(default_factory=dict)  # of graphs, where steps may draft
+    step_seconds: StepSeconds = field(default_factory=dict)  # of graphs, if steps may draft
     timer: StepTimer | None = None
-    # Sends what other ranks must do as well, before it is done here.
+    # Sends an action to the other ranks before it is performed here.
     tell_others: Callable[[ToRank], None] | None = None
 
     @classmethod
@@ -236,10 +236,10 @@ class Runner:
     def graphs_to_capture(
         self, max_step_tokens: int
     ) -> tuple[PrefillGraphs, DecodeGraphs, DraftGraphs]:
-        """The last has no shapes where nothing drafts."""
+        """The last has no shapes if nothing drafts."""
         given = (self.model, self.caches, self.rows)
         slots = getattr(self.model, "expert_store", None)
-        # Of more tokens, experts are copied by the host, which a graph cannot call.
+        # For more tokens, the host copies experts, which a graph cannot do.
         most = None if slots is None else getattr(slots, "most_captured", 0)
         return (
             PrefillGraphs(*given, self.deterministic, max_step_tokens, slots is None, self.drafter),
@@ -249,24 +249,25 @@ class Runner:
 
     @_on_its_device
     def warm_up(self, max_step_tokens: int) -> None:
-        """Launches every kernel once, if there is memory for its step: a capture cannot compile
-        kernels."""
+        """Launches every kernel once, if its step fits in memory: a capture cannot compile
+        kernels.
+        """
         given = [graphs.warmup for graphs in self.graphs_to_capture(max_step_tokens)]
         warm_up(given, self.model.ranks)
-        self.zero_padding()  # warm-up steps wrote over each other there
+        self.zero_padding()  # warm-up steps wrote to it
         torch._C._cuda_clearCublasWorkspaces()  # each warm-up thread allocated one
 
     def zero_padding(self) -> None:
-        """What belongs to no sequence."""
+        """Page 0 and slot 0, which belong to no sequence."""
         own = [] if self.drafter is None else [self.drafter.cache]
         for cache in [*self.caches, *own]:
             cache.zero_padding()
 
     @_on_its_device
     def capture(self, max_step_tokens: int, on_phase: OnPhase) -> None:
-        """From here on, decode steps and short prompts are graph replays instead of launches."""
+        """From here on, decode steps and short prefills are graph replays."""
         prompts, decodes, drafts = self.graphs_to_capture(max_step_tokens)
-        torch.cuda.empty_cache()  # a graph cannot use memory that the allocator keeps for others
+        torch.cuda.empty_cache()  # a graph cannot use memory cached by the allocator
         pool = torch.cuda.graph_pool_handle()  # one pool for all: only one graph runs at a time
         for graphs in (prompts, decodes, drafts):
             graphs.capture(pool, on_phase)
@@ -276,7 +277,7 @@ class Runner:
 
     @_on_its_device
     def launch(self, plan: StepPlan, fill_masks: FillMasks | None = None) -> PendingStep:
-        """`fill_masks` is called while the device computes the logits that its masks are for."""
+        """`fill_masks` is called while the device computes the logits to mask."""
         if self.tell_others is not None:
             self.tell_others(LaunchStep(plan, fill_masks is not None))
         with nullcontext() if self.timer is None else self.timer.step():
@@ -284,7 +285,7 @@ class Runner:
 
     @_on_its_device
     def follow(self, plan: StepPlan, is_masked: bool) -> None:
-        """The same step on another rank than 0, whose results nobody reads."""
+        """The same step on a rank other than 0; its results are not read."""
         self._step(plan, is_masked, None)
 
     def _step(self, plan: StepPlan, is_masked: bool, fill_masks: FillMasks | None) -> StepResults:
@@ -302,8 +303,9 @@ class Runner:
         return results
 
     def _draft_size(self, plan: StepPlan) -> DraftSize | None:
-        """The captured shape that drafts for the plan, or verifies its drafts, or replays those of
-        the step before; None: there is none, or nothing to do with drafts."""
+        """The captured shape that drafts for the plan, verifies its drafts, or replays those of the
+        last step; None if there is none, or no drafts are involved.
+        """
         if self.draft_graphs is None or not plan.is_decode:
             return None
         has_to = plan.has_drafts or self.rows.must_replay(plan.rows)
@@ -334,14 +336,14 @@ class Runner:
         is_masked: bool,
         fill_masks: FillMasks | None,
     ) -> StepResults:
-        # A decode that nobody drafts for is none of a drafter's business.
+        # A plain decode without drafts does not involve the drafter.
         follows = self.drafter is not None and (plan.has_drafts or not plan.is_decode)
         wanted = _wanted(plan, needs, is_masked)
         if plan.has_drafts:
             self.rows.set_drafts(plan.rows)
             if self.drafter is not None:
                 self.drafter.draft(plan.rows)
-        # A captured prompt leaves what the head reads in its graph.
+        # A captured prefill keeps the head's inputs in its graph.
         size = self._prefill_size(plan) if follows and wanted in ("tokens", "logits") else None
         if size is not None:
             launched = self._replay_prefill(plan, size, needs)
@@ -384,7 +386,7 @@ class Runner:
         for way in WAYS:
             if wanted in way.gives and (size := way.size_for(self, plan)) is not None:
                 return way.launch(self, plan, size, needs)
-        raise AssertionError("the last way takes every step")
+        raise AssertionError("the last way accepts every step")
 
     def _decode_size(self, plan: StepPlan) -> int | None:
         if self.graphs is None or self.rows.must_replay(plan.rows):
@@ -458,10 +460,11 @@ class Runner:
     def _sample(
         self, logits: Tensor, sampling: SampleInputs, needs: SamplingNeeds, masks: StepMasks | None
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Samples the next tokens and leaves them in the row table for the next step. The second is
-        how many tokens each row gained, if it may be more than one."""
+        """Samples the next tokens and stores them in the row table for the next step. Also returns
+        how many tokens each row gained, if it may be more than one.
+        """
         rows, table, drafts = sampling.rows, self.rows, sampling.drafts
-        decides = table.ranks.decides  # the others receive what it draws
+        decides = table.ranks.decides  # the others receive its samples
         num_top = needs.num_top_logprobs if decides else None
         # The steps below edit logits in place.
         raw = logits.clone() if num_top is not None else logits
@@ -500,7 +503,7 @@ class Runner:
 
 
 def _sampling_tokens(plan: StepPlan) -> list[int]:
-    """Places among the step's tokens: a prompt's last one, and all of a decode."""
+    """Indices among the step's tokens: the last one of a prompt chunk, and all of a decode."""
     places: list[int] = []
     first = 0
     for row in plan.rows:
@@ -525,12 +528,12 @@ class Way:
 
     name: str
     gives: tuple[Wanted, ...]
-    # The size of the captured step that takes the plan's rows; None: there is none.
+    # The size of the captured step for the plan's rows; None if there is none.
     size_for: Callable[[Runner, StepPlan], Any]
     launch: Callable[[Runner, StepPlan, Any, SamplingNeeds], Launched]
 
 
-# Tried from the top: the first that fits a step launches it.
+# Tried from the top: the first that accepts a step launches it.
 WAYS = (
     Way("sampled graph", ("tokens",), Runner._decode_size, Runner._replay_tokens),
     Way("decode graph", ("logits",), Runner._decode_size, Runner._replay_decodes),

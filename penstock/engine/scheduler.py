@@ -1,11 +1,11 @@
 """Decides which sequences run in the next step and with how many tokens. Never touches a tensor.
 
 A request waits, takes a row, is prefilled in chunks, decodes, and leaves. `plan` may be called
-before the previous output is committed: a decode says neither its token nor its position, because
-the device has them. It brings one token or, with drafts, up to `decode_tokens`; the host bounds
-what is in flight, and reserves pages for the most. Every plan must be committed, in order. The
-scheduler remembers each plan by step and row, so an output never reaches a sequence that took over
-the row later.
+before the previous output is committed: a decode names neither its token nor its position, because
+the device has them. It adds one token or, with drafts, up to `decode_tokens`; the host knows an
+upper bound of what is in flight, and reserves pages for that. Every plan must be committed, in
+order. The scheduler records each plan by step and row, so an output never reaches a sequence that
+took over the row later.
 """
 
 from __future__ import annotations
@@ -43,29 +43,28 @@ from penstock.types import (
 WATERMARK_SHARE = 8
 
 # One step of priority makes a request due this many seconds earlier or later. So only requests that
-# arrive soon after it can overtake it, and no request waits for ever.
+# arrive soon after it can overtake it, and no request waits forever.
 PRIORITY_STEP_S = 10.0
 
 # Pages that one plan may look up for admissions in turn, and as many for those out of turn:
 # milliseconds of work. All decodes wait for the plan, so later plans admit the rest.
 MAX_PAGES_LOOKED_UP = 8192
 
-# A step that also decodes takes this share of the prompt tokens that are left to compute.
+# A step that also decodes takes this share of the remaining prompt tokens.
 BACKLOG_SHARE = 8
 
 # Log-probabilities of a prompt in one delta, alternatives included: a few milliseconds of server
 # time.
 DELTA_SCORES = 4096
 
-# A prompt that one step can compute is short. This share of each step's prompt tokens belongs to
-# short prompts behind long ones; a plan looks at so many candidates, and looks up so many in the
-# cache.
+# A prompt that one step can compute is short. This share of each step's prompt tokens is reserved
+# for short prompts behind long ones, within these limits of candidates and cache look-ups per plan.
 SHORT_SHARE = 4
 MAX_SCANNED = 1024
 MAX_LOOKUPS = 8
 
 # How long a tenant below its share waits before a tenant above its share is preempted for it, and
-# how long other tenants may pass a sequence that waits for memory.
+# how long other tenants may overtake a sequence that waits for memory.
 PATIENCE_S = 1.0
 PASSED_S = 30.0
 
@@ -77,11 +76,11 @@ class Scheduler:
         max_rows: int,
         max_step_tokens: int,
         max_model_len: int,
-        shared_step_tokens: int | None = None,  # of a step with more than one request
-        mixed_step_tokens: int | None = None,  # prompt tokens of a step while others decode
-        bulk_share: float = 1.0,  # least share of time for long prompts beside short requests
-        decode_tokens: int = 1,  # most tokens that a decode brings: 1, and drafts
-        speculator: Speculator | None = None,  # who drafts; None: the device, always
+        shared_step_tokens: int | None = None,  # in a step with more than one request
+        mixed_step_tokens: int | None = None,  # prefill tokens per step while others decode
+        bulk_share: float = 1.0,  # minimum share of time for long prompts next to short requests
+        decode_tokens: int = 1,  # most tokens that a decode adds: 1 plus drafts
+        speculator: Speculator | None = None,  # the drafter; None: the device always drafts
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
@@ -127,7 +126,7 @@ class Scheduler:
 
     @property
     def decoding(self) -> Collection[Sequence]:
-        """The same, themselves."""
+        """The same, as sequences."""
         return self._decoding
 
     @property
@@ -142,7 +141,7 @@ class Scheduler:
 
     @property
     def is_contended(self) -> bool:
-        """Whether short requests and long prompts took turns when the last step was planned."""
+        """Whether short requests and long prompts competed when the last step was planned."""
         return self._turns.is_contended
 
     @property
@@ -193,7 +192,7 @@ class Scheduler:
         self.cache.end_plan()
         return plan
 
-    # All chunks, and the admitted ones among them.
+    # Returns all chunks, and the newly admitted ones among them.
     def _plan_all(self) -> tuple[list[Chunk], list[Chunk]]:
         chunks = self._plan_decodes()
         budget = self._prompt_budget(num_tokens_of(chunks))
@@ -208,7 +207,7 @@ class Scheduler:
         return chunks + overtaking + prefills + admitted, admitted
 
     def _plan_short(self) -> tuple[list[Chunk], list[Chunk]]:
-        """A step in which bulk only decodes, and little: it took part in an earlier one."""
+        """A step in which bulk only decodes, in a few rows: its turn was an earlier step."""
         chunks = self._plan_decodes(max_bulk=self._turns.max_riders(self._decoding))
         budget = self._prompt_budget(num_tokens_of(chunks))
         prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
@@ -222,8 +221,9 @@ class Scheduler:
         return chunks + admitted, admitted
 
     def commit(self, output: StepOutput) -> list[TokenDelta]:
-        """Takes the sampled tokens of a step; sequences that have ended since its plan ignore
-        theirs."""
+        """Takes the sampled tokens of a step; sequences that have ended since its plan are
+        skipped.
+        """
         self._turns.note_done(output.step)
         deltas: list[TokenDelta] = []
         scores, vectors = output.prompt_scores, output.vectors
@@ -250,7 +250,8 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Preempts background work for other requests. If the next tenant is below its share of
-        rows and pages, preempts a sequence of a tenant above its share."""
+        rows and pages, preempts a sequence of a tenant above its share.
+        """
         sequence = self._refused
         if sequence is None or sequence.steps_in_flight:
             return
@@ -286,7 +287,7 @@ class Scheduler:
                 if max_bulk == 0:
                     continue
                 max_bulk -= 1
-            # In this order a victim has never been planned: planned ones come before `sequence`.
+            # A victim has not been planned yet: planned ones come before `sequence` in this order.
             num_left = self._limits[sequence].max_num_tokens - sequence.num_tokens
             if sequence.row is None or num_left <= 0:
                 continue
@@ -295,7 +296,7 @@ class Scheduler:
                 continue  # it keeps its row and continues later
             num_drafts, draft_ids = self._draft(sequence, num_left - 1)
             while (new_pages := self.cache.reserve(sequence, 1 + num_drafts)) is None:
-                if num_drafts:  # nobody is preempted for a guess
+                if num_drafts:  # no sequence is preempted for drafts
                     num_drafts, draft_ids = 0, ()
                     continue
                 victim = next(one for one in reversed(in_rank) if one.row is not None)
@@ -310,7 +311,7 @@ class Scheduler:
         return chunks
 
     def _draft(self, sequence: Sequence, num_left: int) -> tuple[int, tuple[int, ...]]:
-        """How many drafts to verify, and which they are if the host has them."""
+        """How many drafts to verify, and their ids if the host has them."""
         most = min(self.decode_tokens - 1, num_left)
         if most <= 0 or self._speculator is None:
             return max(most, 0), ()
@@ -318,7 +319,8 @@ class Scheduler:
 
     def _prompt_budget(self, num_decoded: int) -> int:
         """Prompt tokens in this step. Decoding rows wait for them: briefly while few prompt tokens
-        are left, longer when a large backlog would otherwise never shrink."""
+        are left, longer when a large backlog would otherwise never shrink.
+        """
         is_alone = len(self._sequences) == 1
         budget = (self.max_step_tokens if is_alone else self.shared_step_tokens) - num_decoded
         if self._turns.is_interactive_near:
@@ -328,16 +330,17 @@ class Scheduler:
         return max(budget, self.page_size)
 
     def _backlog(self) -> int:
-        """Prompt tokens to compute, of the running sequences and of as many waiting ones as may
-        run."""
+        """Remaining prompt tokens of the running sequences and of as many waiting ones as may
+        run.
+        """
         prompts = [sequence for sequence in self._running if sequence not in self._decoding]
         prompts += islice(self._waiting, self.max_rows)
         return sum(len(sequence.tokens) - sequence.num_computed for sequence in prompts)
 
     def _plan_overtakers(
         self, prompts: list[Sequence], budget: int
-    ) -> tuple[list[Chunk], list[Chunk]]:  # of running sequences, and of sequences admitted for it
-        """The part of a step that belongs to short prompts behind long ones.
+    ) -> tuple[list[Chunk], list[Chunk]]:  # for running sequences, and for newly admitted ones
+        """The part of a step that is reserved for short prompts behind long ones.
 
         A long prompt gets at least the rest of every step: others overtake it but never stop it.
         """
@@ -354,7 +357,7 @@ class Scheduler:
         return chunks, self._admit_overtakers(budget, share, is_behind=place < len(prompts))
 
     def _admit_overtakers(self, budget: int, share: int, is_behind: bool) -> list[Chunk]:
-        """`is_behind`: every waiting sequence is behind a long prompt that runs."""
+        """`is_behind`: every waiting sequence is behind a running long prompt."""
         chunks: list[Chunk] = []
         first_long: Sequence | None = None
         num_lookups = num_pages = 0
@@ -403,15 +406,16 @@ class Scheduler:
             num_tokens = self._chunk_len(sequence, sequence.num_computed, min(budget, room))
             if num_tokens:
                 new_pages = self.cache.reserve(sequence, num_tokens)
-                assert new_pages is not None, "there was room for them"
+                assert new_pages is not None, "the room was checked"
                 chunks.append(self._chunk(sequence, num_tokens, len(new_pages)))
                 budget -= num_tokens
         return chunks
 
     def _admit_waiting(self, budget: int) -> list[Chunk]:
-        """Strictly in turn, so that no sequence is overtaken for ever. Two exceptions: a sequence
-        that waits for a leader is passed, and for a limited time tenants below their share pass one
-        that waits for memory."""
+        """Strictly in order, so that no sequence is overtaken forever. Two exceptions: a sequence
+        that waits for a leader is skipped, and for a limited time tenants below their share
+        overtake one that waits for memory.
+        """
         chunks: list[Chunk] = []
         num_passed = num_pages = 0
         self._refused, holdings = None, None
@@ -421,7 +425,7 @@ class Scheduler:
                 break
             if num_passed == self.max_rows:
                 break
-            if sequence.steps_in_flight:  # preempted: the host does not know all of its tokens yet
+            if sequence.steps_in_flight:  # preempted: the host has not read all of its tokens yet
                 break
             is_out_of_turn = holdings is not None and not self._may_pass(sequence, holdings)
             is_out_of_turn = is_out_of_turn or self._background().holds_back(sequence)
@@ -464,10 +468,11 @@ class Scheduler:
         self, sequence: Sequence, hit: PrefixHit, budget: int, spare_pages: int = 0
     ) -> Chunk | None:
         """Gives it a row, memory and a first chunk within the budget. None: impossible, and nothing
-        changed."""
+        changed.
+        """
         num_tokens = self._chunk_len(sequence, hit.num_tokens, budget)
         is_alone = not (self._running or self._in_flight)
-        spare_pages += self._num_spoken_for()
+        spare_pages += self._num_reserved_pages()
         if num_tokens == 0 or not self.cache.admit(
             sequence, hit, spare_pages=spare_pages, ends_sessions=is_alone
         ):
@@ -480,17 +485,17 @@ class Scheduler:
         return self._chunk(sequence, num_tokens, len(sequence.pages))
 
     def _chunk_len(self, sequence: Sequence, start: int, budget: int) -> int:
-        """All that is left, or as many whole pages as the budget allows."""
+        """All remaining tokens, or as many whole pages as the budget allows."""
         num_left = len(sequence.tokens) - start
         if num_left <= budget:
             return num_left
         return budget // self.page_size * self.page_size
 
-    def _num_spoken_for(self) -> int:
+    def _num_reserved_pages(self) -> int:
         """Pages that running sequences will need soon, to complete their prefills and to decode.
 
-        Admissions leave these pages alone, so prefills can always continue once the decoding
-        sequences have left: running prefills never hold all pages between them.
+        Admissions leave these pages free, so prefills can always continue once the decoding
+        sequences have left: running prefills cannot deadlock by holding all pages.
         """
         num_prefill = sum(
             self.cache.pages_for(len(sequence.tokens)) - len(sequence.pages)
@@ -540,7 +545,7 @@ class Scheduler:
         return plan
 
     def _row_plan(self, chunk: Chunk) -> RowPlan:
-        # Made after all admissions of the step: running sequences come before cached ones.
+        # After all admissions of the step: running sequences come before cached ones.
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         may_move = chunk.is_decode and not chunk.keep.slot and self._is_in_slot(sequence)
         if may_move and chunk.start % self.page_size == 0:
@@ -566,7 +571,7 @@ class Scheduler:
         )
 
     def _keep_passed_state(self, chunk: Chunk) -> Chunk:
-        """With drafts, a decode may pass a page boundary anywhere in what it replays."""
+        """With drafts, a decode may cross a page boundary anywhere in its replay."""
         sequence = chunk.sequence
         if not chunk.is_decode or (not sequence.keep.slot and self._is_in_slot(sequence)):
             return chunk
@@ -575,7 +580,8 @@ class Scheduler:
 
     def _is_in_slot(self, sequence: Sequence) -> bool:
         """Whether its slot will hold the state of all tokens before its next one: no drafts are in
-        flight, and none that were right wait in a journal."""
+        flight, and no accepted drafts are left in a journal.
+        """
         if self.decode_tokens == 1:
             return True
         has_drafts = sequence.max_in_flight > sequence.steps_in_flight
@@ -599,7 +605,7 @@ class Scheduler:
             self._speculator.note_tokens(sequence, chunk.num_drafts, token_ids)
         sequence.steps_in_flight -= 1
         sequence.max_in_flight -= chunk.max_new_tokens
-        if sequence.row is not None:  # else it was preempted, and nothing of it is computed
+        if sequence.row is not None:  # otherwise it was preempted, and nothing is computed
             sequence.num_computed -= chunk.max_new_tokens - len(token_ids)
             start = len(sequence.tokens) - chunk.is_decode  # tokens before this step's, or all
             if sequence.keep.slot:
@@ -623,20 +629,21 @@ class Scheduler:
         )
 
     def num_certain(self, sequence: Sequence) -> int:
-        """How many tokens that are certain `append_certain` may take: none while others of the
-        sequence are in flight. One at least is left to sample. They fit into pages that it has: a
-        prompt that waited for pages could wait for another one that does too."""
+        """How many tokens `append_certain` may append: none while others of the sequence are in
+        flight. At least one is left to sample. They must fit into its pages: otherwise two prompts
+        could wait for each other's pages.
+        """
         if sequence not in self._decoding or sequence.steps_in_flight or sequence.finish:
             return 0
         if len(sequence.tokens) - sequence.num_in_slot > 1:
-            return 0  # drafts that were right wait in a journal, which only a decode replays
+            return 0  # accepted drafts are in a journal, which only a decode replays
         end = self._limits[sequence].max_num_tokens - 1
         if self.cache.has_pages:
             end = min(end, len(sequence.pages) * self.page_size)
         return max(end - len(sequence.tokens), 0)
 
     def append_certain(self, sequence: Sequence, token_ids: tuple[int, ...]) -> TokenDelta:
-        """Tokens that need not be sampled: the next step computes them like those of a prompt."""
+        """Appends tokens that need not be sampled: the next step computes them like a prompt's."""
         assert len(token_ids) <= self.num_certain(sequence)
         sequence.tokens += token_ids
         self._decoding.discard(sequence)
@@ -658,7 +665,8 @@ class Scheduler:
         self, sequence: Sequence, start: int, scores: PromptScores
     ) -> Iterator[TokenDelta]:
         """The scores of a chunk that were not sent before the sequence was preempted, in parts
-        small enough that a server can decode them without delaying others."""
+        small enough that a server can decode them without delaying others.
+        """
         assert start <= sequence.num_scored, "scores of a prompt are missing"
         max_tokens = max(1, DELTA_SCORES // (scores.num_top + 1))
         for first in range(sequence.num_scored - start, len(scores), max_tokens):

@@ -1,8 +1,9 @@
-"""Who drafts, and how many tokens of a sequence the next step verifies. Never touches a tensor.
+"""Chooses the drafter, and how many tokens of a sequence the next step verifies. Never touches a
+tensor.
 
-A drafter of the host proposes tokens when a step is planned, so it must know all tokens so far. The
-drafting head runs on the device: here only the number of its drafts is decided. Where a grammar
-leaves no choice, what it forces is the draft. `DraftPace` says how many drafts pay.
+A drafter on the host proposes tokens when a step is planned, so it must know all tokens so far. The
+drafting head runs on the device: only the number of its drafts is decided here. Where a grammar
+leaves no choice, the forced tokens are the drafts. `DraftPace` decides how many drafts pay off.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from penstock.engine.suffix_drafter import SuffixDrafter
 from penstock.types import DraftCount, DraftStats, Sequence, StepPlan
 
 Propose = Callable[[Sequence, int], tuple[int, ...]]
-GRAMMAR = "grammar"  # drafts of what it forces
+GRAMMAR = "grammar"  # drafts that a grammar forces
 
 
 class HostDrafter(Protocol):
-    is_costly: bool  # a proposal takes time like a step: it is made only where drafts pay
+    is_costly: bool  # a proposal takes as long as a step: made only if drafts pay off
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Tokens that may follow those of the sequence, at most so many."""
+        """At most `most` tokens that may follow those of the sequence."""
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence has ended, and has said all it will."""
+        """The sequence has ended; it gets no more tokens."""
 
 
 HOST_DRAFTERS: dict[str, Callable[[], HostDrafter]] = {
@@ -39,15 +40,16 @@ HOST_DRAFTERS: dict[str, Callable[[], HostDrafter]] = {
 
 
 class Guess:
-    """What the host would draft, compared with the tokens that come, in one step or in several: so
-    acceptance is known while nothing is drafted."""
+    """What the host would draft, compared with the tokens that are sampled, in one step or in
+    several: measures acceptance while nothing is drafted.
+    """
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self.token_ids = token_ids
         self.num_right = 0
 
     def settles(self, new_ids: tuple[int, ...]) -> bool:
-        """Whether these tokens show how many of the guess are right."""
+        """Whether these tokens determine how many of the guess are right."""
         for token_id in new_ids:
             if self.token_ids[self.num_right] != token_id:
                 return True
@@ -62,13 +64,13 @@ class Speculator:
         self,
         speculation: Speculation,
         forced_ids: Propose = lambda *_: (),
-        most_drafts: Callable[[int], int] | None = None,  # of so many rows; None: any number
+        most_drafts: Callable[[int], int] | None = None,  # by number of rows; None: no limit
     ) -> None:
         self.speculation = speculation
         self.most_drafts = most_drafts
         new_drafter = HOST_DRAFTERS.get(speculation.kind)
         self.drafter: HostDrafter | None = None if new_drafter is None else new_drafter()
-        # None: all drafts are worth their time.
+        # None: every draft pays off.
         self.pace: DraftPace | None = DraftPace() if speculation.num_drafts else None
         self._forced_ids = forced_ids
         guesses = [FIRST_GUESS] * speculation.num_drafts
@@ -76,11 +78,11 @@ class Speculator:
         self._of_request: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._drafted_by: WeakKeyDictionary[Sequence, str] = WeakKeyDictionary()
         self._guesses: WeakKeyDictionary[Sequence, Guess] = WeakKeyDictionary()
-        self._num_rows = self._step = 0  # of the plan that is being made
-        self._common = 0  # drafts of every row of it
-        self._beside_prompts = False  # whether prompts are computed in the same step
+        self._num_rows = self._step = 0  # of the current plan
+        self._common = 0  # drafts per row, the same for all of its rows
+        self._beside_prompts = False  # whether the same step also prefills
         self._is_settled = True  # the last step that ended left no drafts to replay
-        self._num_drafted: Counter[tuple[str, int]] = Counter()  # by drafter and place
+        self._num_drafted: Counter[tuple[str, int]] = Counter()  # by drafter and position
         self._num_accepted: Counter[tuple[str, int]] = Counter()
         self._num_decodes = self._num_tokens = 0
         self._num_tokens_timed = 0
@@ -88,7 +90,7 @@ class Speculator:
 
     @property
     def decode_tokens(self) -> int:
-        """That a step brings at most: its drafts, and one more."""
+        """The most tokens that a step adds: its drafts, and one more."""
         return 1 + self.speculation.num_drafts
 
     @property
@@ -97,8 +99,10 @@ class Speculator:
         return self.drafter is not None
 
     def start_plan(self, decoding: Collection[Sequence], beside_prompts: bool = False) -> None:
-        """These sequences decode. In a graph all rows have equally many places, so one number of
-        drafts is chosen for all of them, and none beside prompts; elsewhere, each has its own."""
+        """These sequences decode. In a graph all rows have the same number of positions, so one
+        number of drafts is chosen for all of them, and none in a mixed step; without graphs, each
+        has its own.
+        """
         self._num_rows = num_rows = len(decoding)
         self._beside_prompts = beside_prompts
         if self.pace is None or not num_rows:
@@ -111,7 +115,7 @@ class Speculator:
                 self._common = self.pace.num_drafts(num_rows, rates, most, self._step)
 
     def drafts(self, sequence: Sequence, most: int) -> tuple[int, tuple[int, ...]]:
-        """How many, and which if the host has them."""
+        """How many, and their ids if the host has them."""
         if self.most_drafts is not None:
             most = 0 if self._beside_prompts else min(most, self.most_drafts(self._num_rows))
         if not most:
@@ -120,26 +124,26 @@ class Speculator:
         knows_all = not sequence.steps_in_flight
         is_constrained = sequence.request.sampling.grammar is not None
         if knows_all and is_constrained:
-            draft_ids = self._forced_ids(sequence, most)  # always right
+            draft_ids = self._forced_ids(sequence, most)  # always accepted
         self._drafted_by[sequence] = GRAMMAR if draft_ids else self.speculation.kind
         if draft_ids:
             return len(draft_ids), draft_ids
         if self.drafter is not None:
             if self.drafter.is_costly:
-                most = self._paying(sequence, most)
+                most = self._num_paying(sequence, most)
                 draft_ids = self.drafter.propose(sequence, most) if knows_all and most else ()
                 return len(draft_ids), draft_ids
             draft_ids = self.drafter.propose(sequence, most) if knows_all else ()
             if draft_ids and sequence not in self._guesses:
                 self._guesses[sequence] = Guess(draft_ids)
-            draft_ids = draft_ids[: self._paying(sequence, len(draft_ids))]
+            draft_ids = draft_ids[: self._num_paying(sequence, len(draft_ids))]
             return len(draft_ids), draft_ids
-        # The mask of a place depends on the draft before it, which only the device has.
+        # The mask of a position depends on the draft before it, which only the device has.
         is_masked = is_constrained or bool(sequence.request.banned)
-        return (0 if is_masked else self._paying(sequence, most)), ()
+        return (0 if is_masked else self._num_paying(sequence, most)), ()
 
-    def _paying(self, sequence: Sequence, most: int) -> int:
-        """How many of so many drafts are worth their time."""
+    def _num_paying(self, sequence: Sequence, most: int) -> int:
+        """How many of up to `most` drafts pay off."""
         if self.pace is None or not most:
             return most
         if self.most_drafts is not None:
@@ -148,7 +152,7 @@ class Speculator:
         return self.pace.num_drafts(self._num_rows, rates, most, self._step)
 
     def note_tokens(self, sequence: Sequence, num_drafts: int, token_ids: tuple[int, ...]) -> None:
-        """A decode has brought these tokens, which are not in the sequence yet."""
+        """A decode has produced these tokens, which are not in the sequence yet."""
         self._num_decodes += 1
         self._num_tokens += len(token_ids)
         guess = self._guesses.get(sequence)
@@ -181,7 +185,7 @@ class Speculator:
             return
         num_rows = len(plan.rows)
         width = 1 + max(row.num_drafts for row in plan.rows)
-        if plan.has_drafts or was_settled:  # else it is no plain step: it has replayed drafts
+        if plan.has_drafts or was_settled:  # otherwise it is not a plain step: it replayed drafts
             self.pace.note_step(num_rows, width, seconds)
         if plan.has_drafts:
             self._saved_s += self.pace.note_gain(num_rows, width, num_new, seconds)

@@ -1,10 +1,10 @@
-"""A step's own numbers in one host array, so that they reach the device in one copy. Knows no
+"""Packs a step's integers into one host array, so that they reach the device in one copy. Knows no
 tensor.
 
-A step is packed as it is, or padded to a `StepSize`, a fixed layout with decodes first. Then every
-step of that size has the same numbers in the same places. The host does not know where a decode
-starts: it packs what must be added to its row's numbers on the device. A prompt's numbers are added
-to those of the padding row, which never change: it has one token, with id 0.
+A step is packed as it is, or padded to a `StepSize`, a fixed layout with decodes first, in which
+every value has a fixed position. The host does not know where a decode starts: it packs offsets
+that the device adds to the row's values. A prompt's offsets are added to those of the padding row,
+which never change: it has one token, with id 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PADDING_LEN = 1  # tokens of the padding row
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """How many rows, tokens and blocks the rows of a step have."""
+    """The numbers of rows, tokens and blocks in a step."""
 
     num_decodes: int
     num_prompts: int
@@ -43,7 +43,7 @@ class RowCounts:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """Room for decodes, and for prompts: rows whose tokens the host has."""
+    """Capacity for decodes, and for prefills: rows whose tokens the host has."""
 
     num_decodes: int
     num_prompts: int
@@ -59,12 +59,13 @@ class StepSize:
 
     @property
     def num_blocks(self) -> int:
-        """A prompt may begin and end inside an aligned block."""
+        """A prefill may begin and end inside an aligned block."""
         return self.num_prompt_tokens // BLOCK_TOKENS + self.num_prompts
 
     def spans(self, spans: Sequence[RowSpan]) -> tuple[RowSpan, ...]:
-        """The rows as the host knows them, in their places. Kernels may rely only on which of them
-        are decodes: that holds for every step of this size."""
+        """The rows as the host knows them, at their positions. Kernels may rely only on which of
+        them are decodes: that holds for every step of this size.
+        """
         decodes = [span for span in spans if span.is_decode]
         prompts = [span for span in spans if not span.is_decode]
         decodes += [RowSpan(1, 1)] * (self.num_decodes - len(decodes))
@@ -79,7 +80,7 @@ class StepSize:
         )
 
     def place_of(self, rows: Sequence[RowPlan]) -> list[int]:
-        """The place of each row of a plan."""
+        """The index of each row of a plan."""
         decodes, prompts = (
             iter(range(self.num_decodes)),
             iter(range(self.num_decodes, self.num_rows)),
@@ -89,7 +90,7 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    parts: dict[str, np.ndarray]  # int64, in the order in which they are packed
+    parts: dict[str, np.ndarray]  # int64, in packing order
 
     @property
     def numbers(self) -> np.ndarray:
@@ -101,7 +102,9 @@ class PackedStep:
 
 
 def span_of(row: RowPlan, context_len: int = 1) -> RowSpan:
-    """Of a decode with that context; only the device has it, and only references need it."""
+    """For a decode with that context length; only the device knows it, and only reference ops need
+    it.
+    """
     if row.is_decode:
         num_drafts = row.num_drafts
         return RowSpan(1 + num_drafts, context_len + num_drafts, num_drafts=num_drafts)
@@ -114,12 +117,12 @@ def pack_step(rows: Sequence[RowPlan], padding_row: int) -> PackedStep:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlaces:
-    """Where the tokens of decodes are in a step with drafts, and the rows that attention sees."""
+    """The positions of decode tokens in a step with drafts, and the rows that attention sees."""
 
     places: list[int]  # of drafts among the step's tokens
-    rows: list[int]  # of the row table, of these drafts
+    rows: list[int]  # table rows of these drafts
     columns: list[int]  # 0 is a row's first draft
-    row_of_query: list[int]  # the plan's row, of every row that attention sees
+    row_of_query: list[int]  # the plan's row of every attention row
     queries: list[int]  # first token of each of them, and one past the last
     spans: tuple[RowSpan, ...]
 
@@ -171,7 +174,7 @@ def pack_padded(rows: Sequence[RowPlan], size: StepSize, padding_row: int) -> Pa
 
 
 def _join(parts: dict[str, np.ndarray]) -> PackedStep:
-    """Positions and lengths side by side: the device adds their bases in one operation."""
+    """Positions and lengths are adjacent: the device adds their bases in one operation."""
     parts["places"] = np.concatenate((parts.pop("positions"), parts.pop("context_lens")))
     parts["bases"] = np.concatenate((parts.pop("position_bases"), parts.pop("context_bases")))
     return PackedStep(parts)
@@ -183,7 +186,7 @@ def _pack(rows: Sequence[RowPlan], padding_row: int) -> dict[str, np.ndarray]:
     query_start = np.concatenate(([0], num_tokens.cumsum()))
     row_ids = np.array([row.row for row in rows], dtype=np.int64)
     bases = np.array([row.row if row.is_decode else padding_row for row in rows], dtype=np.int64)
-    # Less the length of its base: a decode's last token is the last one of its context.
+    # Minus the length of its base: a decode's last token is the last one of its context.
     starts = np.array([-1 if row.is_decode else row.start - PADDING_LEN for row in rows], np.int64)
     token_ids = [row.token_ids or (0,) * row.num_tokens for row in rows]
     return {

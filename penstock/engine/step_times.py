@@ -1,7 +1,7 @@
-"""How long captured decode steps take, by rows and tokens a row: measured once, at start.
+"""Measures captured decode steps by rows and tokens per row, once at start.
 
-Rows get different tokens, so that they choose different experts, and gain none: they stay at the
-beginning of an empty context. A running engine measures its own steps and corrects these
+Rows get different tokens, so that they choose different experts. They gain no tokens and stay at
+the beginning of an empty context. A running engine measures its own steps and corrects these
 (`draft_pace.py`).
 """
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from penstock.engine.graphs import Launch
     from penstock.engine.runner import Runner
 
-StepSeconds = dict[tuple[int, int], float]  # rows, tokens a row
-UNTIMED, TIMED = 2, 5  # steps of a shape
+StepSeconds = dict[tuple[int, int], float]  # by (rows, tokens per row)
+UNTIMED, TIMED = 2, 5  # steps per shape
 
 
 def measure_steps(runner: Runner) -> StepSeconds:
-    """Of every shape that drafts, and of plain steps of as many rows."""
+    """For every shape with drafts, and for plain steps with as many rows."""
     graphs, drafts = runner.graphs, runner.draft_graphs
     if graphs is None or drafts is None:
         return {}
@@ -40,12 +40,12 @@ def measure_steps(runner: Runner) -> StepSeconds:
             if size.num_rows == num_rows:
                 launch = partial(drafts.replay, standing, size, "greedy")
                 seconds[num_rows, size.width] = _time(runner, launch)
-    _forget(runner)
+    _reset_rows(runner)
     return seconds
 
 
 def _time(runner: Runner, launch: Launch) -> float:
-    _start_anywhere(runner)
+    _randomize_rows(runner)
     for _ in range(UNTIMED):
         launch()
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]
@@ -58,17 +58,17 @@ def _time(runner: Runner, launch: Launch) -> float:
     return statistics.median(times)
 
 
-def _start_anywhere(runner: Runner) -> None:
-    """Gives every row a token and, for the drafting head, a state of its own."""
+def _randomize_rows(runner: Runner) -> None:
+    """Gives every row its own token and, for the drafting head, its own state."""
     table = runner.rows
-    _forget(runner)
+    _reset_rows(runner)
     table.last_token[:-1].random_(0, table.vocab_size)
     if runner.drafter is not None:
         runner.drafter.hidden[:-1].normal_()
 
 
-def _forget(runner: Runner) -> None:
-    """No row has begun; what the steps have written is page 0 and slot 0, which nobody owns."""
+def _reset_rows(runner: Runner) -> None:
+    """Resets all rows; the steps wrote only to page 0 and slot 0, which belong to no sequence."""
     table = runner.rows
     table.context_len.fill_(PADDING_LEN)
     for numbers in (table.last_token, table.num_accepted, table.drafts):

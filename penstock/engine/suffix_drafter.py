@@ -1,9 +1,9 @@
-"""Drafts from the longest suffix that came before: in the prompt, the reply, or an earlier reply of
-the same tenant.
+"""Drafts from the longest suffix that occurred before: in the prompt, the reply, or an earlier
+reply to the same tenant.
 
-Every text knows the places of its n-grams, so that a look-up needs no search; each place is
-followed backwards, and the one that agrees the longest decides. The longer it agrees, the more is
-drafted. Replies are kept by cache scope: tenants draft nothing from each other's.
+Every text indexes the positions of its n-grams, so a look-up needs no search; each match is
+extended backwards, and the longest one wins. The longer the match, the more tokens are drafted.
+Replies are kept by cache scope: tenants never draft from each other's.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 from penstock.types import Sequence
 
 LENGTH = 3  # of the n-grams: the shortest suffix that counts
-LONGEST = 32  # no longer suffix is compared
-NUM_PLACES = 8  # of an n-gram that are looked at, the latest
-NUM_REPLIES = 64  # that a scope keeps
+LONGEST = 32  # longer suffixes are not compared
+NUM_PLACES = 8  # most recent positions of an n-gram to compare
+NUM_REPLIES = 64  # kept per scope
 NUM_SCOPES = 256
 
 
@@ -38,7 +38,7 @@ class SuffixDrafter:
         return text.after(end, min(most, 2 * length)) if length else ()
 
     def end(self, sequence: Sequence) -> None:
-        """Its reply is what later requests of the tenant may repeat."""
+        """Keeps its reply, which later requests of the tenant may repeat."""
         reply = _Text(sequence.tokens[sequence.num_prompt_tokens :])
         reply.read()
         scope = sequence.request.cache_scope
@@ -55,7 +55,9 @@ class _Text:
         self._num_read = LENGTH
 
     def read(self) -> None:
-        """The n-grams of new tokens, less the one at the very end, which nothing follows."""
+        """Indexes the n-grams of new tokens, except the one at the very end, which nothing
+        follows.
+        """
         tokens = self._tokens
         for end in range(self._num_read, len(tokens)):
             key = tuple(tokens[end - LENGTH : end])
@@ -63,7 +65,7 @@ class _Text:
         self._num_read = max(self._num_read, len(tokens))
 
     def find(self, tokens: list[int]) -> tuple[int, int]:
-        """How long the longest suffix of `tokens` is that came here, and where it ended."""
+        """The length of the longest suffix of `tokens` that occurs here, and where it ends."""
         best, best_end = 0, 0
         for end in reversed(self._ends.get(tuple(tokens[-LENGTH:]), ())):
             length = LENGTH
@@ -76,6 +78,6 @@ class _Text:
         return best, best_end
 
     def after(self, end: int, num_tokens: int) -> tuple[int, ...]:
-        """What followed; a text that repeats itself goes on to do so."""
+        """The tokens that followed; a text that repeats itself is expected to continue."""
         period = len(self._tokens) - end
         return tuple(self._tokens[end + place % period] for place in range(num_tokens))

@@ -1,9 +1,9 @@
-"""Where the time of steps goes, by phase and by layer, with `--timing`: one line a second.
+"""Where the time of steps goes, by phase and by layer, with `--timing`: one line per second.
 
-Every op is timed on its device, so steps are launched op by op and not as graphs: they are slower
-than without, and their shares are right. A kernel does what belongs together, and so a phase has
-what its kernels do: `projection` includes the norm before it and the residual after it, `route` its
-norm, `expert` the shared expert and the weighted sum. On a CPU `io` is what the store waited for.
+Every op is timed on its device, so steps are launched op by op and not as graphs: they are slower,
+but the proportions hold. A phase includes everything its fused kernels compute: `projection`
+includes the norm before it and the residual after it, `route` its norm, `expert` the shared expert
+and the weighted sum. On a CPU `io` is the time the store waited.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ PHASE_OF = {
     "sparse_mlp": "expert",
 }
 PHASES = ("norm", "projection", "attention", "route", "io", "expert", "other")
-LAST_OPS = ("sparse_mlp", "swiglu_linear")  # of a layer
+LAST_OPS = ("sparse_mlp", "swiglu_linear")  # the last op of a layer
 LINE_S = 1.0
 
-Interval = tuple[str, int, Callable[[], float]]  # phase, layer, seconds once they are known
+Interval = tuple[str, int, Callable[[], float]]  # phase, layer, seconds when available
 
 
 @dataclass(slots=True)
 class StepTimer:
     device: torch.device
     to: TextIO = field(default_factory=lambda: sys.stderr)
-    waited_s: Callable[[], float] = lambda: 0.0  # of a store that copies without an op
+    waited_s: Callable[[], float] = lambda: 0.0  # for a store that copies without an op
     # Since the last line.
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by phase
     by_layer: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -97,7 +97,7 @@ class StepTimer:
         return record
 
     def collect(self) -> None:
-        """Adds up what was timed since; waits for the device."""
+        """Adds up the new intervals; waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for phase, layer, seconds in self._intervals:
@@ -118,11 +118,11 @@ class StepTimer:
         self.num_steps, self._started = 0, now
 
     def line(self, elapsed: float) -> str:
-        """Milliseconds of a step by phase, and its slowest layer."""
+        """Milliseconds per step by phase, and the slowest layer."""
         count = max(self.num_steps, 1)
         parts = [f"{1e3 * self.seconds[one] / count:.2f} {one}" for one in PHASES]
         slowest, spent = max(self.by_layer.items(), key=lambda one: one[1], default=(0, 0.0))
         return (
-            f"timing: {self.num_steps / elapsed:.1f} steps/s, ms a step: {', '.join(parts)}; "
+            f"timing: {self.num_steps / elapsed:.1f} steps/s, ms per step: {', '.join(parts)}; "
             f"slowest layer {slowest}: {1e3 * spent / count:.2f}"
         )

@@ -1,11 +1,9 @@
-"""The engine as a process of its own: `python -m penstock.engine.worker --socket PATH`, config on
-stdin.
+"""The engine process: `python -m penstock.engine.worker --socket PATH`, config on stdin.
 
 Connects to the server that started it, reports the phases of loading, runs one small request as a
-check, and then steps while there is work. It sleeps on its inbox when there is none. A second
-thread reads the server's messages and answers its pings, however long a step takes. It knows token
-ids and messages, no HTTP and no text. It exits when the server is gone, so it never becomes an
-orphan.
+check, and then steps while there is work. Otherwise it blocks on its inbox. A second thread reads
+the server's messages and answers its pings, however long a step takes. It knows token ids and
+messages, no HTTP and no text. It exits when the server is gone, so it never becomes an orphan.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ log = logging.getLogger("penstock.engine")
 
 WARM_UP_TOKENS = 3
 RANK_GRACE_S = 2.0  # for a step to notice that a rank is gone
-MAX_INTAKE_S = 0.005  # for new requests between two steps: running replies wait for them
+MAX_INTAKE_S = 0.005  # for accepting requests between two steps: running replies wait meanwhile
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
@@ -100,23 +98,22 @@ def main() -> int:
     inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
     clock = StepClock()
     threading.Thread(target=_read_messages, args=(channel, inbox, clock), daemon=True).start()
-    gc.disable()  # while imports and weights make objects that stay
+    gc.disable()  # while imports and weights create permanent objects
     try:
         engine = start_engine(sys.stdin.buffer.read(), channel)
         channel.send(Ready(engine.info))
         gc.enable()
         gc.collect()
-        # A collection that scans all of torch's objects again would delay a step by a tenth of a
-        # second.
+        # Scanning all of torch's objects again would delay a step by a tenth of a second.
         gc.freeze()
         serve(engine, channel, inbox, clock)
     except ServerGoneError:
         return 0
     except PenstockError as error:
-        return _say_goodbye(channel, error)
+        return _send_dying(channel, error)
     except Exception as error:
         log.exception("the engine stopped")
-        return _say_goodbye(channel, _unexpected(error))
+        return _send_dying(channel, _unexpected(error))
     finally:
         gc.unfreeze()
         channel.close()
@@ -124,7 +121,7 @@ def main() -> int:
 
 
 def die_with_the_server() -> None:
-    """A stopped process cannot see that its server is gone; the kernel can, and kills it."""
+    """A stopped process cannot notice that its server is gone; the kernel can, and kills it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -133,7 +130,8 @@ def _read_messages(
     channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine], clock: StepClock
 ) -> None:
     """The reader thread. When the server is gone, the main thread may still be loading or in a
-    device call, and there is nothing to save: exiting at once frees the device's memory soonest."""
+    device call, and there is nothing to save: exiting at once frees the device's memory soonest.
+    """
     try:
         while (message := _receive(channel)) is not None:
             if isinstance(message, Ping):
@@ -145,13 +143,13 @@ def _read_messages(
     except ServerGoneError:
         pass
     except WireError:
-        log.exception("a message of the server cannot be decoded")
+        log.exception("a message from the server cannot be decoded")
         os._exit(1)
     os._exit(0)
 
 
 def _receive(channel: EngineChannel) -> ToEngine | None:
-    """The next message; a request that cannot be read is refused, and other requests continue."""
+    """The next message; an unreadable request is refused, and other requests continue."""
     while True:
         try:
             return channel.receive()
@@ -160,7 +158,7 @@ def _receive(channel: EngineChannel) -> ToEngine | None:
             channel.send(Rejected(error.request_id, ErrorFields.of(error)))
 
 
-def _say_goodbye(channel: EngineChannel, error: PenstockError) -> int:
+def _send_dying(channel: EngineChannel, error: PenstockError) -> int:
     with contextlib.suppress(ServerGoneError):
         channel.send(Dying(ErrorFields.of(error)))
     return 1
@@ -187,7 +185,7 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
     def report(phase: Phase) -> None:
         channel.send(Progress(phase))
 
-    # Importing it before the channel is open would mean seconds without a report.
+    # Importing before the channel is open would mean seconds without a progress report.
     with timed("libraries", report):
         from penstock.engine.device import leave_a_core, select_device
         from penstock.engine.engine import Engine
@@ -196,35 +194,37 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
     select_device(config.device)
     engine = Engine.from_config(config, report, config.tokenizer)
     if engine.other_ranks is not None:
-        _die_with_a_rank(engine.other_ranks, channel)
+        _exit_with_rank(engine.other_ranks, channel)
     with timed("warm-up", report):
         warm_up(engine)
     if config.warm_prompt:
         with timed("system prompt", report):
             for tenant in config.warm_tenants:
                 warm_up(engine, config.warm_prompt, tenant)
-    with timed("grammars", report):  # later, it would delay all replies
+    with timed("grammars", report):  # later this would delay all replies
         engine.warm_up_grammars()
     return engine
 
 
-def _die_with_a_rank(group: RankGroup, channel: EngineChannel) -> None:
-    """The main thread sees a failed collective and says why it ends. One that waits in a device
-    call for ever is not waited for."""
+def _exit_with_rank(group: RankGroup, channel: EngineChannel) -> None:
+    """Normally the main thread gets the failed collective and reports why it ends. If it is stuck
+    in a device call, the process exits anyway.
+    """
     abort = group.on_failure
 
     def end(error: PenstockError) -> None:
         abort(error)
         time.sleep(RANK_GRACE_S)
-        _say_goodbye(channel, error)
+        _send_dying(channel, error)
         os._exit(1)
 
     group.on_failure = end
 
 
 def warm_up(engine: Engine, prompt: tuple[int, ...] = (0,), tenant: str = "") -> None:
-    """Runs one request before the first client's. Afterwards kernels, allocations and graphs exist,
-    and the prompt is in the prefix cache."""
+    """Runs one request before the first client's, so that kernels, allocations and graphs exist and
+    the prompt is in the prefix cache.
+    """
     sampling = SamplingParams(max_tokens=WARM_UP_TOKENS)
     pooling = None if engine.info.has_head else Pooling()
     engine.submit(
@@ -239,7 +239,8 @@ def serve(
 ) -> None:
     """Steps and answers until the server sends Shutdown. The server is told in advance which
     requests take part in a step, so if the step crashes the process, it knows which ones were
-    running."""
+    running.
+    """
     engine.on_start = lambda ids: channel.send(Deltas([TokenDelta(id) for id in ids]))
     while True:
         began = time.monotonic()
@@ -259,9 +260,10 @@ def serve(
 
 
 def send_deltas(deltas: list[TokenDelta], engine: Engine, channel: EngineChannel) -> None:
-    """Sends a step's deltas in one frame, but scores of prompts in frames of their own: a server
-    that reads a frame does nothing else meanwhile. A delta that fits no frame ends its own request
-    only."""
+    """Sends a step's deltas in one frame, but prompt scores in separate frames: a server does
+    nothing else while it reads a frame. A delta that is too large for a frame ends only its own
+    request.
+    """
     for has_scores, group in groupby(deltas, lambda delta: delta.prompt_scores is not None):
         for some in ([delta] for delta in group) if has_scores else (list(group),):
             _send_or_fail(some, engine, channel)
@@ -292,7 +294,7 @@ def handle(message: ToEngine, engine: Engine, channel: EngineChannel) -> None:
                 engine.submit(request)
             except PenstockError as error:
                 channel.send(Rejected(request.id, ErrorFields.of(error)))
-            except Exception as error:  # of any kind: other requests continue
+            except Exception as error:  # any exception: other requests continue
                 log.exception("request %s could not be accepted", request.id)
                 engine.drop(request.id)
                 channel.send(Rejected(request.id, ErrorFields.of(_refused(error))))
@@ -314,5 +316,5 @@ if __name__ == "__main__":
     exit_code = main()
     atexit._run_exitfuncs()  # ranks end, temporary files go
     sys.stderr.flush()
-    # To take torch apart as well would hold up the server's end by half a second.
+    # Tearing down torch as well would delay the server's exit by half a second.
     os._exit(exit_code)

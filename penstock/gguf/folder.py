@@ -35,7 +35,7 @@ def has_file(file: Path) -> bool:
 
 
 def on_disk(file: Path) -> Path:
-    """The file that a person can look at, for messages: of a GGUF file's parts, the file itself."""
+    """The file on disk, for messages: for a part of a GGUF file, the file itself."""
     return file.parent if file.name in FILES and is_gguf(file.parent) else file
 
 

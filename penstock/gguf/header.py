@@ -2,8 +2,8 @@
 
     [magic, version, counts | key, type, value ... | name, dimensions, type, offset ... | data ...]
 
-The data is aligned. Nothing in the file is trusted: a count is compared with the bytes that are
-left before anything is allocated for it, and a tensor's place with the file's size. Every defect
+The data is aligned. Nothing in the file is trusted: a count is compared with the remaining bytes
+before anything is allocated for it, and a tensor's position with the file's size. Every defect
 becomes one CheckpointError.
 """
 
@@ -101,7 +101,7 @@ BOOL, STRING, ARRAY = 7, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The place of a tensor, checked against the size of the file."""
+    """The position of a tensor, checked against the size of the file."""
 
     name: str
     shape: tuple[int, ...]  # in the order of torch: the last dimension is contiguous

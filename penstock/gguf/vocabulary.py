@@ -37,7 +37,7 @@ class Cut:
     pattern: str | None = None  # None: GPT-2's own
     splits_digits: bool = False
     is_nfc: bool = False
-    ignores_merges: bool = False  # a piece that is a token is not merged
+    ignores_merges: bool = False  # a piece that is a token is not split into merges
     adds_bos: bool = False  # unless the file says otherwise
 
 

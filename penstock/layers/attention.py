@@ -1,7 +1,7 @@
 """An attention layer: norm, projections, rope, attention over the cache, output added to the
 residual.
 
-All families share it, with their own numbers. It does not know where its weights come from.
+All families share it, with their own sizes. It does not know where its weights come from.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Attention(nn.Module):
         qkv_bias: bool,
         out_bias: bool,
         qk_norm: bool,
-        gated: bool,  # the output is multiplied by sigmoid of a projection as wide as the queries
-        interleaved_rope: bool,  # rotates (2j, 2j + 1) instead of (j, j + rot/2)
-        window: int,  # tokens a query sees, itself included; 0 is all
-        ranks: Ranks = ALONE,  # each has some heads; of few KV heads, some have the same one
+        gated: bool,  # multiply the output by the sigmoid of a projection as wide as q
+        interleaved_rope: bool,  # rotate (2j, 2j + 1) instead of (j, j + rot/2)
+        window: int,  # tokens a query sees, including itself; 0: all
+        ranks: Ranks = ALONE,  # each has some heads; scarce KV heads are replicated
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -116,8 +116,8 @@ class Attention(nn.Module):
         )
         rows = inputs.attention_rows
         if chosen is not None:
-            # Plain launches, which wait: attention of one token reads keys early, as if they were
-            # of earlier steps.
+            # Plain launches, which wait: single-token attention prefetches keys, assuming that
+            # earlier steps wrote them.
             tokens, rows = chosen.tokens, chosen.rows
             q, gate, hidden = q[tokens], gate[tokens], hidden[tokens]
         attended = paged_attention(

@@ -27,7 +27,7 @@ class DeltaNet(nn.Module):
         value_dim: int,
         conv_kernel: int,
         eps: float,
-        ranks: Ranks = ALONE,  # each has some value heads, and the key heads that belong to them
+        ranks: Ranks = ALONE,  # each has some value heads and their key heads
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -79,7 +79,7 @@ class DeltaNet(nn.Module):
         self.out = Linear(
             whole_value, hidden_size, inputs=(values,), ranks=ranks, dtype=dtype, device=device
         )
-        self.shares: dict[str, Share] = {}  # of plain parameters
+        self.shares: dict[str, Share] = {}  # shards of plain parameters
         if not ranks.is_alone:
             per_head = Share((whole_heads,), ((heads,),))
             conv = Share((conv_kernel, whole_channels), (None, channels))

@@ -17,15 +17,17 @@ from penstock.ops import Journal, Replay, TokenBlocks
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """A row of the step as the host knows it; kernels use it for grid sizes, references to loop."""
+    """A row of the step as the host knows it: for grid sizes of kernels, and for loops of reference
+    ops.
+    """
 
     num_tokens: int
     context_len: int  # tokens visible to the row after this step
     # (tokens of this row, slot): save the state after them
     checkpoints: tuple[tuple[int, int], ...] = ()
-    is_prompt: bool = False  # even if it is one token: computed like a longer row
-    num_drafts: int = 0  # of its tokens: the last ones of a decode
-    num_newest: int = 1  # keys that a decode sees and that this step writes, at most
+    is_prompt: bool = False  # prefill, even of a single token
+    num_drafts: int = 0  # the last tokens of a decode
+    num_newest: int = 1  # most keys visible to a decode that this step writes
 
     @property
     def is_decode(self) -> bool:
@@ -35,8 +37,9 @@ class RowSpan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """The rows of a step as attention sees them: every token of a decode is a row of its own, so
-    that a draft is computed like the plain decode that it stands for."""
+    """The rows of a step as attention sees them: every token of a decode is a separate row, so that
+    a draft is computed exactly like a plain decode.
+    """
 
     context_lens: Tensor  # [R] int64
     page_table: Tensor  # [R, P] int32
@@ -47,10 +50,10 @@ class AttentionRows:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """Of a layer whose other tokens only leave keys and values: one token of each row."""
+    """One token of each row, for a layer in which the others only store keys and values."""
 
-    tokens: Tensor  # [R] int64  which of the step's
-    rows: AttentionRows  # as if each row had only that one
+    tokens: Tensor  # [R] int64  indices among the step's tokens
+    rows: AttentionRows  # as if each row had only that token
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,13 @@ class StepInputs:
     query_start: Tensor  # [R + 1] int64  row r owns tokens query_start[r]:query_start[r + 1]
     context_lens: Tensor  # [R] int64    tokens visible to the row after this step
     page_table: Tensor  # [R, P] int32
-    kv_index: Tensor  # [T] int64     where each token's key and value go: page * page_size + offset
-    state_slots: Tensor  # [R] int64    where the row's recurrent state goes
-    initial_slots: Tensor  # [R] int64   where it comes from; ignored for a row at position 0
-    spans: tuple[RowSpan, ...]  # the rows again, on the host
-    blocks: TokenBlocks  # the rows of several tokens, cut for kernels
+    kv_index: Tensor  # [T] int64     of each token's key and value: page * page_size + offset
+    state_slots: Tensor  # [R] int64    where the row's recurrent state is written
+    initial_slots: Tensor  # [R] int64   where it is read; ignored for a row at position 0
+    spans: tuple[RowSpan, ...]  # the same rows, on the host
+    blocks: TokenBlocks  # rows of several tokens, split into blocks for kernels
     deterministic: bool = False  # results do not depend on the rest of the step
-    replay: Replay | None = None  # of the journals; None: nothing drafts
+    replay: Replay | None = None  # journal replay; None: nothing drafts
     with_drafts: AttentionRows | None = None  # None: no row has drafts
 
     @property
@@ -85,11 +88,11 @@ class StepInputs:
         return self._chosen(self.last_tokens, self.context_lens, self.page_table, self.spans)
 
     def choose(self, tokens: Tensor) -> ChosenTokens:
-        """One token of each row, which only the device may know."""
+        """One token of each row, given on the device."""
         context_lens, pages, spans = self.positions[tokens] + 1, self.page_table, self.spans
-        if len(pages) > len(spans):  # every place has a row of its own there
+        if len(pages) > len(spans):  # every position is a separate row there
             pages = pages[tokens]
-        if tokens.is_cpu:  # references need to know
+        if tokens.is_cpu:  # reference ops need the values
             spans = tuple(RowSpan(1, length) for length in context_lens.tolist())
         return self._chosen(tokens, context_lens, pages, spans)
 
@@ -104,12 +107,13 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys (after norm and rope) and values of one attention layer. Page 0 belongs to nobody.
-    In 8 bits they are codes with a scale for each token and head (`ops/reference/kv_codes.py`)."""
+    """Keys (after norm and rope) and values of one attention layer. Page 0 is padding. With 8 bits
+    they have a scale per token and head (`ops/reference/kv_codes.py`).
+    """
 
     keys: Tensor  # [pages, page_size, Hkv, D]
     values: Tensor  # [pages, page_size, Hkv, D]
-    scales: Tensor | None = None  # [2, pages, page_size, Hkv] float32, of keys and of values
+    scales: Tensor | None = None  # [2, pages, page_size, Hkv] float32, for keys and values
 
     def zero_padding(self) -> None:
         self.keys[0].zero_()
@@ -123,7 +127,7 @@ class StateCache:
     """Recurrent and convolution state of one DeltaNet layer. Padding rows use slot 0."""
 
     recurrent: Tensor  # [slots, Hv, K, V] float32 or float16
-    conv: Tensor  # [slots, W, C]  a ring: the input of position p is at p % W
+    conv: Tensor  # [slots, W, C]  ring buffer: the input of position p is at p % W
     journal: Journal | None = None  # None: nothing drafts
 
     def zero_padding(self) -> None:

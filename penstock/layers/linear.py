@@ -1,7 +1,7 @@
-"""A linear layer with what is fused to it: norm or activation before, bias and residual after.
+"""A linear layer with fused operations: norm or activation before, bias and residual after.
 
-On several ranks, one holds some of its outputs, or some of its inputs: then the products of all
-ranks are added.
+With several ranks, each holds some of its outputs, or some of its inputs: then the partial products
+of all ranks are summed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Linear(nn.Module):
         num_inputs: int,
         num_outputs: int,
         *,
-        weight: Weight | None = None,  # shared with another module: a tied head
+        weight: Weight | None = None,  # shared with another module, as a tied head
         bias: bool = False,
         eps: float | None = None,
         swiglu: bool = False,
-        outputs: Kept | None = None,  # of so many, that this rank computes
-        inputs: Kept | None = None,  # of so many, that it has: the products are then added
+        outputs: Kept | None = None,  # the outputs that this rank computes
+        inputs: Kept | None = None,  # the inputs that this rank has; partial products are summed
         ranks: Ranks = ALONE,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -49,16 +49,16 @@ class Linear(nn.Module):
             num_outputs, num_inputs, dtype=dtype, device=device, share=share
         )
         self.bias = parameter(num_outputs, dtype=dtype, device=device) if bias else None
-        self.shares: dict[str, Share] = {}  # of plain parameters
+        self.shares: dict[str, Share] = {}  # shards of plain parameters
         if bias and share is not None and outputs is not None:
             self.shares["bias"] = Share(share.shape[:1], (outputs,))
 
     def forward(
         self,
         x: Tensor,  # [T, K]
-        residual: Tensor | None = None,  # [T, N], given up: the result may take its place
+        residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
         *,
-        out_dtype: torch.dtype | None = None,  # of a normed product, without rounding before
+        out_dtype: torch.dtype | None = None,  # of a normed GEMM, without intermediate rounding
         deterministic: bool = False,
     ) -> Tensor:  # [T, N]
         if self.norm is not None:
@@ -74,7 +74,7 @@ class Linear(nn.Module):
                 deterministic=deterministic,
             )
         bias = self.bias
-        if not self.ranks.decides:  # these are added once
+        if not self.ranks.decides:  # only one rank adds these
             bias = residual = None
         if self.swiglu:
             out = swiglu_linear(x, self.weight, residual, deterministic=deterministic)

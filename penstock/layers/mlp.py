@@ -1,4 +1,4 @@
-"""Feed-forward layers on the residual stream: dense (SwiGLU), and sparse, with or without a shared
+"""Feed-forward layers on the residual stream: dense (SwiGLU), and MoE, with or without a shared
 expert.
 """
 
@@ -28,7 +28,7 @@ class DenseMLP(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         eps: float,
-        ranks: Ranks = ALONE,  # each has a slice of the inner width
+        ranks: Ranks = ALONE,  # each has a slice of the intermediate size
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -81,7 +81,7 @@ class SparseMLP(nn.Module):
         shared_expert_size: int,  # 0: no shared expert
         normalize: bool,  # make the weights of a token's experts sum to one
         eps: float,
-        ranks: Ranks = ALONE,  # each has a slice of every expert, or some of them whole
+        ranks: Ranks = ALONE,  # each has a slice of every expert, or whole experts
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -96,7 +96,7 @@ class SparseMLP(nn.Module):
         )
         up_shape = (num_experts, 2 * expert_size, hidden_size)
         down_shape = (num_experts, hidden_size, expert_size)
-        self.own: range | None = None  # experts, if others are with other ranks
+        self.own: range | None = None  # this rank's experts, if others have the rest
         if ranks.whole_experts and not ranks.is_alone:
             self.own = _whole_experts(ranks, num_experts, experts_per_token)
             shares = [Share(shape, ((self.own,), None, None)) for shape in (up_shape, down_shape)]
@@ -110,7 +110,7 @@ class SparseMLP(nn.Module):
         self.gate_up, self.down = (_new_share(share, dtype, device) for share in shares)
         self.register_buffer("counters", new_counters(num_experts, device), persistent=False)
         self.slots: Tensor | None = (
-            None  # [E] int32  where each expert is in the stacks; None: in order
+            None  # [E] int32  index of each expert in the stacks; None: in order
         )
         self.offloaded: Offloaded | None = None
         self.shared_gate: Weight | None = None
@@ -153,7 +153,7 @@ class SparseMLP(nn.Module):
             ids,
             self.gate_up,
             self.down,
-            hidden if self.ranks.decides else torch.zeros_like(hidden),  # it is added once
+            hidden if self.ranks.decides else torch.zeros_like(hidden),  # only one rank adds it
             shared_weight,
             self.shared_gate_up,
             self.shared_down,
@@ -167,7 +167,7 @@ def _whole_experts(ranks: Ranks, num_experts: int, experts_per_token: int) -> ra
     own = ranks.part(num_experts, "experts")
     if len(own) < experts_per_token:
         raise ConfigError(
-            f"ep is on, tp is {ranks.size}, and a layer has {num_experts} experts",
+            f"ep is on, tp is {ranks.size}, but a layer has only {num_experts} experts",
             f"A rank would have {len(own)}, fewer than the {experts_per_token} that a token uses.",
             "Omit --ep, or lower --tp.",
         )

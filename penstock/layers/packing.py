@@ -1,4 +1,4 @@
-"""Which weights a CPU may rearrange for its products. Nothing else of the model changes."""
+"""Repacks weights for CPU GEMMs. Nothing else of the model changes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from penstock.layers.linear import Linear
 from penstock.layers.mlp import SparseMLP
 from penstock.ops import Weight
 
-# Of a model's weights in float32: copies of them in bf16 take half as much again.
+# Size limit of a model's float32 weights: their bf16 copies add half of it.
 MOST_SHORTENED_BYTES = 1 << 30
 
 
 def shorten_weights(model: nn.Module) -> None:
-    """Keeps a small model's weights in bf16 too, where a checkpoint's values are such, and a step
-    of a few tokens reads half as much. Not slots, which get other experts as it runs."""
+    """Keeps bf16 copies of a small model's weights if the checkpoint's values are bf16, so that a
+    step of a few tokens reads half the bytes. Not for slots, whose experts change at run time.
+    """
     weights = {module for module in model.modules() if isinstance(module, Weight)}
     for module in model.modules():
         if isinstance(module, SparseMLP) and module.offloaded is not None:
@@ -25,9 +26,9 @@ def shorten_weights(model: nn.Module) -> None:
 
 
 def pack_weights(model: nn.Module, keep: Weight) -> None:
-    """Packs the weights that every token is multiplied with: not experts, most of which a token
-    skips, and not `keep`, the head, which may also be the embedding and has float32 results. One at
-    a time, so that only one exists twice.
+    """Packs the weights that every token uses: not experts, most of which a token skips, and not
+    `keep`, the head, which may also be the embedding and has float32 results. One at a time, so
+    that only one exists twice.
     """
     for module in model.modules():
         weights: list[Weight | None] = []

@@ -1,4 +1,4 @@
-"""How a layer declares its weights: uninitialised, never trained, on any device including meta."""
+"""How a layer declares its weights: uninitialized, never trained, on any device including meta."""
 
 from __future__ import annotations
 

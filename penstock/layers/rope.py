@@ -22,8 +22,8 @@ FIRST_POSITIONS = 2**18
 class Rope(nn.Module):
     """A buffer with the table. It is computed, so no checkpoint has it; build it on its device.
 
-    On a CPU it has the first positions until `reach` asks for more: a model may name a context of
-    millions, for which a machine has no memory.
+    On a CPU it holds only the first positions until `reach` asks for more: a config may name a
+    context of millions, for which there is no memory.
     """
 
     table: Tensor  # [positions, 2, rot/2] float32
@@ -34,7 +34,7 @@ class Rope(nn.Module):
         super().__init__()
         self._inv_freq, self._scale = inv_freq, scale
         if torch.device(device).type == "meta":
-            # Only the size: computing on meta makes torch import its compiler, for a second.
+            # Only the size: computing on meta would import torch's compiler, which takes a second.
             table = torch.empty(max_len, 2, len(inv_freq), device=device)
         else:
             on_cpu = torch.device(device).type == "cpu"

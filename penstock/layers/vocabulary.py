@@ -1,4 +1,6 @@
-"""The tokens whose rows of embedding and head this rank holds, and how the ranks' parts meet."""
+"""The tokens whose embedding and head rows this rank holds, and how the ranks' parts are
+combined.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.layers.parameter import new_weight
-from penstock.ops import Weight
+from penstock.ops import Weight, likeliest
 from penstock.parallel.ranks import Ranks
 from penstock.parallel.share import Share
 
@@ -46,4 +48,6 @@ class Vocabulary:
         return self.ranks.join_columns(own_logits, self.size)
 
     def likeliest(self, own_logits: Tensor) -> Tensor:  # [L, own] -> [L] int64
+        if self.ranks.is_alone:
+            return likeliest(own_logits)
         return self.ranks.likeliest(own_logits, self.own.start)

@@ -42,10 +42,11 @@ def build_model(
     device: torch.device,
     *,
     with_drafting_head: bool = True,
-    ranks: Ranks | None = None,  # None: alone
+    ranks: Ranks | None = None,  # None: a single rank
 ) -> nn.Module:
-    """The model that config.json describes, or a rank's part of it, with uninitialised parameters
-    on the device."""
+    """The model that config.json describes, or a rank's shard of it, with uninitialized parameters
+    on the device.
+    """
     from penstock.parallel.ranks import ALONE
 
     module = importlib.import_module(ARCHITECTURES[model_type_of(config)])
@@ -65,13 +66,13 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     raise CheckpointError(
         f"The architecture {seen!r} is not supported" if seen else "config.json has no model_type",
         f"Supported are {', '.join(ARCHITECTURES)}.",
-        (_meant(seen) or "Use a model of one of these architectures.")
+        (_suggestion(seen) or "Use a model of one of these architectures.")
         if seen
         else "Add the model_type of the architecture.",
     )
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     """Suggests a name for a misspelt one; a different number or word is another architecture."""
 
     def spelling(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Llama, and families that differ from it in numbers only: Mistral, Qwen2, Qwen3, plain state
-dicts.
+"""Llama, and families that differ from it only in sizes and flags: Mistral, Qwen2, Qwen3, plain
+state dicts.
 
 `LlamaConfig` reads a config.json and refuses what this file would compute wrongly; `Llama` is the
-model, and its placements say where each checkpoint tensor goes. It does not know files.
+model, and its placements say where each checkpoint tensor goes. It knows no files.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from penstock.types import CacheSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Defaults of a model_type, for keys that config.json leaves out."""
+    """Defaults of a model_type, for keys missing from config.json."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
-    num_kv_heads: int | None = None  # None: as many as there are heads
+    num_kv_heads: int | None = None  # None: as many as query heads
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     window: int | None = None  # sliding_window when the key is absent
     window_flag: bool = False  # sliding_window applies only with use_sliding_window
@@ -81,7 +81,7 @@ class RopeScaling:
         theta = read(settings, "rope_theta", float, read(config, "rope_theta", float, 10_000.0))
         kind = read(settings, "rope_type", str, read(settings, "type", str, "default"))
         if any(isinstance(value, dict) for value in settings.values()):
-            raise _unsupported("rope_parameters", "one rope per kind of layer")
+            raise _unsupported("rope_parameters", "one rope per layer type")
         for level in (settings, config):
             if read(level, "partial_rotary_factor", float, 1.0) != 1.0:
                 raise _unsupported("partial_rotary_factor", level["partial_rotary_factor"])
@@ -125,7 +125,7 @@ class LlamaConfig:
     max_position: int
     eps: float
     rope: RopeScaling
-    windows: tuple[int, ...]  # per layer: tokens a query sees, itself included; 0 is all
+    windows: tuple[int, ...]  # per layer: tokens a query sees, including itself; 0: all
     qkv_bias: bool
     out_bias: bool
     qk_norm: bool
@@ -136,7 +136,7 @@ class LlamaConfig:
     experts_per_token: int
     expert_size: int
     normalize_experts: bool
-    num_labels: int = 0  # of a classifier, which replaces the head; 0: none
+    num_labels: int = 0  # of a classifier that replaces the head; 0: none
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> LlamaConfig:
@@ -170,7 +170,7 @@ class LlamaConfig:
             )
         head_dim = read_size(config, "head_dim", family.head_dim or hidden_size // num_heads)
         if head_dim % 2:
-            raise unusable("head_dim", head_dim, "even: rotary embeddings rotate pairs of numbers")
+            raise unusable("head_dim", head_dim, "even: rotary embeddings rotate pairs of elements")
         return cls(
             hidden_size=hidden_size,
             intermediate_size=read_size(config, "intermediate_size"),
@@ -305,7 +305,7 @@ class LlamaLayer(nn.Module):
         cache: KVCache,
         rope: Tensor,
         only_last: bool = False,
-    ) -> Tensor:  # [T, H], or [R, H]: of each row's last token
+    ) -> Tensor:  # [T, H], or [R, H]: each row's last token
         chosen = inputs.choose_last() if only_last else None
         return self.mlp(self.attention(hidden, inputs, cache, rope, chosen), inputs)
 
@@ -373,12 +373,12 @@ class Llama(nn.Module):
     def logits(
         self, hidden: Tensor, *, deterministic: bool = False
     ) -> Tensor:  # [L, vocab] float32
-        """Also for a model without a head, with its embedding: every step is then the same."""
+        """A model without a head uses its embedding, so that every step has the same structure."""
         own = self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
         return self.vocabulary.join(own)
 
     def likeliest(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L] int64
-        """The argmax of `logits`, which no rank then needs as a whole."""
+        """The argmax of `logits`, without gathering them on any rank."""
         own = self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
         return self.vocabulary.likeliest(own)
 
@@ -394,7 +394,7 @@ class Llama(nn.Module):
         return list(self._cache_specs)
 
     def placements(self, names: Collection[str] = ()) -> dict[str, Placement]:
-        """Checkpoint tensor name -> its place. `names`, the tensors present, decides between
+        """Checkpoint tensor name -> its placement. `names`, the tensors present, distinguishes
         exports.
         """
         config = self.config

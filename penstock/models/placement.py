@@ -1,4 +1,4 @@
-"""Where one checkpoint tensor goes. Models state these as a table; the loader only follows it."""
+"""Where one checkpoint tensor goes. Models declare these in a table; the loader only follows it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 class Placement:
     parameter: str  # name of a parameter or a Weight in the module
     shape: tuple[int, ...]  # of the tensor in the checkpoint
-    index: tuple[slice | int, ...] = ()  # the part of the parameter it fills; () is all of it
-    convert: Callable[[Tensor], Tensor] | None = None  # applied before it is copied
-    # The part of the stored tensor to read, before `convert`, by dimension; () is all of it.
+    index: tuple[slice | int, ...] = ()  # the part of the parameter it fills; (): all of it
+    convert: Callable[[Tensor], Tensor] | None = None  # applied before copying
+    # The part of the stored tensor to read, before `convert`, by dimension; (): all of it.
     source: tuple[slice, ...] = ()
 
     def converted(self, values: Tensor) -> Tensor:

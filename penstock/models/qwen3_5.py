@@ -1,8 +1,8 @@
-"""Qwen3.5 (and 3.6, 3.8) text models, dense and sparse: three DeltaNet layers, then one of
-attention.
+"""Qwen3.5 (and 3.6, 3.8) text models, dense and MoE: three DeltaNet layers, then one attention
+layer.
 
-This file holds the modules; `qwen3_5_config` reads config.json, `qwen3_5_placements` maps the
-tensors of checkpoints, `qwen3_5_mtp` is the drafting head.
+This file holds the modules; `qwen3_5_config` reads config.json, `qwen3_5_placements` maps
+checkpoint tensors, `qwen3_5_mtp` is the drafting head.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Layer(nn.Module):
         cache: LayerCache,
         rope: Tensor,
         only_last: bool = False,
-    ) -> Tensor:  # [T, H], or [R, H]: of each row's last token
+    ) -> Tensor:  # [T, H], or [R, H]: each row's last token
         mixer = self.mixer
         if isinstance(mixer, DeltaNet):
             assert isinstance(cache, StateCache)
@@ -140,7 +140,7 @@ class Qwen3_5(nn.Module):
         return self.vocabulary.join(own)
 
     def likeliest(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L] int64
-        """The argmax of `logits`, which no rank then needs as a whole."""
+        """The argmax of `logits`, without gathering them on any rank."""
         own = self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
         return self.vocabulary.likeliest(own)
 
@@ -148,7 +148,7 @@ class Qwen3_5(nn.Module):
         self,
         inputs: StepInputs,
         next_token_ids: Tensor,  # [T]
-        # [T, H]  `final_norm` of what forward returned, or what draft returned before
+        # [T, H] `final_norm` of what forward returned, or the last result of draft
         hidden: Tensor,
         cache: KVCache,
         chosen: ChosenTokens | None = None,  # None: all
@@ -180,7 +180,7 @@ class Qwen3_5(nn.Module):
         """Where each tensor of the checkpoint goes. `names` are the tensors present, since releases
         differ.
 
-        Many checkpoints have no drafting head although their config.json counts one; the model then
+        Many checkpoints have no drafting head although their config.json lists one; the model then
         drops its own.
         """
         if names is not None and not stores_mtp(names):

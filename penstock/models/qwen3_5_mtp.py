@@ -1,4 +1,4 @@
-"""The drafting head of Qwen3.5: one attention layer that guesses the token after the next.
+"""The drafting head of Qwen3.5: one attention layer that predicts the token after the next.
 
 It has its own layer and KV; embedding, head and rope are the main model's.
 """
@@ -45,11 +45,11 @@ class MTP(nn.Module):
         self,
         inputs: StepInputs,  # positions of the tokens whose hidden states are given
         embedded: Tensor,  # [T, H]  the token after each of them
-        hidden: Tensor,  # [T, H]  after the main model's final norm, or what this returned before
+        hidden: Tensor,  # [T, H]  after the main model's final norm, or this head's last result
         cache: KVCache,
         rope: Tensor,  # [max_len, 2, rot/2]
-        chosen: ChosenTokens | None = None,  # of the others, only keys and values are needed
-    ) -> Tensor:  # [T, H], or [R, H]  normed: the head reads it as it is
+        chosen: ChosenTokens | None = None,  # the others only need keys and values
+    ) -> Tensor:  # [T, H], or [R, H]  already normed
         embedded = rms_norm(embedded, self.embedding_norm, self.eps)
         seen = rms_norm(hidden, self.hidden_norm, self.eps)
         joined = self.fc(torch.cat((embedded, seen), dim=-1), deterministic=inputs.deterministic)

@@ -1,7 +1,7 @@
 """Names of the tensors in Qwen3.5 checkpoints, and where each goes in our modules. Opens no file.
 
 Norm weights are stored as `w` of `1 + w`, except the gated norm of DeltaNet; queries and their
-gates alternate head by head; experts are stored fused or, in some releases, one by one.
+gates alternate by head; experts are stored fused or, in some releases, separately.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _attention(config: Qwen3_5Config, source: str, target: str) -> Named:
 
 
 def _queries_first(config: Qwen3_5Config, weight: Tensor) -> Tensor:
-    """Rows (query, gate) of head after head -> all queries, then all gates."""
+    """Rows (query, gate) by head -> all queries, then all gates."""
     heads = weight.unflatten(0, (config.num_heads, 2, config.head_dim))
     return heads.transpose(0, 1).flatten(0, 2)
 

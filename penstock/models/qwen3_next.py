@@ -1,7 +1,6 @@
-"""Qwen3-Next: the model of Qwen3.5 with other defaults and tensors, and dense layers among sparse
-ones.
+"""Qwen3-Next: the Qwen3.5 model with other defaults and tensors, and dense layers among MoE layers.
 
-Reads the differences of its config.json; `qwen3_next_placements` maps its checkpoints.
+Reads the differences in its config.json; `qwen3_next_placements` maps its checkpoints.
 """
 
 from __future__ import annotations

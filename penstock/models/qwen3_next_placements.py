@@ -29,7 +29,7 @@ def find_placements(
 def _fused_projections(
     config: Qwen3_5Config, table: dict[str, Placement]
 ) -> Iterator[tuple[str, Placement]]:
-    """Two tensors for four: q, k, v and z are neighbours in our parameter, and so are b and a."""
+    """Two tensors for four: q, k, v and z are adjacent in our parameter, and so are b and a."""
     groups, hidden = config.num_key_heads, config.hidden_size
     num_qkvz, num_ba = config.conv_channels + config.value_size, 2 * config.num_value_heads
     values, heads = config.value_size // groups, config.num_value_heads // groups
@@ -49,6 +49,6 @@ def _fused_projections(
 
 
 def _ungrouped(num_groups: int, sizes: tuple[int, ...], weight: Tensor) -> Tensor:
-    """Rows (first part, second, ...) of group after group -> all first parts, then all second."""
+    """Rows (first part, second, ...) by group -> all first parts, then all second."""
     parts = weight.unflatten(0, (num_groups, -1)).split(sizes, dim=1)
     return torch.cat([part.flatten(0, 1) for part in parts])

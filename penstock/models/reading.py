@@ -1,4 +1,4 @@
-"""Typed reads from the config of a model (config.json, or a GGUF file's metadata in its words); a
+"""Typed reads from a model's config (config.json, or GGUF metadata translated to its keys); a
 missing key or a wrong type is an error that names the key.
 """
 

@@ -1,4 +1,4 @@
-"""Resolves the value of --model to a place with weights and a config.
+"""Resolves the value of --model to weights and a config.
 
 Reads JSON and lists folders; opens no weights and imports no torch, so a wrong name fails at once.
 """
@@ -21,12 +21,12 @@ from penstock.models.presets import PRESETS
 
 CONFIG_NAMES = ("config.json", "model_config.json")
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
-CONVERTED = "experts.json"  # what `penstock convert` writes last
+CONVERTED = "experts.json"  # written last by `penstock convert`
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A name, the place of the weights (None for a preset, which has none) and the content of
+    """A name, the path of the weights (None for a preset, which has none) and the content of
     config.json.
     """
 
@@ -38,7 +38,7 @@ class ModelSource:
 def find_model(name: str) -> ModelSource:
     """The model for a name: "" is the built-in one; else a folder, a weights file or a preset."""
     if name == "":
-        from penstock.assets import default_model  # made on first use
+        from penstock.assets import default_model  # created on first use
 
         return _open_path(default_model())
     path = Path(name).expanduser()
@@ -83,7 +83,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def is_converted(path: Path | None) -> bool:
-    """Whether the folder is one of `penstock convert`."""
+    """Whether the folder was written by `penstock convert`."""
     return path is not None and (path / CONVERTED).is_file()
 
 

@@ -1,9 +1,9 @@
-"""Makes a converted checkpoint: each layer's experts in one aligned file, everything else in
+"""Writes a converted checkpoint: each layer's experts in one aligned file, everything else in
 another.
 
-A layer is read, and its codes put into the order of the kernels, exactly as an engine does when it
-loads the model; codes stay codes, and numbers keep the dtype of their file. One layer at a time is
-in memory. A layer that is written is recorded, so a run that was stopped goes on after it.
+A layer is read and repacked into the kernels' layout, exactly as an engine does when it loads the
+model; quantized weights stay quantized, and others keep their dtype. Only one layer is in memory at
+a time. Written layers are recorded, so a run that was stopped resumes after them.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a conversion writes, as far as that is known before anything is read."""
+    """What a conversion will write, as far as that is known before anything is read."""
 
     modules: tuple[str, ...]  # of layers with experts
     num_experts: int
-    expert_bytes: int  # in the files of the checkpoint; records add at most 4 KB to each
+    expert_bytes: int  # in the checkpoint's files; records add at most 4 KB each
     dense_bytes: int
 
     @property
@@ -78,11 +78,11 @@ class Plan:
 
 class Conversion:
     def __init__(self, source: ModelSource, made_for: str) -> None:
-        """Opens the checkpoint and checks it against its config.json; reads no weight."""
+        """Opens the checkpoint and checks it against its config.json; reads no weights."""
         assert made_for in DEVICES
         if source.path is None or is_converted(source.path):
             raise CheckpointError(
-                f"{source.name} is {'a preset' if source.path is None else 'converted already'}",
+                f"{source.name} is {'a preset' if source.path is None else 'already converted'}",
                 todo="Give the folder of a checkpoint, or a GGUF file.",
             )
         self.source, self.path, self.made_for = source, source.path, made_for
@@ -167,14 +167,14 @@ class Conversion:
                         written = file.read(layout.record_bytes)
                         if written != record or zlib.crc32(written) != layer.checksums[expert]:
                             raise CheckpointError(
-                                f"Expert {expert} in {path} is not that of {self.source.name}",
+                                f"Expert {expert} in {path} differs from {self.source.name}",
                                 f"Its {len(written):,} bytes differ from those that the checkpoint "
                                 "gives.",
                                 "Remove the folder and convert again; the disk may be faulty.",
                             )
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
+        """What must be unchanged for a run to resume."""
         digest = hashlib.sha256(json.dumps(self.source.config, sort_keys=True).encode())
         for tensor in self.wanted:
             digest.update(repr((tensor.name, tensor.shape, tensor.scheme)).encode())
@@ -212,7 +212,7 @@ class Conversion:
         return ExpertLayout.of(*stacks), stack_tensors(stacks)
 
     def read(self, name: str, expert: int | None = None) -> Weight:
-        """A weight as an engine loads it, except that numbers keep the dtype of their file; or one
+        """A weight as an engine loads it, except that unquantized values keep their dtype; or one
         expert of a stack.
         """
         target = self.weights.get(name)
@@ -261,7 +261,7 @@ class Conversion:
                 own = stack_tensors([weight])
                 tensors |= {f"{name}:{i}": one.contiguous() for i, one in enumerate(own)}
         part = output / f"{DENSE}.part"
-        with _told_if_full(part):
+        with _report_write_errors(part):
             save_file(tensors, part)
             part.replace(output / DENSE)
         return matrices
@@ -284,7 +284,7 @@ def _of_expert(
 
 
 def order_for_gpu(stack: Weight) -> None:
-    """Codes in the tiles of a GPU's kernels; what has no tiles there is expanded."""
+    """Repacks into the tiles of the GPU kernels; formats without tiles are dequantized."""
     if not stack.parts:
         return
     stack.parts = tuple(
@@ -309,7 +309,7 @@ def _cut_records(layout: ExpertLayout, stacks: list[Tensor]) -> Iterator[bytes]:
 
 
 class _Unfinished:
-    """The layers that are written; the next run goes on after them."""
+    """The layers that are written; the next run resumes after them."""
 
     def __init__(self, output: Path, identity: Mapping[str, Any]) -> None:
         self._path, self._identity = output / UNFINISHED, dict(identity)
@@ -319,7 +319,7 @@ class _Unfinished:
             begun = read_json_object(self._path)
             if begun["identity"] != self._identity:
                 raise ConfigError(
-                    f"{output} was begun with another model, or for another device",
+                    f"{output} was started with another model, or for another device",
                     "The checkpoint's files or the flags have changed since.",
                     "Give another folder with -o, or remove this one.",
                 )
@@ -327,7 +327,7 @@ class _Unfinished:
         elif output.exists() and any(output.iterdir()):
             raise ConfigError(
                 f"{output} is not empty",
-                "It holds files that no unfinished conversion has left.",
+                "Its files are not those of an unfinished conversion.",
                 "Give another folder with -o, or remove this one.",
             )
         output.mkdir(parents=True, exist_ok=True)
@@ -354,12 +354,12 @@ def _check_output(source: Path, output: Path) -> None:
     if output.resolve() == folder.resolve() or (output.exists() and not output.is_dir()):
         raise ConfigError(
             f"-o is {output}",
-            "It must be a new folder, and not that of the model.",
+            "It must be a new folder, not that of the model.",
             "Give another one.",
         )
     if is_converted(output):
         raise ConfigError(
-            f"{output} holds a converted model already",
+            f"{output} already holds a converted model",
             todo="Add --verify to check it, or give another folder with -o.",
         )
 
@@ -370,7 +370,7 @@ def _check_room(output: Path, plan: Plan, share_done: float) -> None:
     if needed > free:
         raise CapacityError(
             f"{output} has too little space",
-            f"About {needed / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free.",
+            f"The conversion writes about {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free.",
             "Free some, or give a folder on another disk with -o.",
         )
 
@@ -382,9 +382,9 @@ def write_text(text: str, path: Path) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Any]:
-    """A file that appears under its name when all of it is on the disk."""
+    """A file that appears under its name once all of it is on the disk."""
     part = path.with_name(path.name + ".part")
-    with _told_if_full(part):
+    with _report_write_errors(part):
         with part.open("wb") as file:
             yield file
             file.flush()
@@ -393,7 +393,7 @@ def written_whole(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def _told_if_full(part: Path) -> Iterator[None]:
+def _report_write_errors(part: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -402,12 +402,12 @@ def _told_if_full(part: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{part.with_suffix('')} cannot be written",
             "The disk is full." if is_full else f"{error.strerror or error}.",
-            "Free some space and start again with the same words: layers that are written stay.",
+            "Free some space and run the same command again: written layers are kept.",
         ) from error
 
 
 def _copy_files(source: ModelSource, output: Path) -> None:
-    """config.json, tokenizer, template, and whatever else lies beside the weights."""
+    """config.json, tokenizer, template, and all other files next to the weights."""
     assert source.path is not None
     if is_gguf(source.path):
         for name in FILES.keys() - {"config.json"}:

@@ -1,11 +1,12 @@
-"""Layers whose weights live in pinned RAM, for a model that is larger than its GPU even without
+"""Layers whose weights stay in pinned RAM, for a model that is larger than its GPU even without
 experts, or has none: `--offload-layers N`.
 
-    lane 0   layer 0, 2, ...   read by its products
+    lane 0   layer 0, 2, ...   read by its GEMMs
     lane 1   layer 1, 3, ...   filled meanwhile
 
-Every step copies all of them once, so a token takes at least their bytes over the speed of the
-link. The weights of a layer are views of its lane: ops and results are those of a resident model.
+A lane is a staging buffer on the GPU. Every step copies all these layers once, so a token takes at
+least their bytes over the link's bandwidth. A layer's weights are views of its lane, so ops and
+results are those of a resident model.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ NUM_LANES = 2
 
 
 def offloaded_names(model: Any, count: int, but: Sequence[str] = ()) -> list[str]:
-    """Weights of the last so many layers, except for some."""
+    """Weights of the last `count` layers, except those in `but`."""
     if count > len(model.layers):
         raise ConfigError(
-            f"offload_layers is {count}, and the model has {len(model.layers)} layers",
+            f"offload_layers is {count}, but the model has {len(model.layers)} layers",
             todo="Give less, or omit it.",
         )
     layers = list(model.layers.named_children())[-count:]
@@ -68,14 +69,14 @@ class DenseLanes:
             layer.register_forward_pre_hook(lambda *_, number=number: self._use(number))
 
     def _use(self, number: int) -> None:
-        """Before a layer runs: its weights are there, and the next one's are on their way."""
+        """Before a layer runs: waits for its weights, and starts copying the next ones."""
         if number not in self._filled:
             self._fill(number)
         event = self._filled.pop(number)
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
         following = (number + 1) % len(self._sources)
-        if (following - number) % len(self._memory):  # it has another lane
+        if (following - number) % len(self._memory):  # it uses another lane
             self._fill(following)
 
     def _fill(self, number: int) -> None:
@@ -89,7 +90,7 @@ class DenseLanes:
                 target.copy_(source)
             self._filled[number] = None
             return
-        # The layer that used this lane was launched before.
+        # The layer that used this lane before has already been launched.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for target, source in pairs:
@@ -100,7 +101,7 @@ class DenseLanes:
 
 
 def use_lanes(model: Any, names: Sequence[str]) -> DenseLanes:
-    """For weights that are in pinned RAM: the model's layers get them through lanes."""
+    """For weights in pinned RAM: the model's layers get them through lanes."""
     by_layer: dict[str, set[str]] = {}
     for name in names:
         _, number, own = name.split(".", 2)
@@ -121,7 +122,7 @@ def _aligned(tensor: Tensor) -> int:
 
 
 def _move_into(memory: Tensor, weights: Sequence[Weight]) -> list[Tensor]:
-    """Makes views of the memory out of the weights' tensors."""
+    """Turns the weights' tensors into views of the memory."""
     views, end = [], 0
 
     def moved(tensor: Tensor) -> Tensor:

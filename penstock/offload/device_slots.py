@@ -1,13 +1,12 @@
-"""Experts of a GPU: all of them in pinned RAM, some in slots that the device keeps itself.
+"""MoE offload on a GPU: all experts in pinned RAM, some cached in slots that the device manages.
 
     few tokens    take_slots -> fetch_experts -> sparse_mlp, on slots      all on the device
     many tokens   lane 0: layer 0, 2, ..., all experts    copied while another layer computes
                   lane 1: layer 1, 3, ...
 
 The host knows neither which experts a step needs nor which ones are in slots, so a decode step is
-one graph, as that of a resident model is. Each layer has slots of its own. The products are those
-of a resident model, on slots in place of experts, and so are their bits. All chosen experts run,
-always.
+one graph, as for a resident model. Each layer has its own slots. The GEMMs are those of a resident
+model, with slots in place of experts, and give the same bits. All chosen experts run, always.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from penstock.offload.pinned import large_addresses, unpin
 from penstock.ops import Weight, copy_table, fetch_experts, sparse_mlp, take_slots
 from penstock.ops.reference.expert_cache import NUM_COUNTS
 
-LISTED_TOKENS = 5  # from so many tokens on, `sparse_mlp` multiplies in another way
+LISTED_TOKENS = 5  # from this many tokens on, `sparse_mlp` uses another kernel
 
 
 class DeviceSlots:
@@ -49,7 +48,7 @@ class DeviceSlots:
         self,
         mlps: Sequence[SparseMLP],
         layouts: Sequence[ExpertLayout],
-        stacks: Sequence[list[Tensor]],  # of each layer, pinned
+        stacks: Sequence[list[Tensor]],  # per layer, pinned
         slot_bytes: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -61,7 +60,7 @@ class DeviceSlots:
         self.lock = threading.Lock()
         self.lanes = Lanes(layouts, stacks, dtype, device)
         self.counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=device)
-        self.host_share = torch.zeros(1, device=device)  # of missing experts: those of the CPU
+        self.host_share = torch.zeros(1, device=device)  # the CPU's share of missing experts
         self.products: HostProducts | None = None  # None: all are fetched
         self._seen = Seen(self.counts)
         counts = share_out(mlps, layouts, slot_bytes - self.lanes.num_bytes, dtype)
@@ -76,22 +75,24 @@ class DeviceSlots:
         )
         self.num_slots = sum(counts)
         self.num_bytes = self.lanes.num_bytes + sum(layer.num_bytes for layer in self.layers)
-        # A step of so many tokens or fewer never needs the lanes.
+        # A step of up to this many tokens never needs the lanes.
         self.most_captured = min(layer.most_fetched for layer in self.layers)
         addresses = large_addresses(tensor for stack in stacks for tensor in stack)
         self._unpin = weakref.finalize(self, unpin, addresses)
-        self._unpin.atexit = False  # the system takes it back then
+        self._unpin.atexit = False  # at exit the system frees it
 
     def stats(self) -> dict[str, int]:
-        """Totals since the start; on a GPU as of the last call or later, because nobody waits."""
+        """Totals since the start; on a GPU as of the last call or later, to avoid synchronizing."""
         return self._describe(self._seen.latest())
 
     def heat(self) -> tuple[bytes, ...]:
-        """As `EngineStats.expert_heat` has it; on a GPU as of the last call or later, too."""
+        """In the format of `EngineStats.expert_heat`; on a GPU as of the last call or later,
+        too.
+        """
         return self._heat.latest()
 
     def stats_now(self) -> dict[str, int]:
-        """As of now: waits for the device."""
+        """The current totals: waits for the device."""
         return self._describe(self.counts.tolist())
 
     def _describe(self, counts: Sequence[int]) -> dict[str, int]:
@@ -114,7 +115,7 @@ class DeviceSlots:
             self.log.close()
 
     def use_cpu(self, misses: str) -> None:
-        """The CPU takes part from now on: in all misses, or in as many as is best."""
+        """Lets the CPU compute misses from now on: all of them, or the best share."""
         products = HostProducts(self.device, self.dtype)
         if misses == "auto":
             products.split = split = measure_split(self, self.dtype)
@@ -125,23 +126,23 @@ class DeviceSlots:
         self.products = products
 
     def adapt(self) -> None:
-        """Called by every step: the share of the CPU follows what its calls take."""
+        """Called by every step: adjusts the CPU's share to the duration of its calls."""
         if self.products is not None and (share := self.products.adapt()) is not None:
             self.host_share.fill_(share)
 
 
 @dataclass(slots=True)
 class LayerSlots:
-    """The experts of one layer; its `run` is `sparse_mlp` with experts where they are."""
+    """The experts of one layer; its `run` is `sparse_mlp` with experts wherever they are."""
 
     store: DeviceSlots
     layer: int
     num_experts: int
     num_slots: int
     experts_per_token: int
-    host_rows: tuple[Any, Any]  # gate and up, and down, as they are stored in RAM
-    sources: list[Tensor]  # [E, ...]  their tensors
-    targets: list[Tensor]  # [S + 1, ...]  the last one holds zeros
+    host_rows: tuple[Any, Any]  # gate and up, and down, in RAM
+    sources: list[Tensor]  # [E, ...]  the tensors in RAM
+    targets: list[Tensor]  # [S + 1, ...]  the slots; the last one holds zeros
     table: Tensor
     slot_of: Tensor
     scores: Tensor
@@ -193,14 +194,14 @@ class LayerSlots:
 
     @property
     def most_fetched(self) -> int:
-        """Tokens of a step whose experts are fetched one by one. More need most experts: those
-        come through the lanes.
+        """The most tokens of a step whose experts are fetched one by one. More tokens need most
+        experts, which then come through the lanes.
         """
         return self.num_experts // self.experts_per_token
 
     @property
     def _at_once(self) -> int:
-        """Tokens whose experts have slots in any case."""
+        """Tokens whose experts are guaranteed to have slots."""
         return self.num_slots // self.experts_per_token
 
     def run(
@@ -258,8 +259,8 @@ class LayerSlots:
     def _fetch(
         self, x: Tensor, weights: Tensor, ids: Tensor
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], object] | None]:
-        """Slots and weights, and what adds the CPU's sums. Threads that launch at the same time, as
-        at the start, must not fetch between another's choice and its copies.
+        """Slots and weights, and a function that adds the CPU's sums. Threads that launch
+        concurrently, as at start, must not fetch between another's choice and its copies.
         """
         store, add_rest = self.store, None
         tables = (self.slot_of, self.scores, self.marks, store.counts, store.host_share)
@@ -274,7 +275,9 @@ class LayerSlots:
         return slots, slot_weights, add_rest
 
     def held(self) -> Tensor:  # [1 + 2 * S] int32
-        """All that slots hold, as a list for `fetch_experts`: it changes nothing."""
+        """The current content of all slots, as a list for `fetch_experts`: a fetch that changes
+        nothing.
+        """
         held = [[expert, slot] for expert, slot in enumerate(self.slot_of.tolist()) if slot >= 0]
         numbers = [len(held), *(number for pair in held for number in pair)]
         return torch.tensor(numbers, dtype=torch.int32, device=self.slot_of.device)
@@ -282,7 +285,7 @@ class LayerSlots:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some tokens of a step, as `LayerSlots.run` takes them."""
+    """Some tokens of a step, as arguments of `LayerSlots.run`."""
 
     x: Tensor
     weights: Tensor
@@ -301,8 +304,8 @@ class Chunk:
         residual: Tensor,
         shared_weight: Tensor | None,
     ) -> Chunk:
-        """A few tokens of more are padded with the last one, so that all are multiplied in the way
-        in which the whole step would be. It needs no expert more.
+        """A smaller last chunk is padded with its last token, so that all chunks use the same
+        kernel as the whole step would. This needs no additional experts.
         """
         num_more = LISTED_TOKENS - (own.stop - own.start) if num_tokens >= LISTED_TOKENS else 0
 
@@ -325,13 +328,13 @@ class Chunk:
 
 
 def token_chunks(num_tokens: int, at_once: int) -> list[slice]:
-    """Tokens whose experts have slots at the same time."""
+    """Chunks of tokens whose experts have slots at the same time."""
     starts = range(0, num_tokens, at_once)
     return [slice(first, min(first + at_once, num_tokens)) for first in starts]
 
 
 class Seen:
-    """Numbers of the device as the host last saw them."""
+    """Device counters as last seen by the host."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers, self._last = numbers, [0] * len(numbers)
@@ -357,7 +360,7 @@ class Seen:
 def share_out(
     mlps: Sequence[SparseMLP], layouts: Sequence[ExpertLayout], num_bytes: int, dtype: torch.dtype
 ) -> list[int]:
-    """Slots of each layer: the same share of its experts, and one more that holds zeros."""
+    """Slots of each layer: the same fraction of its experts, and one more that holds zeros."""
     sizes = [layout.slot_bytes(dtype) for layout in layouts]
     experts = [mlp.router.shape[0] for mlp in mlps]
     total = sum(size * count for size, count in zip(sizes, experts, strict=True))
@@ -371,7 +374,7 @@ def share_out(
 def least_bytes(
     mlps: Sequence[SparseMLP], layouts: Sequence[ExpertLayout], dtype: torch.dtype
 ) -> int:
-    """Two lanes, and for each layer slots for one token."""
+    """Two lanes, and slots for one token in each layer."""
     both = list(zip(mlps, layouts, strict=True))
     lanes = NUM_LANES * max(layout.bytes_in(mlp.router.shape[0], dtype) for mlp, layout in both)
     return lanes + sum(
@@ -389,7 +392,7 @@ def use_device_slots(
     least = least_bytes(mlps, layouts, model.dtype)
     if slot_bytes < least:
         raise CapacityError(
-            f"{slot_bytes / 1e9:.3g} GB of expert cache are too little",
+            f"{slot_bytes / 1e9:.3g} GB of expert cache is too little",
             f"It must hold two layers' experts and those of a token: {least / 1e9:.3g} GB.",
             f"Set --expert-cache {-(-least // 10**6)}MB or more.",
         )
@@ -397,7 +400,7 @@ def use_device_slots(
         return DeviceSlots(mlps, layouts, stacks, slot_bytes, model.dtype, model.device)
     except torch.OutOfMemoryError as error:
         raise CapacityError(
-            f"{slot_bytes / 1e9:.1f} GB of expert cache do not fit on {model.device}",
-            "Other weights are there already.",
+            f"{slot_bytes / 1e9:.1f} GB of expert cache does not fit on {model.device}",
+            "The other weights already take the rest.",
             "Set a smaller --expert-cache.",
         ) from error

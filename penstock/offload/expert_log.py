@@ -1,4 +1,4 @@
-"""A record of which experts were needed, turn by turn: written while an engine serves, read by
+"""A log of the experts that each layer needed in each step: written while an engine serves, read by
 `penstock inspect experts`.
 
     {"layers": 40, "experts": 256}     the first line
@@ -27,7 +27,7 @@ Turn = tuple[int, list[int]]
 class ExpertLog:
     def __init__(self, path: Path, num_layers: int, num_experts: int) -> None:
         try:
-            # Open as long as the engine is.
+            # Stays open as long as the engine runs.
             self._file: TextIO = path.open("w", encoding="ascii", buffering=1 << 16)
         except OSError as error:
             raise ConfigError(
@@ -46,12 +46,12 @@ class ExpertLog:
 @dataclass(frozen=True, slots=True)
 class Log:
     num_layers: int
-    num_experts: int  # in a layer
+    num_experts: int  # per layer
     turns: list[Turn]
 
     @property
     def steps(self) -> list[set[tuple[int, int]]]:
-        """The experts of each step; a step ends where a turn is not of a later layer."""
+        """The experts of each step; a new step starts when the layer number does not increase."""
         steps: list[set[tuple[int, int]]] = []
         last = self.num_layers
         for layer, experts in self.turns:
@@ -89,20 +89,20 @@ def _read_turn(line: str, log: Log) -> Turn:
     if not 0 <= min(experts) <= max(experts) < log.num_experts:
         raise ValueError(f"there are {log.num_experts} experts in a layer")
     if len(set(experts)) < len(experts):
-        raise ValueError("an expert stands there twice")
+        raise ValueError("an expert is listed twice")
     return layer, experts
 
 
 def _not_a_log(path: Path, number: int, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{path} is not a log of experts",
+        f"{path} is not an expert log",
         f"Line {number}: {error or type(error).__name__}.",
         "Write one with `penstock serve MODEL --expert-cache SIZE --expert-log FILE`.",
     )
 
 
 def hit_rate(log: Log, num_places: int) -> float:
-    """Of the store's own rule, with so many experts on the device."""
+    """With the store's own eviction policy and this many experts on the device."""
     tier = Residency(num_places, log.num_layers, log.num_experts)
     hits = count = 0
     for layer, experts in log.turns:
@@ -115,8 +115,8 @@ def hit_rate(log: Log, num_places: int) -> float:
 
 
 def layered_hit_rate(log: Log, num_places: int) -> float:
-    """Of a GPU, whose layers have slots of their own (`ops/reference/expert_cache.py`). Turns that
-    need more experts than a layer has slots go through lanes, and do not count.
+    """On a GPU, where each layer has its own slots (`ops/reference/expert_cache.py`). Steps that
+    need more experts than a layer has slots use lanes, and do not count.
     """
     slots = max(num_places // log.num_layers, 1)
     held = [set(range(slots)) for _ in range(log.num_layers)]
@@ -151,7 +151,7 @@ def lru_hit_rate(log: Log, num_places: int) -> float:
 
 
 def working_set(log: Log, num_steps: int) -> float:
-    """The mean number of different experts in so many steps in a row."""
+    """The mean number of different experts in this many consecutive steps."""
     steps = log.steps
     if len(steps) < num_steps:
         return float("nan")
@@ -170,14 +170,14 @@ def working_set(log: Log, num_steps: int) -> float:
 
 
 def repeated_share(log: Log) -> float:
-    """Of a step's experts, those that the step before used too."""
+    """The share of a step's experts that the previous step used too."""
     pairs = list(zip(log.steps, log.steps[1:]))
     repeated = sum(len(before & after) for before, after in pairs)
     return repeated / max(sum(len(after) for _, after in pairs), 1)
 
 
 def top_share(log: Log, share: float) -> float:
-    """Of all uses, those of the most used experts."""
+    """The share of all uses that falls on the most used experts."""
     uses = Counter((layer, expert) for layer, experts in log.turns for expert in experts)
     most = round(share * log.num_layers * log.num_experts)
     return sum(count for _, count in uses.most_common(most)) / max(uses.total(), 1)

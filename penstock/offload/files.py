@@ -1,6 +1,6 @@
-"""A converted checkpoint: its index, and the files of records that it names.
+"""A converted checkpoint: its index, and the record files it names.
 
-    OUT/experts.json          how everything is stored; written last, so a folder with it is whole
+    OUT/experts.json          describes everything; written last, so a folder with it is complete
     OUT/dense.safetensors     what every token needs, under the names of our modules
     OUT/experts/layer-000.bin [ record of expert 0 | record of expert 1 | ... )
 
@@ -34,22 +34,22 @@ class LayerRecords:
     module: str  # name of its SparseMLP
     file: str  # in the folder of the index
     num_experts: int
-    layout: int  # number of its layout
+    layout: int  # index of its layout
     checksums: tuple[int, ...]  # CRC-32 of each record
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
     folder: Path
-    made_for: str  # "cpu" or "cuda": the order of codes in a record
+    made_for: str  # "cpu" or "cuda": the layout of records
     layouts: tuple[ExpertLayout, ...]
     layers: tuple[LayerRecords, ...]
     dense: Mapping[str, StoredMatrix]  # weights that every token needs, by name
-    storage: tuple[Mapping[str, Any], ...]  # how the original files stored the weights
+    storage: tuple[Mapping[str, Any], ...]  # storage formats of the original files
 
     @property
     def num_bytes(self) -> int:
-        """Of all experts."""
+        """Of all experts together."""
         return sum(
             layer.num_experts * self.layouts[layer.layout].record_bytes for layer in self.layers
         )
@@ -105,7 +105,7 @@ def read_index(folder: Path) -> Index:
 
 
 class RecordFile:
-    """An open file of records. It reads what was opened, even if the name is given to another."""
+    """An open record file. It keeps reading the opened file, even if another takes its name."""
 
     def __init__(
         self, path: Path, num_records: int, record_bytes: int, *, direct: bool = False
@@ -129,7 +129,7 @@ class RecordFile:
             )
 
     def read(self, record: int, buffer: memoryview) -> None:
-        """Fills the buffer with a record. A read that fails once is tried again."""
+        """Fills the buffer with a record. A failed read is retried once."""
         for is_last in (False, True):
             try:
                 self._read(record, buffer)
@@ -159,7 +159,7 @@ class RecordFile:
 
 
 def _open(path: Path, direct: bool) -> tuple[int, bool]:
-    """Past the page cache if asked, where the file system can."""
+    """Uses direct I/O if asked and supported by the file system."""
     if direct and hasattr(os, "O_DIRECT"):
         try:
             return os.open(path, os.O_RDONLY | os.O_DIRECT), True

@@ -1,4 +1,4 @@
-"""How much layers need their experts, read from a device that keeps that itself; nobody waits."""
+"""How often layers use their experts, read asynchronously from a device that counts it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class Heat:
-    """`EngineStats.expert_heat` as the host last saw it. The numbers may be those of the middle of
-    a step: they are for people to look at.
+    """`EngineStats.expert_heat` as last seen by the host. The numbers may be from the middle of a
+    step: they are for display.
     """
 
     def __init__(self, scores: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
-        self._scores, self._slots = scores, slots  # of each layer: [E] float32, [E], -1: in none
+        self._scores, self._slots = scores, slots  # per layer: [E] float32; [E], -1: in no slot
         self._last: tuple[bytes, ...] = ()
         self._copy: tuple[Tensor, Any] | None = None
         device = scores[0].device

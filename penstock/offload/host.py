@@ -1,8 +1,8 @@
-"""Experts on the host: all of them in RAM, or some of them over files.
+"""Experts on the host: all of them in RAM, or in files with some of them in RAM.
 
-`read` gives the tensors of experts as they become available: what RAM holds first, then what comes
-from disk, many reads at a time. Knows no device but for the kind of its memory: pinned memory is
-copied to a GPU asynchronously.
+`read` yields the tensors of experts as they become available: first those in RAM, then those from
+disk, many reads at a time. Knows nothing about the device except the kind of memory it needs:
+copies from pinned memory to a GPU are asynchronous.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.offload.pinned import large_addresses, new_pinned, unpin
 from penstock.offload.residency import Key, Residency
 
 NUM_READERS = 16  # reads in flight: enough for fast disks to reach their speed
-LEAST_RECORDS = 2 * NUM_READERS  # in RAM, between the disk and the device
+LEAST_RECORDS = 2 * NUM_READERS  # in RAM, staging between disk and device
 
 Found = tuple[Key, list[Tensor]]
 
@@ -32,7 +32,7 @@ class HostExperts(Protocol):
 
     @property
     def place(self) -> str:
-        """Where experts are, in words."""
+        """Where experts are, for messages."""
 
     def layout_of(self, layer: int) -> ExpertLayout: ...
 
@@ -41,7 +41,7 @@ class HostExperts(Protocol):
     ) -> Iterator[Found]:
         """The tensors of these experts, each valid until the next `read`.
 
-        `before_reading` is called before memory that was given out is written again.
+        `before_reading` is called before memory that was handed out is overwritten.
         """
 
     def close(self) -> None: ...
@@ -56,7 +56,7 @@ class LayerReader(Protocol):
 
 
 class StackedExperts:
-    """All experts in RAM, as the stacks that a checkpoint was loaded into."""
+    """All experts in RAM, in the stacks that a checkpoint was loaded into."""
 
     def __init__(self, layouts: Sequence[ExpertLayout], stacks: Sequence[list[Tensor]]) -> None:
         self._layouts, self._stacks = layouts, stacks
@@ -78,11 +78,11 @@ class StackedExperts:
 
 
 class FiledExperts:
-    """Experts in files, and in RAM those that are used most.
+    """Experts in files, with the most used ones in RAM.
 
-    Without a budget, RAM holds only what is on its way, and the page cache keeps what it can. With
-    one, converted files are read past the page cache, where the file system can: RAM holds nothing
-    twice.
+    Without a budget, RAM holds only experts in transit, and the page cache keeps what it can. With
+    a budget, converted files are read with direct I/O if the file system supports it, so that RAM
+    holds nothing twice.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class FiledExperts:
         ram_bytes: int | None,
         *,
         pin_memory: bool,
-        open_layer: Callable[[LayerRecords], LayerReader] | None = None,  # None: as converted
+        open_layer: Callable[[LayerRecords], LayerReader] | None = None,  # None: converted files
     ) -> None:
         self._index = index
 
@@ -125,7 +125,7 @@ class FiledExperts:
     @property
     def place(self) -> str:
         num_bytes = sum(memory.num_bytes for memory in self._memory)
-        return f"{self._index.folder}, over {num_bytes / 1e9:.2f} GB of RAM"
+        return f"{self._index.folder}, with {num_bytes / 1e9:.2f} GB of RAM"
 
     def read(
         self, layer: int, experts: Sequence[int], before_reading: Callable[[], None]
@@ -164,7 +164,7 @@ class FiledExperts:
                 yield reads[read], memory.layout.views(memory.records[place_of[reads[read]]])
         finally:
             for read, key in reads.items():
-                if read.exception() is not None:  # waits for it: a place is not freed while read
+                if read.exception() is not None:  # waits: a place is not freed while it is read
                     memory.residency.forget(key)
             memory.residency.release()
 
@@ -201,6 +201,6 @@ def _share_out(index: Index, ram_bytes: int | None) -> list[int]:
 
 
 def least_ram_bytes(index: Index) -> int:
-    """A smaller budget cannot be kept."""
+    """The smallest possible budget."""
     counts = _share_out(index, 0)
     return sum(n * layout.record_bytes for n, layout in zip(counts, index.layouts))

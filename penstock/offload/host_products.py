@@ -1,16 +1,16 @@
-r"""Missing experts that the CPU multiplies with, out of RAM, while the device fetches others.
+r"""Missing experts that the CPU computes from RAM, while the device fetches others.
 
     device        take_slots ---> fetch_experts ---> sparse_mlp ---> add_answer
        \                                                             /
         ask_host: x, ids, weights ---> CPU: run_experts ---> sums --+
 
-All of it is in the stream, and so in the graph of a step: a kernel writes the CPU's inputs to its
-memory and tells it so, and a later one waits for its sums (`ops/cuda/host_calls.py`). Which share
-of the missing experts the CPU gets is a number on the device; it follows from the speeds of both,
-measured while both run, and then from what the CPU's calls take.
+All of it is in the stream, and so in the graph of a step: a kernel writes the CPU's inputs to host
+memory and signals it, and a later one waits for its sums (`ops/cuda/host_calls.py`). The CPU's
+share of the missing experts is a number on the device; it is computed from the speeds of both,
+measured concurrently, and later from the duration of the CPU's calls.
 
-The CPU sums in float32 in another order than the GPU: results are those of a resident model up to
-the tolerance of kernels, not to the bit.
+The CPU sums in float32 in another order than the GPU: results equal those of a resident model up to
+the tolerance of kernels, not bit for bit.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from penstock.layers.mlp import SparseMLP
     from penstock.offload.device_slots import DeviceSlots, LayerSlots
 
-CALL_S = 10e-6  # until the CPU starts and until the device goes on, about, if not measured
-MOST_JOBS = 1 << 16  # layers x sizes of steps; no more have a number
+CALL_S = 10e-6  # default overhead of a call: CPU start and device resume
+MOST_JOBS = 1 << 16  # layers x step sizes; the limit of call numbers
 MEASURED_CALLS = 16
-ADAPT_CALLS = 128  # after so many, the share follows what they took
+ADAPT_CALLS = 128  # after this many, the share is adjusted to their duration
 SMOOTHING = 0.5
 TRY_AGAIN_S = 10.0
-LEAST_GAIN = 1.1  # of both together over the link alone, for the CPU to take part
+LEAST_GAIN = 1.1  # minimum speedup over the link alone for the CPU to take part
 MEASURED_S = 0.03
-REPEATS = 3  # the best counts: threads that are not awake yet, or others', make it worse
-MEASURED_EXPERTS = 4  # in a call
+REPEATS = 3  # the best counts: sleeping threads or other programs disturb some
+MEASURED_EXPERTS = 4  # per call
 MEASURED_BYTES = 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Of steps of one size; layers take turns."""
+    """Buffers for steps of one size; layers take turns."""
 
-    x: Tensor  # [T, H]  pinned, as the others
+    x: Tensor  # [T, H]  pinned, like the others
     ids: Tensor  # [T, k] int32
     weights: Tensor  # [T, k] float32
     out: Tensor  # [T, H] float32
@@ -58,7 +58,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Bytes a second, of both at the same time."""
+    """Bytes per second, of both running concurrently."""
 
     fetch: float
     compute: float
@@ -85,7 +85,7 @@ class HostProducts:
     def launch(
         self, layer: LayerSlots, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Callable[[Tensor], object]:
-        """The CPU starts; what is returned adds its sums to a tensor, once they are there."""
+        """Starts the CPU; the returned function adds its sums to a tensor, once they are ready."""
         size = (*ids.shape, x.shape[1])
         if size not in self._buffers:
             self._buffers[size] = self._new_buffers(*size)
@@ -109,17 +109,17 @@ class HostProducts:
         self._worker.close()
 
     def describe(self) -> str:
-        """For the start of an engine."""
+        """For the start-up log."""
         if self.split is None:
-            return "the CPU multiplies with all missing experts"
+            return "the CPU computes all missing experts"
         return (
-            f"the CPU multiplies with {self.split.host_share:.0%} of missing experts at "
-            f"{self.split.compute / 1e9:.0f} GB/s, the link brings the others at "
-            f"{self.split.fetch / 1e9:.0f} GB/s; a call takes {1e6 * self.call_s:.0f} us more"
+            f"the CPU computes {self.split.host_share:.0%} of missing experts at "
+            f"{self.split.compute / 1e9:.0f} GB/s, the link transfers the others at "
+            f"{self.split.fetch / 1e9:.0f} GB/s; call overhead {1e6 * self.call_s:.0f} us"
         )
 
     def adapt(self) -> float | None:
-        """The share of missing experts that the CPU should have from now on; None: as it is."""
+        """The CPU's new share of missing experts; None: unchanged."""
         if self.split is None:
             return None
         seconds, num_bytes, num_calls = self._seen
@@ -134,8 +134,8 @@ class HostProducts:
         return self.split.host_share
 
     def _try_again(self) -> float | None:
-        """A CPU that others kept busy got so small a share that it is not called: in a while it
-        starts over.
+        """If other programs kept the CPU busy, its share may have become so small that it is never
+        called: it starts over after a while.
         """
         if self._at_start is None:
             self._at_start = self.split
@@ -161,14 +161,14 @@ def can_ask(device: torch.device) -> bool:
 
 
 def can_multiply(gate_up: Weight, down: Weight, dtype: torch.dtype) -> bool:
-    """Whether the CPU has a kernel for experts that are stored so."""
+    """Whether the CPU has a kernel for experts in this format."""
     if len(gate_up.parts) != 1 or len(down.parts) != 1:
         return False
     return can_run(gate_up.parts[0], down.parts[0], dtype)
 
 
 def measure_compute(store: DeviceSlots, dtype: torch.dtype) -> float:
-    """Bytes a second that the CPU multiplies with, alone."""
+    """Bytes per second that the CPU processes, alone."""
     calls, spent = _measuring_calls(store, dtype)
     _keep_busy(calls, MEASURED_S)
     best = 0.0
@@ -188,7 +188,7 @@ def _keep_busy(calls: list[Job], least_s: float) -> float:
 
 
 def measure_split(store: DeviceSlots, dtype: torch.dtype) -> Split:
-    """The CPU multiplies while the device fetches."""
+    """The CPU computes while the device fetches."""
     calls, spent = _measuring_calls(store, dtype)
     layer, device = store.layers[0], store.device
     wanted = layer.held()
@@ -219,7 +219,7 @@ def measure_split(store: DeviceSlots, dtype: torch.dtype) -> Split:
 
 @torch.inference_mode()
 def measure_call(products: HostProducts, layer: LayerSlots) -> float:
-    """Seconds that a call of the CPU takes in a graph if it has nothing to multiply."""
+    """Seconds that a CPU call takes in a graph if it has nothing to compute."""
     device, width = products.device, layer.host_rows[0].num_columns
     x = torch.zeros(1, width, dtype=products.dtype, device=device)
     ids = torch.zeros(1, layer.experts_per_token, dtype=torch.int32, device=device)
@@ -246,8 +246,8 @@ def measure_call(products: HostProducts, layer: LayerSlots) -> float:
 
 @torch.inference_mode()
 def largest_difference(store: DeviceSlots, mlps: Sequence[SparseMLP], num_tokens: int = 4) -> float:
-    """Between products of fetched experts and of those that the CPU multiplies with, in random
-    tokens of the first and the last layer, relative to the largest.
+    """Between outputs of fetched experts and of experts computed by the CPU, for random tokens of
+    the first and the last layer, relative to the largest.
     """
     share, worst = store.host_share.clone(), 0.0
     for number in {0, len(mlps) - 1}:
@@ -273,8 +273,8 @@ def largest_difference(store: DeviceSlots, mlps: Sequence[SparseMLP], num_tokens
 
 
 def _measuring_calls(store: DeviceSlots, dtype: torch.dtype) -> tuple[list[Job], Spent]:
-    """One token with a few experts of each layer in turn, again and again with others: more than
-    any cache of the CPU holds.
+    """One token with a few experts of each layer in turn, repeatedly with others: more than any CPU
+    cache holds.
     """
     spent, calls, count = Spent.nothing(), [], min(MEASURED_EXPERTS, store.layers[0].num_experts)
     num_bytes, last = 0, min(layer.num_experts for layer in store.layers)

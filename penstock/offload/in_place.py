@@ -1,7 +1,7 @@
-"""Experts read out of a checkpoint's own files, one at a time, without converting them first.
+"""Experts read from a checkpoint's own files, one at a time, without converting them first.
 
-An expert is read and its codes are put into the order of the kernels each time it comes from disk;
-`penstock convert` does that once. All experts of a layer must be stored alike, as the first one is.
+An expert is repacked into the kernels' layout each time it is read from disk; `penstock convert`
+does that once. All experts of a layer must have the format of the first one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CheckpointLayer:
         layout, tensors = self._conversion.read_expert(self._module, record)
         if layout.key != self._key:
             raise CheckpointError(
-                f"Expert {record} of {self._module} is stored in another way than the first one",
+                f"Expert {record} of {self._module} has another format than the first one",
                 f"{self._conversion.path} cannot be read in place.",
                 "Convert it: penstock convert MODEL -o OUT.",
             )
@@ -33,4 +33,4 @@ class CheckpointLayer:
             view.copy_(tensor[0])
 
     def close(self) -> None:
-        """Files are opened for each read."""
+        """Nothing to close: files are opened for each read."""

@@ -1,5 +1,5 @@
 """Gives a GPU slots over experts that are all in pinned RAM: those of a loaded model, or those of
-files, if RAM has room for them.
+files, if they fit in RAM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.offload.pinned import large_addresses, new_pinned, pinned_copy, un
 from penstock.ops import Weight
 from penstock.ops.weight import map_part
 
-RAM_SHARE = 0.8  # of what is free, for experts of files
+RAM_SHARE = 0.8  # of free RAM, for experts from files
 
 
 def pin_weight(weight: Weight) -> None:
@@ -37,8 +37,8 @@ def pin_weight(weight: Weight) -> None:
 def give_device_slots(
     model: Any, mlps: Sequence[SparseMLP], config: EngineConfig, slot_bytes: int
 ) -> None:
-    """The pinned stacks of layers stay in RAM; a GPU gets slots that it keeps itself, or all
-    experts, if there is room.
+    """The pinned stacks of layers stay in RAM; a GPU gets slots that it manages itself, or all
+    experts, if they fit.
     """
     layouts = [ExpertLayout.of(mlp.gate_up, mlp.down) for mlp in mlps]
     stacks = [stack_tensors([mlp.gate_up, mlp.down]) for mlp in mlps]
@@ -55,8 +55,8 @@ def give_device_slots(
     )
     if config.expert_misses == "cpu" and not can_compute:
         raise ConfigError(
-            "expert_misses is cpu, and the CPU has no kernel for these experts",
-            "It multiplies with 4-bit codes that have one scale for 128 columns or more, and no "
+            "expert_misses is cpu, but the CPU has no kernel for these experts",
+            "It supports 4-bit weights with a group size of 128 columns or more and no "
             "zero points, and needs a C++ compiler and NVRTC.",
             "Use --expert-misses fetch, or --quantization int4.",
         )
@@ -67,7 +67,7 @@ def give_device_slots(
 
 
 def fits_ram(index: Index, ram_bytes: int | None) -> bool:
-    """Whether all experts of files are to be in RAM: within the budget, or what is free."""
+    """Whether all experts from files should be in RAM: within the budget, or what is free."""
     if ram_bytes is None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         ram_bytes = int(RAM_SHARE * free)
@@ -81,7 +81,7 @@ def read_into_ram(
     dtype: torch.dtype,
     tell: Callable[[str, float], None],
 ) -> None:
-    """The layers' stacks, in pinned RAM, with plain numbers in the dtype of the model."""
+    """The layers' stacks, in pinned RAM, with unquantized values in the model's dtype."""
     for layer, mlp in enumerate(mlps):
         records, layout = index.layers[layer], host.layout_of(layer)
         tell(records.module, layer / len(mlps))

@@ -1,4 +1,5 @@
-"""Room for all experts of a layer, twice: one is filled from RAM while the other is read.
+"""Two staging buffers (lanes) for all experts of a layer: one is filled from RAM while the other is
+read.
 
 For steps of many tokens, which need most experts of every layer: each crosses the link once.
 """
@@ -19,7 +20,7 @@ NUM_LANES = 2
 
 
 class Lanes:
-    """Room for all experts of a layer, twice: one is filled while the other is read."""
+    """Two staging buffers for all experts of a layer: one is filled while the other is read."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class Lanes:
         self.num_bytes = sum(memory.nbytes for memory in self._memory)
 
     def use(self, layer: int) -> tuple[Weight, Weight]:
-        """The layer's experts, in order, for products that are launched before the next call. The
-        next layer's are on their way then; the last layer of a prompt has few tokens, and is not.
+        """The layer's experts, in order, for GEMMs that are launched before the next call. Starts
+        copying the next layer's, except for the last layer of a prefill, which has few tokens.
         """
         with self._lock:
             self._fill(layer)
@@ -77,7 +78,7 @@ class Lanes:
             for target, source in pairs:
                 target.copy_(source)
             return
-        # Products that read this lane were launched before those of the layer in between.
+        # GEMMs that read this lane were launched before those of the layer in between.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for target, source in pairs:

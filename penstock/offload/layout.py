@@ -1,4 +1,4 @@
-"""How the matrices of an expert are stored, and where each of their tensors lies in its record.
+"""How the matrices of an expert are stored, and where each of their tensors is in its record.
 
     record  [ gate and up: codes, scales, ... | down: codes, scales, ... | padding to 4096 bytes )
 
@@ -23,21 +23,21 @@ from penstock.ops.quantized import QuantizedRows, Scales
 from penstock.ops.tiles import Fields, TiledRows
 from penstock.ops.weight import Part, Weight, map_part, tensors_of
 
-RECORD_ALIGNMENT = 4096  # what O_DIRECT needs of offsets, lengths and memory
+RECORD_ALIGNMENT = 4096  # required by O_DIRECT for offsets, lengths and memory
 FIELD_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """How one matrix, or all of a stack, are stored: as plain numbers, or in parts."""
+    """How one matrix, or each matrix of a stack, is stored: unquantized, or in quantized parts."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]  # on the meta device; plain numbers are one tensor
+    parts: tuple[Part, ...]  # on the meta device; an unquantized matrix is one tensor
     is_quantized: bool
 
     @classmethod
     def of(cls, weight: Weight, *, is_stack: bool) -> StoredMatrix:
-        """Of a weight, or of each matrix of a stack."""
+        """For a weight, or for each matrix of a stack."""
 
         def emptied(tensor: Tensor) -> Tensor:
             shape = tensor.shape[1:] if is_stack else tensor.shape
@@ -79,12 +79,12 @@ class StoredMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of an expert: its place in the record."""
+    """One tensor of an expert: its position in the record."""
 
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    is_plain: bool  # numbers, which a slot holds in the dtype of the model
+    is_plain: bool  # unquantized: a slot holds it in the model's dtype
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +92,7 @@ class Field:
 
 
 class ExpertLayout:
-    """Of the two matrices of an expert, and of its record."""
+    """The layout of an expert's two matrices and of its record."""
 
     def __init__(self, gate_up: StoredMatrix, down: StoredMatrix) -> None:
         self.gate_up, self.down = gate_up, down
@@ -108,7 +108,7 @@ class ExpertLayout:
 
     @classmethod
     def of(cls, gate_up: Weight, down: Weight) -> ExpertLayout:
-        """Of stacks."""
+        """From stacks."""
         return cls(*(StoredMatrix.of(weight, is_stack=True) for weight in (gate_up, down)))
 
     @property
@@ -117,7 +117,7 @@ class ExpertLayout:
         return json.dumps(self.to_json(), sort_keys=True)
 
     def views(self, record: Tensor) -> list[Tensor]:  # [record_bytes] uint8
-        """The tensors of the expert that a record holds."""
+        """Views of the expert's tensors in a record."""
         return [
             record[field.offset : field.offset + field.num_bytes]
             .view(field.dtype)
@@ -126,29 +126,29 @@ class ExpertLayout:
         ]
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
-        """That an expert takes on a device, where plain numbers have the dtype of the model."""
+        """Bytes of an expert on a device, where unquantized values have the model's dtype."""
         return sum(self._field_bytes(dtype))
 
     def new_slots(
         self, num_slots: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Weight, Weight, list[Tensor]]:
-        """Stacks of gate and up, and of down, and their tensors in the order of the fields."""
+        """Stacks of gate and up, and of down, and their tensors in field order."""
         tensors = [
             new_tensor(
                 (num_slots, *field.shape), dtype if field.is_plain else field.dtype, device
-            ).zero_()  # a kernel may load what it does not use
+            ).zero_()  # a kernel may load values that it does not use
             for field in self.fields
         ]
         return *self.stacks_of(tensors, dtype), tensors
 
     def bytes_in(self, num_slots: int, dtype: torch.dtype) -> int:
-        """That `slots_in` needs."""
+        """The bytes that `slots_in` needs."""
         return sum(_aligned(num_slots * size) for size in self._field_bytes(dtype))
 
     def slots_in(
         self, memory: Tensor, num_slots: int, dtype: torch.dtype
     ) -> tuple[Weight, Weight, list[Tensor]]:
-        """As `new_slots`, in memory that is there, uint8, and as it is."""
+        """Like `new_slots`, in existing uint8 memory, which is not cleared."""
         tensors, end = [], 0
         for field, size in zip(self.fields, self._field_bytes(dtype), strict=True):
             own = memory[end : end + num_slots * size]
@@ -158,14 +158,14 @@ class ExpertLayout:
         return *self.stacks_of(tensors, dtype), tensors
 
     def _field_bytes(self, dtype: torch.dtype) -> list[int]:
-        """Of one slot."""
+        """Bytes per slot."""
         return [
             math.prod(field.shape) * (dtype if field.is_plain else field.dtype).itemsize
             for field in self.fields
         ]
 
     def stacks_of(self, tensors: list[Tensor], dtype: torch.dtype) -> tuple[Weight, Weight]:
-        """Gate and up, and down, of these tensors."""
+        """Gate and up, and down, from these tensors."""
         rest, weights = iter(tensors), []
         for matrix in (self.gate_up, self.down):
             shape = (len(tensors[0]), *matrix.shape)
@@ -187,7 +187,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def stack_tensors(weights: Sequence[Weight]) -> list[Tensor]:
-    """All tensors of loaded stacks, in the order of the fields of their layout."""
+    """All tensors of loaded stacks, in the field order of their layout."""
     return [
         tensor
         for weight in weights

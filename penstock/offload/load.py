@@ -1,4 +1,4 @@
-"""Loads a model for an engine, and decides where its experts live: all on the device, or some in
+"""Loads a model for an engine, and decides where its experts are: all on the device, or some in
 slots over RAM and files.
 """
 
@@ -44,7 +44,7 @@ def load_with_experts(
     with_drafting_head: bool = False,
     ranks: Ranks = ALONE,
 ) -> nn.Module:
-    """The model of a source on a device, or a rank's part of it, ready to run."""
+    """The model of a source on a device, or a rank's shard of it, ready to run."""
     _refuse_ranks(source, config, ranks)
     check_offload_layers(source, config, torch.device(device))
     files: Files | None = None
@@ -101,12 +101,12 @@ def check_offload_layers(source: ModelSource, config: EngineConfig, device: torc
     for reason, holds in reasons.items():
         if holds:
             raise ConfigError(
-                f"offload_layers is {config.offload_layers}, and {reason}", todo="Omit it."
+                f"offload_layers is {config.offload_layers}, but {reason}", todo="Omit it."
             )
 
 
 def _load_with_lanes(load: Callable[..., nn.Module], config: EngineConfig) -> nn.Module:
-    """Dense weights of some layers are in RAM, and experts as --expert-cache says."""
+    """Dense weights of some layers stay in RAM, and experts follow --expert-cache."""
     count = config.offload_layers or 0
     has_slots = config.expert_cache is not None
 
@@ -129,16 +129,16 @@ def _open_log(model: nn.Module, config: EngineConfig) -> None:
     store = getattr(model, "expert_store", None)
     if store is None:
         raise ConfigError(
-            f"expert_log is {config.expert_log}, and all experts are on the device",
-            "They are chosen there, and the host does not learn which.",
-            "Give --expert-cache less than they take, or omit --expert-log.",
+            f"expert_log is {config.expert_log}, but all experts are on the device",
+            "They are chosen there, and the host does not see which.",
+            "Set --expert-cache smaller than their size, or omit --expert-log.",
         )
     num_experts = max(mlp.router.shape[0] for mlp in sparse_layers(model).values())
     store.log = ExpertLog(Path(config.expert_log).expanduser(), store.num_layers, num_experts)
 
 
 def describe_experts(model: Any, config: EngineConfig) -> str:
-    """What is unusual about its experts, for the start of an engine; "": nothing."""
+    """What is unusual about its experts, for the start-up log; "": nothing."""
     said = []
     store: ExpertStore | DeviceSlots | None = getattr(model, "expert_store", None)
     if store is not None:
@@ -161,12 +161,12 @@ def describe_experts(model: Any, config: EngineConfig) -> str:
 
 
 def without_graphs(config: EngineConfig, store: ExpertStore | DeviceSlots) -> EngineConfig:
-    """A graph cannot wait for a file, nor tell a log what it has fetched."""
+    """A graph can neither wait for a file nor log its experts."""
     if isinstance(store, DeviceSlots) and store.log is None:
         return config
     if config.graphs:
         raise ConfigError(
-            "graphs is on, and experts are in files, or logged",
+            "graphs is on, but experts are in files, or logged",
             "A captured step can neither read a file nor write a log.",
             "Omit --graphs, or --expert-ram and --expert-log.",
         )
@@ -178,7 +178,7 @@ def _refuse_ranks(source: ModelSource, config: EngineConfig, ranks: Ranks) -> No
     is_kept_elsewhere = is_asked or is_converted(source.path)
     if is_kept_elsewhere and not ranks.is_alone:
         raise ConfigError(
-            f"tp is {ranks.size}, and experts are not all on the device",
+            f"tp is {ranks.size}, but not all experts are on the device",
             "A rank reads its part of every expert once, when it starts.",
             "Use --tp 1, or an unconverted model without --expert-cache and --expert-ram.",
         )
@@ -208,7 +208,7 @@ def _move_to_ram(weight: Weight) -> None:
 
 
 def _use_spilled(model: Any, config: EngineConfig) -> None:
-    """Random experts, over files that exist as long as the engine does."""
+    """Random experts in temporary files that exist as long as the engine."""
     mlps = _sparse_layers_of(model, config)
     index = spill(mlps, model.device.type, model.dtype)
     host = FiledExperts(index, checked_ram(index, config), pin_memory=model.device.type == "cuda")
@@ -219,7 +219,7 @@ def _sparse_layers_of(model: nn.Module, config: EngineConfig) -> list[SparseMLP]
     mlps = list(sparse_layers(model).values())
     if not mlps:
         raise ConfigError(
-            f"expert_cache is {config.expert_cache}, and the model has no experts",
+            f"expert_cache is {config.expert_cache}, but the model has no experts",
             todo="Omit it.",
         )
     return mlps

@@ -1,5 +1,5 @@
 """Loads a model whose experts stay in files, converted or a checkpoint's own: its dense weights on
-the device, its experts in slots over RAM and the files, or all in RAM, or all on the device.
+the device, its experts in slots over RAM and files, or all in RAM, or all on the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from penstock.weights.safetensors_reader import open_safetensors
 from penstock.weights.storage_report import Storage, StorageGroup, describe_storage
 from penstock.weights.stored import StoredTensor
 
-# Of what is free after the dense weights: the rest is for caches and steps.
+# Of the memory left by the dense weights: the rest is for caches and steps.
 DEVICE_SHARE = {"cuda": 0.7, "cpu": 0.5}
 
 
@@ -49,7 +49,7 @@ class Files:
     """A checkpoint whose experts stay in its files, converted or not."""
 
     index: Index
-    dense: Collection[str]  # names of what every token needs
+    dense: Collection[str]  # names of weights that every token needs
     read_dense: Callable[[str], tuple[StoredMatrix, list[Tensor]]]
     open_layer: Callable[[LayerRecords], LayerReader] | None = None
 
@@ -58,8 +58,8 @@ def open_in_place(source: ModelSource, config: EngineConfig, device: torch.devic
     if config.quantization != "none":
         raise ConfigError(
             f"expert_ram is {config.expert_ram}, and quantization is set",
-            "Experts are read from files as they are needed, and would be quantised each time.",
-            "Omit one of the two, or quantise the model first (penstock quantize).",
+            "Experts are read from files as they are needed, and would be quantized each time.",
+            "Omit one of the two, or quantize the model first (penstock quantize).",
         )
     conversion = Conversion(source, device.type)
     layouts: dict[str, ExpertLayout] = {}
@@ -91,8 +91,8 @@ def open_converted(source: ModelSource, config: EngineConfig, device: torch.devi
     if config.quantization != "none":
         raise ConfigError(
             f"quantization is {config.quantization}, and {source.name} is a converted model",
-            "Its weights are stored as they will be multiplied.",
-            "Quantise the model first (penstock quantize), then convert that.",
+            "Its weights are stored in their final format.",
+            "Quantize the model first (penstock quantize), then convert that.",
         )
     index = read_index(source.path)
     _check_made_for(index, device)
@@ -171,8 +171,8 @@ def _check_made_for(index: Index, device: torch.device) -> None:
     )
     if is_quantized and index.made_for != device.type:
         raise ConfigError(
-            f"{index.folder} was converted for {index.made_for}, and the engine runs on {device}",
-            "The kernels of a GPU and of a CPU take codes in different orders.",
+            f"{index.folder} was converted for {index.made_for}, but the engine runs on {device}",
+            "The kernels of a GPU and of a CPU need different layouts.",
             f"Convert the model again with --for {device.type}, or run it with --device "
             f"{index.made_for}.",
         )
@@ -183,7 +183,7 @@ def checked_ram(index: Index, config: EngineConfig) -> int | None:
     least = least_ram_bytes(index)
     if given is not None and given < least:
         raise CapacityError(
-            f"{given / 1e9:.3g} GB of RAM for experts are too little",
+            f"{given / 1e9:.3g} GB of RAM for experts is too little",
             f"Reading from files takes {least / 1e9:.3g} GB.",
             f"Set --expert-ram {-(-least // 10**6)}MB or more, or omit it.",
         )
@@ -205,7 +205,7 @@ def _fill_dense(model: Any, files: Files, device: torch.device, on_phase: OnPhas
     missing = [name for name in wanted if name not in files.dense]
     if missing:
         raise CheckpointError(
-            f"{files.index.folder} is not of this config.json",
+            f"{files.index.folder} does not match this config.json",
             f"It lacks {list_some(missing)}.",
             "Convert the model again: penstock convert MODEL -o OUT.",
         )
@@ -251,7 +251,7 @@ def _fill_stacks(
     device: torch.device,
     on_phase: OnPhase,
 ) -> None:
-    """All experts fit on the device: it is a resident model."""
+    """All experts fit on the device: loads them like a resident model."""
     for layer, mlp in enumerate(mlps):
         on_phase(Phase("weights", index.layers[layer].module, layer / len(mlps)))
         num_experts = index.layers[layer].num_experts

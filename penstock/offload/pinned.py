@@ -1,6 +1,6 @@
-"""Pinned memory of the host: a GPU reads it by itself, and copies from it run in the background.
+"""Pinned host memory: a GPU reads it by itself, and copies from it are asynchronous.
 
-Large tensors lie on huge pages, which all cores ask for at once before they are pinned: pinning
+Large tensors use huge pages, which all cores allocate in parallel before they are pinned: pinning
 page by page would take minutes for a large model.
 """
 
@@ -19,18 +19,18 @@ PORTABLE_AND_MAPPED = 1 | 2
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """The same numbers in pinned memory; `unpin` gives it back, if it is large."""
+    """The same values in pinned memory; `unpin` releases it, if it is large."""
     own = new_pinned(tuple(tensor.shape), tensor.dtype)
     own.copy_(tensor)
     return own
 
 
 def new_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised."""
+    """Uninitialized."""
     memory = new_tensor(shape, dtype, "cpu")
     if not _is_large(memory):
         return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
-    memory.view(-1).view(torch.uint8)[::PAGE].zero_()  # by all threads
+    memory.view(-1).view(torch.uint8)[::PAGE].zero_()  # touched by all threads
     if torch.cuda.is_available():
         code = torch.cuda.cudart().cudaHostRegister(
             memory.data_ptr(), memory.nbytes, PORTABLE_AND_MAPPED
@@ -45,7 +45,7 @@ def new_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def unpin(addresses: Iterable[int]) -> None:
-    """Of large tensors, before their memory goes back to the system."""
+    """For large tensors, before their memory is freed."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         for address in addresses:

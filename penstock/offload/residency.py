@@ -2,14 +2,14 @@
 and never touches a tensor.
 
 Layers run one after the other, so the time until an expert is used again follows from its layer's
-turn and from how likely the layer is to choose it:
+turn and from the probability that the layer chooses it:
 
-    turns until next use  =  turns until its layer runs  +  layers * (1 / likelihood - 1)
+    turns until next use  =  turns until its layer runs  +  layers * (1 / probability - 1)
 
-The expert that is expected to be used last is evicted. The likelihood is a moving average over the
-layer's own turns. A turn that needs most of the layer's experts, such as a prompt's, says little
-about which of them are special, and moves the averages as little. So neither a long prompt nor the
-cycle through the layers, in which a plain LRU evicts what comes next, empties the tier.
+The expert that is expected to be used last is evicted. The probability is a moving average over the
+layer's own turns. A turn that needs most of the layer's experts, such as a prefill, says little
+about which of them are popular, and changes the averages little. So neither a long prompt nor the
+cycle through the layers, in which a plain LRU evicts what is needed next, empties the tier.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Key = tuple[int, int]  # layer, expert
 
 MEMORY = 0.1  # weight of a layer's last turn in its averages
 LEAST_LIKELY = 1e-6
-QUEUE_SHARE = 32  # one place in so many is queued for eviction in one pass over all
+QUEUE_SHARE = 32  # one place in this many is queued for eviction in one pass
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
     key: Key
     place: int
-    is_new: bool  # the tier does not hold it yet: the caller fills the place
+    is_new: bool  # the tier does not hold it yet: the caller must fill the place
 
 
 class Residency:
@@ -43,11 +43,11 @@ class Residency:
         self._layer_in = np.full(num_places, -1)  # -1: the place is free
         self._expert_in = np.zeros(num_places, int)
         self._is_pinned = np.zeros(num_places, bool)
-        self._queue: list[int] = []  # places to vacate, the next one at the end
-        self._is_queued = np.zeros(num_places, bool)  # False again when the expert is used
-        self._likely = np.zeros(shape)  # at the layer's turn when the expert was last used
-        self._fading = np.zeros(num_layers)  # logarithm of what averages have lost since the start
-        self._fading_at = np.zeros(shape)  # that of the layer when the expert was last used
+        self._queue: list[int] = []  # places to evict, the next one at the end
+        self._is_queued = np.zeros(num_places, bool)  # reset when the expert is used
+        self._likely = np.zeros(shape)  # probability when the expert was last used
+        self._fading = np.zeros(num_layers)  # log of the decay of averages since the start
+        self._fading_at = np.zeros(shape)  # the layer's value when the expert was last used
 
     def __len__(self) -> int:
         return self.num_places - len(self._free)
@@ -85,7 +85,9 @@ class Residency:
         self._vacate(int(self._place_of[key]))
 
     def heat(self) -> np.ndarray:  # [layers, experts] uint8
-        """How likely each expert is at its layer's turn in 127ths; 128 more if it has a place."""
+        """The probability of each expert at its layer's turn in 127ths, plus 128 if it has a
+        place.
+        """
         lost = self._fading[:, None] - self._fading_at
         likely = np.rint(127 * self._likely * np.exp(lost)).clip(0, 127).astype(np.uint8)
         return likely | (self._place_of >= 0).astype(np.uint8) << 7
@@ -105,7 +107,7 @@ class Residency:
         return likely
 
     def _evict(self, layer: int, count: int) -> None:
-        """In the turn of a layer: the experts that are expected to be used last."""
+        """At a layer's turn: evicts the experts that are expected to be used last."""
         while count:
             if not self._queue:
                 self._fill_queue(layer, count)

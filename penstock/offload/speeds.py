@@ -1,4 +1,4 @@
-"""How fast the tiers of a store are, measured with the store's own parts."""
+"""Measures the speed of a store's tiers, with the store's own code."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from penstock.offload.store import ExpertStore, SlotPool
 from penstock.ops import fetch_experts
 from penstock.ops.cpu.tiled_experts import can_run
 
-COPIES = 64  # experts
+COPIES = 64  # experts to copy
 READS = 256
 REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpeeds:
-    """Bytes a second."""
+    """Bytes per second."""
 
     copy: float  # from RAM to the device, in large copies
-    read: float | None = None  # from files, page cache included; None: all experts are in RAM
+    read: float | None = None  # from files, including the page cache; None: all in RAM
     fetch: float | None = None  # from RAM into slots, by a GPU's own loads
-    compute: float | None = None  # of experts that the CPU multiplies with, out of RAM
+    compute: float | None = None  # of experts computed by the CPU, from RAM
 
     @property
     def best(self) -> float:
-        """That serves a miss of RAM soonest."""
+        """The fastest way to serve a miss from RAM."""
         return max(self.copy, self.compute or 0.0)
 
 
 def measure_speeds(store: ExpertStore | DeviceSlots, experts_of_layer: int) -> TierSpeeds:
-    """Reads change what RAM holds, so it is for a store that has not served yet."""
+    """Reads change what RAM holds, so this is for a store that has not served yet."""
     if isinstance(store, DeviceSlots):
         return _measure_device_slots(store)
     layout = store.host.layout_of(0)
@@ -75,7 +75,7 @@ def measure_speeds(store: ExpertStore | DeviceSlots, experts_of_layer: int) -> T
 
 
 def _measure_device_slots(store: DeviceSlots) -> TierSpeeds:
-    """Slots are filled with what they hold, and a lane with its layer."""
+    """Refills slots with their current experts, and a lane with its layer."""
     layer = store.layers[0]
     wanted = layer.held()
     seconds = _least(

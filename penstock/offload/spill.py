@@ -1,5 +1,5 @@
-"""Experts that exist only in memory, random ones, written to temporary files: what a model on disk
-does can be timed without one.
+"""Random experts, which exist only in memory, written to temporary files: to time a model on disk
+without having one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ WRITERS = 4
 
 
 def spill(mlps: Sequence[SparseMLP], made_for: str, dtype: torch.dtype) -> Index:
-    """The layers' stacks go to files, which are removed with the index; layers keep shapes only."""
+    """Writes the layers' stacks to files, which are removed with the index; layers keep only
+    shapes.
+    """
     folder = Path(tempfile.mkdtemp(prefix="penstock-experts-"))
     layouts: dict[str, ExpertLayout] = {}
     layers, jobs = [], []
@@ -46,7 +48,7 @@ def spill(mlps: Sequence[SparseMLP], made_for: str, dtype: torch.dtype) -> Index
         shutil.rmtree(folder)
         raise CapacityError(
             f"{folder.parent} has too little space for random experts",
-            f"They take {index.num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free.",
+            f"They take {index.num_bytes / 1e9:.1f} GB; {free / 1e9:.1f} GB are free.",
             "Set TMPDIR to a folder on a larger disk.",
         )
     weakref.finalize(index.layouts[0], shutil.rmtree, folder, True)

@@ -1,11 +1,11 @@
-"""Experts by slot: the device holds some, the host all of them.
+"""Experts in slots, managed by the host: the device holds some, the host all of them.
 
     slots on the device   <-  RAM: stacks, or records   <-  files
     [ gate_up | down ] x S     pinned for a GPU              parallel reads
 
-Layers whose experts are stored alike share one pool of slots, so that layers which need more get
-more. Before the products of a layer, `OffloadedExperts` fetches the experts that its tokens chose
-and that no slot holds; the products then run as those of a resident model do, on slots in place of
+Layers with the same expert format share one pool of slots, so that layers which need more get
+more. Before the GEMMs of a layer, `OffloadedExperts` fetches the experts that its tokens chose
+and that no slot holds; the GEMMs then run as for a resident model, with slots in place of
 experts. All chosen experts run, always.
 """
 
@@ -32,7 +32,7 @@ from penstock.ops.reference.moe import add_experts, run_experts_grouped
 
 
 class SlotPool:
-    """Slots for experts of one layout, and which expert each holds."""
+    """Slots for experts of one layout, and the expert in each."""
 
     def __init__(
         self, layout: ExpertLayout, residency: Residency, dtype: torch.dtype, device: torch.device
@@ -46,7 +46,7 @@ class SlotPool:
         return self.residency.num_places
 
     def fill(self, slot: int, tensors: Sequence[Tensor]) -> None:
-        """From the host; on a GPU the copies run on the current stream."""
+        """Copies from the host; on a GPU on the current stream."""
         for own, tensor in zip(self.tensors, tensors, strict=True):
             own[slot].copy_(tensor, non_blocking=True)
 
@@ -55,7 +55,7 @@ class ExpertStore:
     def __init__(self, host: HostExperts, device: torch.device) -> None:
         self.host, self.device = host, device
         self.pools: list[SlotPool] = []
-        self.pool_of: dict[int, tuple[SlotPool, int]] = {}  # and the experts of each layer
+        self.pool_of: dict[int, tuple[SlotPool, int]] = {}  # with the number of experts, by layer
         self.num_layers = self.num_experts = 0
         self._counters: Counter[str] = Counter(hits=0, misses=0, fetched_bytes=0)
         self._wait_us = 0
@@ -84,7 +84,7 @@ class ExpertStore:
                     del slot_of[key]
                     self._counters["fetched_bytes"] += pool.slot_bytes
         finally:
-            for key in slot_of:  # an error: these slots hold something else
+            for key in slot_of:  # on an error, these slots do not hold their experts
                 pool.residency.forget(key)
 
     @property
@@ -93,7 +93,7 @@ class ExpertStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return sum(pool.num_slots * pool.slot_bytes for pool in self.pools)
 
     def stats(self) -> dict[str, int]:
@@ -104,10 +104,10 @@ class ExpertStore:
         return self._wait_us / 1e6
 
     def adapt(self) -> None:
-        """There is nothing to decide: all misses are fetched."""
+        """Nothing to adapt: all misses are fetched."""
 
     def heat(self) -> tuple[bytes, ...]:
-        """As `EngineStats.expert_heat` has it."""
+        """In the format of `EngineStats.expert_heat`."""
         found = {id(pool): pool.residency.heat() for pool in self.pools}
         return tuple(
             found[id(pool)][layer, :num_experts].tobytes()
@@ -122,9 +122,7 @@ class ExpertStore:
 
 @dataclass(slots=True)
 class OffloadedExperts:
-    """The products of one layer's experts: `sparse_mlp`, which takes experts where the store has
-    put them.
-    """
+    """The MoE of one layer: `sparse_mlp` on the slots where the store has put the experts."""
 
     store: ExpertStore
     pool: SlotPool
@@ -172,15 +170,15 @@ class OffloadedExperts:
     def _fetch(self, experts: Sequence[int], ids: Tensor) -> Tensor:
         """The slots for these ids."""
         slots = self.store.fetch(self.layer, experts, self.pool)
-        table = torch.zeros(self.num_experts, dtype=ids.dtype)  # which kernels read
+        table = torch.zeros(self.num_experts, dtype=ids.dtype)  # read by kernels
         table[torch.tensor(experts)] = torch.tensor(slots, dtype=ids.dtype)
         return table.to(ids.device)[ids.long()]
 
     def _run_in_passes(
         self, x: Tensor, ids: Tensor, experts: Sequence[int], deterministic: bool
     ) -> Tensor:  # [T, k, H]
-        """On a CPU with fewer slots than a step needs: each expert is fetched once, and multiplies
-        all of its tokens, as it does when all are resident.
+        """For a CPU with fewer slots than a step needs: each expert is fetched once, and multiplies
+        all of its tokens, as if all were resident.
         """
         assert x.is_cpu, "a GPU has slots for all experts of a layer"
         outputs = x.new_empty(*ids.shape, self.pool.down.shape[-2])
@@ -203,10 +201,10 @@ class OffloadedExperts:
 
 
 class _Copies:
-    """Orders copies into slots between the products before them and those after.
+    """Orders copies into slots between the GEMMs before and after them.
 
-    On a GPU they run on a stream of their own, which waits for the products that may still read a
-    slot; the next products wait for the copies. On a CPU everything happens in order.
+    On a GPU they run on a separate stream, which waits for the GEMMs that may still read a slot;
+    the next GEMMs wait for the copies. On a CPU everything is sequential.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -225,7 +223,7 @@ class _Copies:
         products.wait_stream(self._stream)
 
     def wait(self) -> None:
-        """Until all copies have read their source."""
+        """Waits until all copies have read their source."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -233,7 +231,7 @@ class _Copies:
 def attach(
     mlps: Sequence[SparseMLP], store: ExpertStore, slot_bytes: int, dtype: torch.dtype
 ) -> None:
-    """Gives layers slots of these many bytes in all, in place of stacks of their own."""
+    """Gives layers slots of this many bytes in total, in place of their own stacks."""
     layouts: dict[str, ExpertLayout] = {}
     layers_of: dict[str, list[int]] = {}
     for layer in range(len(mlps)):
@@ -262,7 +260,7 @@ def attach(
 
 
 def least_slots(mlps: Sequence[SparseMLP], layers: Sequence[int], device: torch.device) -> int:
-    """For one token on a CPU; on a GPU for all experts of a layer, which a prompt may need."""
+    """For one token on a CPU; on a GPU for all experts of a layer, which a prefill may need."""
     return max(
         mlps[layer].router.shape[0] if device.type == "cuda" else mlps[layer].experts_per_token
         for layer in layers
@@ -276,7 +274,7 @@ def use_slots(model: Any, mlps: list[SparseMLP], host: HostExperts, slot_bytes: 
     if slot_bytes < least:
         kind = "all experts of a layer" if model.device.type == "cuda" else "the experts of a token"
         raise CapacityError(
-            f"{slot_bytes / 1e9:.3g} GB of expert cache are too little",
+            f"{slot_bytes / 1e9:.3g} GB of expert cache is too little",
             f"It must hold {kind}: {least / 1e9:.3g} GB.",
             f"Set --expert-cache {-(-least // 10**6)}MB or more.",
         )
@@ -285,8 +283,8 @@ def use_slots(model: Any, mlps: list[SparseMLP], host: HostExperts, slot_bytes: 
         attach(mlps, store, slot_bytes, model.dtype)
     except torch.OutOfMemoryError as error:
         raise CapacityError(
-            f"{slot_bytes / 1e9:.1f} GB of expert cache do not fit on {model.device}",
-            "Other weights are there already.",
+            f"{slot_bytes / 1e9:.1f} GB of expert cache does not fit on {model.device}",
+            "The other weights already take the rest.",
             "Set a smaller --expert-cache.",
         ) from error
     model.expert_store = store

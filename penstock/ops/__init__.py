@@ -1,18 +1,18 @@
-"""Pure functions on tensors, the vocabulary in which layers are written. Imports nothing of ours.
+"""Pure functions on tensors, from which layers are built. Imports none of our other packages.
 
-One alphabet for shapes, used in every signature of the project:
+One notation for shapes, used in every signature of the project:
 
     T  tokens in the step    R  rows in the step      P  pages per row    L  wanted logits
-    H  hidden size           Hq Hk Hv Hkv  heads      D  attention head   K V  DeltaNet head widths
-    E  experts               k  experts of a token    I  expert width     F  dense MLP width
-    C  conv channels         Kc  conv taps            W  entries of a conv ring
+    H  hidden size           Hq Hk Hv Hkv  heads      D  attention head   K V  DeltaNet head sizes
+    E  experts               k  experts per token     I  expert size      F  dense MLP size
+    C  conv channels         Kc  conv taps            W  entries of a conv ring buffer
 
-A product has M rows of activations (its tokens, so T in signatures), N rows of the weight, and sums
+A GEMM has M rows of activations (its tokens, so T in signatures), N rows of the weight, and sums
 over K: x [T, K], weight [N, K]. Tiles of kernels are BLOCK_M, BLOCK_N and BLOCK_K.
 
-An op is cut where a kernel is cut. `ops/reference` says in plain torch what each one computes: it
-is the specification, the oracle of the kernel tests and the path on a CPU. Those that have a kernel
-in `ops/triton` go through `op`, which takes it on a GPU.
+An op is what one kernel (or a fixed few) computes. `ops/reference` defines each one in plain torch:
+it is the specification, the oracle of the kernel tests and the CPU path. Ops with a kernel in
+`ops/triton` go through `op`, which selects it on a GPU.
 """
 
 from penstock.ops.dispatch import op
@@ -55,6 +55,7 @@ decode_rows = op(_decode_rows.decode_rows)
 draft_tokens = op(_decode_rows.draft_tokens)
 place_drafts = op(_decode_rows.place_drafts)
 mask_logits = op(masking.mask_logits)
+likeliest = op(sampling.likeliest)
 sample = op(sampling.sample)
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "fetch_experts",
     "gated_delta_net",
     "gated_rms_norm",
+    "likeliest",
     "linear",
     "mask_logits",
     "new_counters",

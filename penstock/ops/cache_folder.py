@@ -1,7 +1,7 @@
 """The cache folder of this machine: compiled kernels and measured tiles, kept for the next start.
 
-It is in the cache folder of the user, never in the installed package, which may be read-only or
-shared. Everything in it can be deleted and made again.
+It is in the user's cache folder, never in the installed package, which may be read-only or
+shared. Everything in it can be deleted and is created again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path:
-    """May not exist yet."""
+    """It may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "penstock" / name
 

@@ -1,7 +1,7 @@
-"""Chooses between an op and its twin: the reference in plain torch, or the kernel in Triton.
+"""Chooses the implementation of an op: the reference in plain torch, or its kernel in Triton.
 
-The device of the tensors decides: on CUDA the twin runs, elsewhere the reference. The twin picks
-among its kernels and libraries by shape. A watcher may run both, as `bench` does.
+The device of the tensors decides: the kernel on CUDA, the reference elsewhere. The kernel's wrapper
+picks among kernels and libraries by shape. A watcher may run both, as `bench` does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Meanwhile every op of this thread goes through the watcher."""
+    """Inside this context every op of this thread goes through the watcher."""
     token = _watcher.set(watcher)
     try:
         yield

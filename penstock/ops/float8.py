@@ -1,9 +1,9 @@
-"""Tokens in E4M3: which products round them, and how.
+"""Activations in E4M3: which GEMMs quantize them, and how.
 
-FP8 checkpoints ask for it, and tensor cores that take both sides in 8 bits are twice as fast. A
-token is quantised by blocks of 128 columns: the largest number of a block becomes 448, E4M3's
-largest. Only products of many tokens round them; of a few, reading the weight takes longer. Logits
-never do. References and kernels ask the same rules.
+FP8 checkpoints ask for it, and tensor cores with two 8-bit operands are twice as fast. A token is
+quantized by blocks of 128 columns: the largest element of a block maps to 448, E4M3's largest. Only
+GEMMs of many tokens quantize them; for a few, reading the weight takes longer. Logits never do.
+References and kernels use the same rules.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from penstock.ops.weight import Part, Weight
 
 DTYPES = (torch.bfloat16, torch.float16)
 FIRST_CAPABILITY = (8, 9)
-HOPPER = (9, 0)  # the only one on which cuBLAS takes scales of blocks
+HOPPER = (9, 0)  # the only one on which cuBLAS supports block scales
 LARGEST = 448.0
-LEAST = 1e-12  # of the largest number of a block
-# Up to so many tokens meet the codes unrounded (`ops/cuda/quantized.py`); fewer if rows are many,
-# which the library reads twice as fast from there on.
+LEAST = 1e-12  # lower bound of a block's largest element
+# Up to this many tokens stay unquantized (`ops/cuda/quantized.py`); fewer for large N, where the
+# library is twice as fast from there on.
 FEW_TOKENS, WIDE_FEW_TOKENS = 64, 32
 WIDE_ROWS = 8192
-# Of a token and an expert, for each expert; fewer where both are multiplied asynchronously.
+# Pairs of a token and an expert, per expert; fewer where both are loaded asynchronously.
 FEW_PAIRS, HOPPER_FEW_PAIRS = 8, 4
 
 
 def round_tokens(x: Tensor) -> Tensor:  # [..., K] -> float32
-    """The numbers that the codes of tokens stand for."""
+    """The values of quantized tokens."""
     blocks = x.float().unflatten(-1, (-1, STEP))
     scales = blocks.abs().amax(-1, keepdim=True).clamp(min=LEAST) / LARGEST
     return ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
 
 
 def can_take(part: Part) -> bool:
-    """Rows with a scale for each block of 128 x 128, or with one each."""
+    """Rows with one scale per 128 x 128 block, or one per row."""
     if not isinstance(part, TiledRows) or not part.is_float8 or part.columns is not None:
         return False
     has_one_each = part.group >= part.num_columns and part.fields.coarse is None
@@ -46,7 +46,7 @@ def can_take(part: Part) -> bool:
 
 
 def can_use_library(rows: TiledRows, dtype: torch.dtype, device: torch.device) -> bool:
-    """cuBLAS reads scales of blocks 16 bytes at a time, too."""
+    """cuBLAS also needs block scales in multiples of 16 bytes."""
     is_whole = rows.num_rows % STEP == 0 and rows.num_columns % (4 * STEP) == 0
     return (
         rows.block_scales is not None
@@ -58,14 +58,14 @@ def can_use_library(rows: TiledRows, dtype: torch.dtype, device: torch.device) -
 
 
 def rounds_prompts(model: nn.Module) -> bool:
-    """Whether a model has rows with which many tokens are rounded."""
+    """Whether a model has weights for which many tokens are quantized."""
     weights = (module for module in model.modules() if isinstance(module, Weight))
     return any(can_take(part) for weight in weights for part in weight.parts)
 
 
 def rounds_tokens(parts: tuple[Part, ...], x: Tensor, num_tokens: int) -> bool:
-    """Whether a product of these rows, whose result is like x, does. Rows that are not quantised
-    may lie between others; they meet the tokens as they are.
+    """Whether a GEMM with these rows, whose result is like x, quantizes tokens. Unquantized rows
+    may be among them; they use the tokens as they are.
     """
     rows = [part for part in parts if isinstance(part, TiledRows)]
     are_known = all(isinstance(part, Tensor) or can_take(part) for part in parts)
@@ -80,8 +80,8 @@ def rounds_tokens(parts: tuple[Part, ...], x: Tensor, num_tokens: int) -> bool:
 def rounded_experts(
     x: Tensor, num_pairs: int, routed: tuple[Weight, Weight], shared: Sequence[Weight | None]
 ) -> tuple[TiledRows, ...]:
-    """The rows of gate and up and of down, if products with so many pairs round tokens, and those
-    of the shared expert, if they are stored alike. Empty: they do not.
+    """The rows of gate and up and of down, if GEMMs with this many pairs quantize tokens, and those
+    of the shared expert, if they have the same format. Empty: they do not.
     """
     if not _is_able(x):
         return ()
@@ -110,6 +110,6 @@ def _is_able(x: Tensor) -> bool:
     return x.is_cuda and _capability(x.device) >= FIRST_CAPABILITY and x.dtype in DTYPES
 
 
-@functools.cache  # asked by every product of a step
+@functools.cache  # called by every GEMM of a step
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""What a product of activations and a weight consists of, for every kernel that computes one.
+"""The arguments of a GEMM of activations and a weight, for every kernel that computes one.
 
     out [T, N] = prepared(x) [T, K] @ weight [N, K] transposed, + bias [N], + residual [T, N]
 

@@ -1,14 +1,14 @@
-"""Rows of a weight that stay quantised in memory: codes in planes of bits, a scale for each group
-of columns.
+"""Rows of a weight that stay quantized in memory: codes in bit planes, with a scale per group of
+columns.
 
 A plane holds 8, 4, 2 or 1 bits of each code, for blocks of 128 columns. Its 64 bytes have one field
 for the even columns of a block and one for the odd ones: a byte of a 4-bit plane holds columns 2i
 and 2i + 1. Planes of 2 and 1 bits hold two and four blocks, one after the other from the lowest
-bits up; of an 8-bit plane, 64 bytes hold the even columns and the next 64 the odd ones. A code of
+bits up; in an 8-bit plane, 64 bytes hold the even columns and the next 64 the odd ones. A code of
 3, 5 or 6 bits has a low plane and a high one.
 
-`dequantize` is the specification of the kernels. Layout and numbers are lossless: a code, a scale
-and an offset are the ones of the file.
+`dequantize` is the specification of the kernels. The layout is lossless: codes, scales and offsets
+are those of the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Scales:
 
     fine: Tensor  # [..., N / block_n, K / block_k]  any dtype; in QuantizedRows [..., N, groups]
     coarse: Tensor | None = None  # broadcasts to `fine` after `repeat` of its last dimension
-    repeat: int = 1  # blocks of `fine` in a row for each number of `coarse`
+    repeat: int = 1  # consecutive blocks of `fine` per number of `coarse`
     divides: bool = (
         False  # `fine / coarse`, in the one format that stores the inverse; not in QuantizedRows
     )
@@ -66,16 +66,16 @@ class QuantizedRows:
     bits: int
     group: int  # columns that share a scale: a multiple of 16
     low: Tensor  # [..., N, bytes] uint8
-    high: Tensor | None  # the same, of the upper bits
+    high: Tensor | None  # the same, for the upper bits
     scales: Scales
     offsets: Scales | None  # or zeros
-    are_zeros: bool  # what `offsets` holds is subtracted before the scale is applied
-    levels: Tensor | None  # [2 ** bits] float32  what codes stand for; None: code - bias
+    are_zeros: bool  # `offsets` are zero points, subtracted before scaling
+    levels: Tensor | None  # [2 ** bits] float32  the value of each code; None: code - bias
     bias: int
     columns: Tensor | None = None  # [K]  the input column of each of ours; None: in order
     kept: dict[str, Any] = field(
         init=False, default_factory=dict, compare=False
-    )  # what kernels prepare once
+    )  # prepared once by kernels
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ class QuantizedRows:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What rows must share to be one part."""
+        """What rows must have in common to be one part."""
         blocks = (self.scales, self.offsets)
         types = tuple(
             None if one is None else (one.fine.dtype, one.coarse_dtype, one.repeat)
@@ -95,7 +95,7 @@ class QuantizedRows:
         )
         levels = (
             None if self.levels is None else self.levels.cpu().numpy().tobytes()
-        )  # NaN is itself there
+        )  # so that NaN equals itself
         numbers = (self.bits, self.group, self.are_zeros, self.bias)
         return (
             *numbers,
@@ -112,13 +112,13 @@ class QuantizedRows:
 
     @staticmethod
     def stack(matrices: list[QuantizedRows]) -> QuantizedRows:
-        """Stacks the rows of experts, all of one kind and size."""
+        """Stacks the rows of experts, all of one format and size."""
         tensors = [iter(matrix.own_tensors()) for matrix in matrices]
         return matrices[0].mapped(lambda _: torch.stack([next(one) for one in tensors]))
 
     @staticmethod
     def join(parts: Iterable[QuantizedRows], num_rows: int) -> QuantizedRows:
-        """Concatenates rows of one kind with the same columns, each part as it comes."""
+        """Concatenates rows of one format with the same columns, part by part."""
         joined, end = None, 0
         for part in parts:
             if joined is None:
@@ -133,7 +133,7 @@ class QuantizedRows:
         return joined
 
     def unflatten(self, num_matrices: int) -> QuantizedRows:
-        """The rows of matrices one after the other, as a stack."""
+        """Turns the rows of consecutive matrices into a stack."""
         assert self.columns is None
         return self.mapped(lambda tensor: tensor.unflatten(0, (num_matrices, -1)))
 
@@ -149,7 +149,7 @@ class QuantizedRows:
         return self.mapped(lambda tensor: tensor[first:end], columns=False)
 
     def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K] float32
-        """The rows of these tokens in an embedding."""
+        """The embedding rows of these tokens."""
         flat = ids.flatten()
         chosen = self.mapped(lambda tensor: tensor[flat], columns=False)
         return chosen.dequantize().view(*ids.shape, self.num_columns)
@@ -211,13 +211,13 @@ class QuantizedRows:
 
 
 def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
-    """Uninitialised, and of that many rows."""
+    """Uninitialized, with that many rows."""
     shape = (*tensor.shape[:-2], num_rows, tensor.shape[-1])
     return new_tensor(shape, tensor.dtype, tensor.device)
 
 
 def write_plane(codes: Tensor, bits: int) -> Tensor:  # [..., K] uint8 -> [..., bytes] uint8
-    """Columns that fill no block are followed by zeros."""
+    """An incomplete last block is padded with zeros."""
     blocks_in_byte = max(1, 4 // bits)
     padding = -codes.shape[-1] % (BLOCK * blocks_in_byte)
     fields = torch.nn.functional.pad(codes, (0, padding)).unflatten(

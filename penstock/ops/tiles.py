@@ -1,12 +1,12 @@
-"""Quantised rows in the order in which a GPU's tensor cores take them.
+"""Quantized rows in the layout of a GPU's tensor cores.
 
-A tile is 16 rows x 128 columns, what a warp multiplies in a step. Its codes lie as the warp's
-threads load them, 16 bytes each (`ops/cuda/quantized_rows.cu`); beside them lies a record for each
-row, the scales of its groups of columns. Codes have 4 or 8 bits: 2 and 3 bits take four, 5 and 6
-bits and codes that stand for other numbers take eight. E4M3 codes of a dense layer may stay in the
-order of rows, in which a library multiplies them where tokens are many (`ops/triton/fp8.py`); a
-warp reads tiles faster. All of this is lossless: `dequantize`, the specification of the kernels,
-gives the numbers of the file.
+A tile is 16 rows x 128 columns, what a warp multiplies in a step. Its codes are in the order in
+which the warp's threads load them, 16 bytes each (`ops/cuda/quantized_rows.cu`); beside them is a
+record per row, with the scales of its groups of columns. Codes have 4 or 8 bits: 2 and 3 bits are
+widened to 4, 5 and 6 bits and codes with a table of values to 8. E4M3 codes of a dense layer may
+stay row-major, the layout of the library that multiplies many tokens (`ops/triton/fp8.py`); a warp
+reads tiles faster. All of this is lossless: `dequantize`, the specification of the kernels, gives
+the values of the file.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from torch import Tensor
 
 from penstock.ops.quantized import QuantizedRows, Scales
 
-TILE_ROWS, STEP = 16, 128  # of a tile
+TILE_ROWS, STEP = 16, 128  # tile size
 NARROW_GROUP = 16
-ROW_MAJOR_GROUP = 64  # of E4M3, at least: a warp's instruction takes some of each 64 columns
+ROW_MAJOR_GROUP = 64  # smallest E4M3 group: an instruction reads parts of each 64 columns
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.int8: 4}
 NO_TYPE = 5
 FLOAT8_LEVELS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-TILED_ELEMENTS = 2**26  # at a time
+TILED_ELEMENTS = 2**26  # tiled at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """What a record holds, in this order: two coarse numbers, scales and offsets of each group."""
+    """The content of a record, in this order: two coarse numbers, scales and offsets of each
+    group.
+    """
 
     coarse: torch.dtype | None
     coarse_offset: torch.dtype | None
     scale: torch.dtype
     offset: torch.dtype | None
-    are_zeros: bool  # what is subtracted before the scale is applied
+    are_zeros: bool  # offsets are zero points, subtracted before scaling
 
     @property
     def types(self) -> tuple[torch.dtype | None, ...]:
@@ -51,14 +53,14 @@ class TiledRows:
     num_columns: int
     bits: int  # 4 or 8
     is_float8: bool  # codes are E4M3
-    zero: int  # the code that stands for zero, where there are no zero points
+    zero: int  # the code of zero, if there are no zero points
     group: int
     fields: Fields
     codes: Tensor  # [..., tiles, steps, bytes] uint8; row-major: [..., tiles, 16, columns]
     records: Tensor  # [..., tiles, steps, 16, bytes] uint8
     columns: Tensor | None = None  # [..., K]  the input column of each of ours; None: in order
     is_row_major: bool = False
-    # [..., N / 128, K / 128] float32, of E4M3 whose blocks of 128 x 128 have a scale each
+    # [..., N / 128, K / 128] float32, for E4M3 with one scale per 128 x 128 block
     block_scales: Tensor | None = None
 
     @property
@@ -72,7 +74,7 @@ class TiledRows:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What a kernel is compiled for, beside its sizes."""
+        """What a kernel is compiled for, besides its sizes."""
         layout = (self.columns is None, self.is_row_major, self.block_scales is None)
         return self.bits, self.is_float8, self.zero, self.group, self.fields, layout
 
@@ -98,7 +100,7 @@ class TiledRows:
         return torch.empty_like(weight).scatter_(-1, order, weight)
 
     def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K] float32
-        """Of an embedding: the rows of these tokens."""
+        """The embedding rows of these tokens."""
         flat = ids.flatten().long()
         codes, records = (own[flat // TILE_ROWS, None] for own in (self.codes, self.records))
         chosen = replace(self, num_rows=TILE_ROWS, codes=codes, records=records).dequantize()
@@ -111,7 +113,7 @@ class TiledRows:
 
     @property
     def num_groups(self) -> int:
-        """With scales of their own, in a step."""
+        """Groups per step, each with its own scale."""
         return max(1, STEP // self.group)
 
     def _untiled(self, blocks: Tensor) -> Tensor:  # [..., tiles, steps, 16, 128] -> [..., N, K]
@@ -119,7 +121,7 @@ class TiledRows:
         return matrix[..., : self.num_rows, : self.num_columns]
 
     def _read_records(self) -> tuple[Tensor, Tensor | None]:
-        """Of every weight."""
+        """Scale and offset of every weight."""
         first, found = 0, list[Tensor | None]()
         for type, count in zip(self.fields.types, (1, 1, self.num_groups, self.num_groups)):
             if type is None:
@@ -145,15 +147,15 @@ def can_tile(rows: QuantizedRows) -> bool:
 
 
 def tile(rows: QuantizedRows, *, keeps_rows: bool = False) -> TiledRows:
-    """Lossless. A stack of matrices goes some at a time: what is in between is larger.
-    `keeps_rows`: E4M3 codes are to stay in the order of rows, if groups are large enough.
+    """Lossless. A stack of matrices is processed a few at a time: intermediates are larger.
+    `keeps_rows`: E4M3 codes should stay row-major, if groups are large enough.
     """
     count = max(1, TILED_ELEMENTS // (rows.num_rows * rows.num_columns))
     if rows.low.dim() == 2 or count >= len(rows.low):
         return _tile(rows, keeps_rows)
     starts = range(0, len(rows.low), count)
     tiled = [_tile(rows.take(first, first + count), keeps_rows) for first in starts]
-    if len({one.kind for one in tiled}) > 1:  # some have narrower scales than others
+    if len({one.kind for one in tiled}) > 1:  # some have narrower scale dtypes than others
         return _tile(rows, keeps_rows)
     names = ["codes", "records", *(["block_scales"] if tiled[0].block_scales is not None else [])]
     joined = {name: torch.cat([getattr(one, name) for one in tiled]) for name in names}
@@ -167,7 +169,7 @@ def _tile(rows: QuantizedRows, keeps_rows: bool) -> TiledRows:
         is_float8, zero = True, 0
     elif rows.levels is not None:
         factor = _level_factor(rows.levels)
-        assert factor is not None, "asked only for what can be tiled"
+        assert factor is not None, "called only for rows that can be tiled"
         signed = (rows.levels * factor).to(torch.int16)
         codes, zero, bits = (signed + 128).to(torch.uint8)[codes.long()], 128, 8
         scales = _divided(scales, factor)
@@ -199,7 +201,7 @@ def _tile(rows: QuantizedRows, keeps_rows: bool) -> TiledRows:
 
 
 def _block_scales(scales: Scales, group: int) -> Tensor | None:
-    """One for each STEP rows, if all of these have the same."""
+    """One per STEP rows, if all of these have the same."""
     own = scales.expand()  # [..., N, groups]
     if group != STEP or own.shape[-2] % STEP:
         return None
@@ -216,7 +218,7 @@ def _is_float8(rows: QuantizedRows) -> bool:
 
 
 def _level_factor(levels: Tensor) -> int | None:
-    """What makes integers of 8 bits out of them."""
+    """The factor that turns the levels into 8-bit integers."""
     for factor in (1, 2):
         scaled = levels * factor
         if torch.equal(scaled, scaled.round()) and scaled.min() >= -128 and scaled.max() <= 127:
@@ -239,7 +241,7 @@ def _records(
     own = [one if _is_step_wise(one, group) else Scales(one.expand()) for one in own]
     own = [one.mapped(_narrowed) for one in own]
     if any(one.fine.dtype == torch.float32 for one in own):
-        own = [one.mapped(torch.Tensor.float) for one in own]  # so that none spans two words
+        own = [one.mapped(torch.Tensor.float) for one in own]  # so that no number spans two words
     coarse = [None if one.coarse is None else _coarse(one, group, steps) for one in own]
     fine = [_fine(one.fine, group, steps) for one in own]
     if offsets is None:
@@ -255,7 +257,7 @@ def _records(
 
 
 def _narrowed(numbers: Tensor) -> Tensor:
-    """In half the bytes, where nothing is lost."""
+    """In half the bytes, if that is exact."""
     if numbers.dtype == torch.float32:
         for dtype in (torch.float16, torch.bfloat16):
             if torch.equal(numbers.to(dtype).float(), numbers):
@@ -264,7 +266,7 @@ def _narrowed(numbers: Tensor) -> Tensor:
 
 
 def _is_step_wise(scales: Scales, group: int) -> bool:
-    """Whether a coarse number holds for whole steps."""
+    """Whether a coarse number applies to whole steps."""
     if scales.coarse is None:
         return True
     span = group * scales.repeat
@@ -286,14 +288,14 @@ def _coarse(scales: Scales, group: int, steps: int) -> Tensor:  # -> [..., N, st
     return scales.coarse[..., places.clamp(max=scales.coarse.shape[-1] - 1)].unsqueeze(-1)
 
 
-@functools.cache  # a graph that expands codes cannot copy to a GPU
+@functools.cache  # a graph that dequantizes cannot copy to a GPU
 def _float8_levels(device: torch.device) -> Tensor:  # [256] float32
     return FLOAT8_LEVELS.to(device)
 
 
 @functools.cache
 def _order(bits: int, is_float8: bool, is_narrow: bool, device: torch.device) -> Tensor:  # [2048]
-    """The place in a block of 16 x 128 codes, row by row, of each code of a tile."""
+    """The position in a block of 16 x 128 codes, row by row, of each code of a tile."""
     instruction, quarter, element = torch.meshgrid(
         torch.arange(8), torch.arange(4), torch.arange(4), indexing="ij"
     )

@@ -1,4 +1,4 @@
-"""The weight of a product: its values, and how they are stored."""
+"""The weight of a GEMM: its values, and their storage format."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.ops.quantized import QuantizedRows
 from penstock.ops.reference.packed import pack
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 
-Part = QuantizedRows | TiledRows | Tensor  # rows of a weight that are stored in one way
+Part = QuantizedRows | TiledRows | Tensor  # rows of a weight with one storage format
 
 
 def tensors_of(part: Part) -> list[Tensor]:
-    """Everything that differs from matrix to matrix of a stack."""
+    """Everything that differs between the matrices of a stack."""
     if isinstance(part, Tensor):
         return [part]
     if isinstance(part, QuantizedRows):
@@ -44,19 +44,24 @@ def map_part(part: Part, change: Callable[[Tensor], Tensor]) -> Part:
     return replace(part, **changed)  # type: ignore[arg-type]
 
 
-class Weight(nn.Module):
-    """A matrix [N, K], or one per expert [E, N, K]. Ops take it whole; it knows how it is stored.
+def _take_rows(values: Tensor, ids: Tensor) -> Tensor:  # [N, K], [...] -> [..., K]
+    """On a GPU by indexing: the library's embedding takes 1 us a row for up to 16 rows."""
+    return values[ids] if values.is_cuda else F.embedding(ids, values)
 
-    It is a module so that the parameters, memory and checkpoint of a model include it. A quantised
+
+class Weight(nn.Module):
+    """A matrix [N, K], or one per expert [E, N, K]. Ops take it whole; it knows its storage format.
+
+    It is a module so that the parameters, memory and checkpoint of a model include it. A quantized
     one has `parts`, its rows in order; `values` then has a shape and a dtype, but no memory.
     """
 
     values: nn.Parameter
     parts: tuple[Part, ...] = ()
-    share: Any = None  # which part of a whole it is (`parallel/share.py`); None: the whole
-    num_plain_rows = 0  # at its end, that are not quantised when others are: few, and sensitive
-    is_with_experts = False  # a shared expert's: it is stored as they are, for the same kernels
-    short: Tensor | None = None  # the same values in bf16, for a CPU's products of a few tokens
+    share: Any = None  # the rank's part of it (`parallel/share.py`); None: all
+    num_plain_rows = 0  # last rows that are never quantized: few, and sensitive
+    is_with_experts = False  # a shared expert's: same format as experts, for the same kernels
+    short: Tensor | None = None  # the same values in bf16, for CPU GEMMs of a few tokens
 
     def __init__(self, values: Tensor, *, can_quantize: bool = True) -> None:
         super().__init__()
@@ -64,7 +69,7 @@ class Weight(nn.Module):
         self.can_quantize = can_quantize  # False: an op reads its values
 
     def allocate(self, device: torch.device) -> None:
-        """Memory for its values, if it was made without."""
+        """Allocates memory for its values, if it was created without."""
         if self.values.is_meta and device.type != "meta":
             values = new_tensor(tuple(self.shape), self.values.dtype, device)
             self.values = nn.Parameter(values, requires_grad=False)
@@ -87,14 +92,14 @@ class Weight(nn.Module):
 
     @property
     def kinds(self) -> tuple[object, ...]:
-        """Of its parts: weights that have them alike, and their shape, take the same kernels."""
+        """The formats of its parts: weights with equal formats and shapes use the same kernels."""
         return tuple(
             (part.dtype if isinstance(part, Tensor) else part.kind, part.shape)
             for part in self.parts
         )
 
     def quantize(self, parts: tuple[Part, ...]) -> None:
-        """Replaces the values by these parts."""
+        """Replaces the values with these parts."""
         assert self.can_quantize
         assert sum(part.shape[-2] for part in parts) == self.shape[-2]
         self.parts = parts
@@ -103,17 +108,17 @@ class Weight(nn.Module):
         )
 
     def copy(self) -> Weight:
-        """The same in memory of its own."""
+        """A copy in its own memory."""
         own = Weight(self.values.data.clone(), can_quantize=self.can_quantize)
         own.parts = tuple(map_part(part, torch.clone) for part in self.parts)
         return own
 
     def take(self, other: Weight) -> None:
-        """Becomes what the other one is, and shares its memory."""
+        """Takes over the other one's content, sharing its memory."""
         self.parts, self.values = other.parts, other.values
 
     def dequantize(self) -> Tensor:  # [N, K] or [E, N, K]
-        """All values: of a quantised weight float32, otherwise as they are."""
+        """All values: float32 for a quantized weight, otherwise unchanged."""
         if not self.parts:
             return self.values
         plain = (
@@ -122,7 +127,7 @@ class Weight(nn.Module):
         return torch.cat(list(plain), dim=-2)
 
     def select(self, expert: int) -> tuple[Part, ...]:
-        """The parts of one matrix of a quantised stack."""
+        """The parts of one matrix of a quantized stack."""
         chosen = []
         for part in self.parts:
             assert not isinstance(part, TiledRows), "kernels choose among experts themselves"
@@ -130,12 +135,12 @@ class Weight(nn.Module):
         return tuple(chosen)
 
     def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K]
-        """The rows of these tokens in an embedding."""
+        """The embedding rows of these tokens."""
         if not self.parts:
-            return F.embedding(ids, self.values)
+            return _take_rows(self.values, ids)
         (part,) = self.parts
         if isinstance(part, Tensor):
-            return F.embedding(ids, part)
+            return _take_rows(part, ids)
         if isinstance(part, TiledRows):
             from penstock.ops.cuda.quantized import expand  # where there is a GPU
 
@@ -143,8 +148,9 @@ class Weight(nn.Module):
         return part.rows(ids).to(self.values.dtype)
 
     def first_rows(self, count: int) -> Weight:
-        """A weight of the first `count` rows, in the same memory; itself where there are no more,
-        or where they cannot be cut out."""
+        """A weight of the first `count` rows, in the same memory; itself if there are no more, or
+        if they cannot be separated.
+        """
         if count >= self.shape[0] or len(self.parts) > 1:
             return self
         if not self.parts:
@@ -166,20 +172,20 @@ class Weight(nn.Module):
         return first
 
     def pack(self) -> None:
-        """Rearranges the matrix for the products of this CPU, if that is faster."""
+        """Repacks the matrix for GEMMs on this CPU, if that is faster."""
         if not self.parts:
             self.values = nn.Parameter(pack(self.values), requires_grad=False)
 
     def shorten(self) -> None:
-        """Keeps its values in bf16 too, if none of them changes: half the bytes to read."""
+        """Keeps a bf16 copy of its values, if that is exact: half the bytes to read."""
         if not self.parts:
             self.short = shortened(self.values)
 
 
 @contextmanager
 def deferred_weights() -> Iterator[None]:
-    """Weights made meanwhile have no memory until `Weight.allocate`: those that stay quantised
-    never need it.
+    """Weights created in this context have no memory until `Weight.allocate`: those that stay
+    quantized never need it.
     """
     token = _are_deferred.set(True)
     try:

@@ -1,1 +1,3 @@
-"""One model over several devices: who keeps what (`share`), how ranks talk (`ranks`, `links`)."""
+"""One model over several devices: which rank keeps what (`share`), and communication (`ranks`,
+`links`).
+"""

@@ -1,7 +1,7 @@
 """Collectives of torch.distributed: gloo between CPUs, NCCL between GPUs of one machine.
 
-The groups are objects of their own: no default group is set, so that two engines of one process do
-not meet. NCCL's calls are launched on the current stream, where a CUDA graph captures them.
+The groups are separate objects: no default group is set, so that two engines in one process do not
+interfere. NCCL calls run on the current stream, where a CUDA graph captures them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
-JOIN_TIMEOUT_S = 300.0  # until all ranks are there
-# A rank that is silent is found out by pings, long before: a step may take minutes on a CPU.
+JOIN_TIMEOUT_S = 300.0  # for all ranks to join
+# Pings detect a silent rank long before; a step may take minutes on a CPU.
 STEP_TIMEOUT_S = 3600.0
 
 
 class GroupLinks:
-    """`store` is where ranks find each other: a `FileStore`, or a `HashStore` between threads."""
+    """`store` is the rendezvous of the ranks: a `FileStore`, or a `HashStore` between threads."""
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
         store.set_timeout(timedelta(seconds=JOIN_TIMEOUT_S))
@@ -47,13 +47,13 @@ class GroupLinks:
         _finish(self._group.broadcast([values], options))
 
     def abort(self) -> None:
-        """Ends collectives that wait for a rank that is gone; gloo notices by itself."""
+        """Ends collectives that wait for a lost rank; gloo detects that by itself."""
         if hasattr(self._group, "abort"):
             self._group.abort()
 
 
 class NoLinks:
-    """Of a rank whose others do not exist: it goes on with its own part, at no cost."""
+    """For a single rank of several: it continues with its own part, at no cost."""
 
     def add(self, values: Tensor) -> None:
         pass
@@ -76,7 +76,7 @@ def _new_group(store: Any, rank: int, size: int, device: torch.device) -> Any:
         return dist.ProcessGroupNCCL(store, rank, size, options)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    # The ranks of a CPU are on this machine, whatever its name resolves to.
+    # All CPU ranks are on this machine, whatever its host name resolves to.
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
     return gloo(store, rank, size, options)
@@ -86,11 +86,11 @@ def _options(options: Any, operation: Any = None) -> Any:
     if operation is not None:
         options.reduceOp = operation
     if hasattr(options, "asyncOp"):
-        options.asyncOp = False  # on the current stream, not on one of the group's own
+        options.asyncOp = False  # on the current stream, not on the group's own
     return options
 
 
 def _finish(work: Any) -> None:
-    """NCCL gives nothing to wait for where it launched on the current stream."""
+    """NCCL returns nothing to wait for when it launches on the current stream."""
     if work is not None:
         work.wait()

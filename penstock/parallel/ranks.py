@@ -1,8 +1,8 @@
-"""The place of a process among those that run one model, and what they exchange in a step.
+"""The rank of a process among those that run one model, and what they exchange in a step.
 
-All ranks launch the same step on their parts of the weights. After a layer's last product each has
-a part of a sum; one all-reduce adds the parts. Only rank 0 adds the residual and the bias before,
-so that these are counted once. Rank 0 chooses tokens; the others receive them.
+All ranks launch the same step on their shards of the weights. After a layer's last GEMM each has a
+partial sum; one all-reduce adds them. Only rank 0 adds the residual and the bias first, so that
+these are counted once. Rank 0 samples tokens; the others receive them.
 
 Nothing here waits for the device or reads a tensor on the host: on a GPU a CUDA graph captures it.
 """
@@ -19,7 +19,7 @@ from penstock.parallel.share import equal_part, shared_part, uneven_part
 
 
 class Links(Protocol):
-    """Collectives in place, on tensors of one device. `links.py` has those of torch."""
+    """In-place collectives on tensors of one device. `links.py` implements them with torch."""
 
     def add(self, values: Tensor) -> None:
         """Sums over all ranks; the result is the same, bit for bit, on each."""
@@ -30,15 +30,15 @@ class Links(Protocol):
         ...
 
     def send_all(self, values: Tensor) -> None:
-        """Those of rank 0."""
+        """Broadcasts the values of rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
     rank: int = 0
     size: int = 1
-    links: Links | None = None  # None: alone, or a model that only states its shapes
-    whole_experts: bool = False  # a rank has some of the experts, not a slice of each
+    links: Links | None = None  # None: a single rank, or a model on meta
+    whole_experts: bool = False  # a rank has whole experts, not a slice of each
 
     @property
     def is_alone(self) -> bool:
@@ -46,7 +46,7 @@ class Ranks:
 
     @property
     def decides(self) -> bool:
-        """Whether it chooses tokens, and adds what must be counted once."""
+        """Whether this rank samples tokens, and adds what must be counted once."""
         return self.rank == 0
 
     def part(self, count: int, name: str) -> range:
@@ -59,8 +59,9 @@ class Ranks:
         return uneven_part(count, self.rank, self.size)
 
     def add(self, values: Tensor, *, deterministic: bool = False) -> Tensor:
-        """The sum over all ranks, in place. An all-reduce of several ranks may add in an order that
-        depends on the place in the tensor; `deterministic` adds in the order of ranks."""
+        """The sum over all ranks, in place. An all-reduce may add in an order that depends on the
+        position in the tensor; `deterministic` adds in rank order.
+        """
         if self.links is None:
             return values
         if not deterministic or self.size == 2:
@@ -72,7 +73,9 @@ class Ranks:
         return values.copy_(total)
 
     def join_columns(self, own: Tensor, num_columns: int) -> Tensor:  # [L, own] -> [L, columns]
-        """The columns of all ranks. A last rank with fewer fills them up, to be cut off here."""
+        """Gathers the columns of all ranks. A shorter last part is padded, and the padding removed
+        here.
+        """
         if self.links is None:
             return own
         width = -(-num_columns // self.size)
@@ -83,14 +86,15 @@ class Ranks:
         return joined[..., :num_columns].contiguous()
 
     def likeliest(self, own: Tensor, first: int) -> Tensor:  # [L, own] float32 -> [L] int64
-        """The column of the largest value over all ranks, whose own columns start at `first`; of
-        equal ones the first. Eight bytes a row travel instead of a row of logits."""
+        """The argmax over all ranks, whose own columns start at `first`; the first one of equal
+        values. Sends eight bytes per row instead of a row of logits.
+        """
         if self.links is None:
             return own.argmax(-1)
         if own.shape[-1]:
             values, columns = own.max(-1)
             bits = values.view(torch.int32).long()
-            ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # as their floats are
+            ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # ordered like the floats
             keys = (ordered << 32) + (0xFFFFFFFF - (columns + first))
         else:
             shape = own.shape[:-1]
@@ -99,13 +103,13 @@ class Ranks:
         return 0xFFFFFFFF - (keys & 0xFFFFFFFF)
 
     def of_rank_0(self, values: Tensor) -> Tensor:
-        """In place: those of rank 0, whatever others hold."""
+        """In place: replaces the values with those of rank 0."""
         if self.links is not None:
             self.links.send_all(values)
         return values
 
     def least(self, number: int, device: torch.device) -> int:
-        """Waits: for the start of an engine, whose ranks must size their memory alike."""
+        """The minimum over ranks. Waits: used at start, when ranks must size their memory alike."""
         return -self.most(-number, device)
 
     def most(self, number: int, device: torch.device) -> int:

@@ -1,7 +1,7 @@
 """Which part of a whole parameter a rank keeps. Integers only: no tensors, no files.
 
-A layer states the share of each of its parameters when it is built; the loader reads that part of
-a checkpoint and nothing else (`weights/slices.py`).
+A layer declares the share of each of its parameters when it is built; the loader reads only that
+part of a checkpoint (`weights/slices.py`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from penstock.errors import ConfigError
 
-Kept = tuple[range, ...]  # disjoint ranges, in the order in which the rank holds them
+Kept = tuple[range, ...]  # disjoint ranges, in the order that the rank stores them
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     shape: tuple[int, ...]  # of the whole parameter
-    kept: tuple[Kept | None, ...]  # for each dimension; None is all of it
+    kept: tuple[Kept | None, ...]  # per dimension; None: all of it
 
     @property
     def own_shape(self) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ class Share:
 
     @property
     def fraction(self) -> float:
-        """Of the whole that is kept."""
+        """The fraction that is kept."""
         fraction = 1.0
         for own, size in zip(self.own_shape, self.shape):
             fraction *= own / size
@@ -35,15 +35,17 @@ class Share:
 
 
 def scaled(units: range, width: int, first: int = 0) -> range:
-    """The elements of these units, each so wide, in a dimension where units start at `first`."""
+    """The elements of these units of `width` elements, in a dimension where units start at
+    `first`.
+    """
     return range(first + units.start * width, first + units.stop * width)
 
 
 def equal_part(count: int, rank: int, num_ranks: int, name: str) -> range:
-    """Whose parts are neighbours and of one size."""
+    """Contiguous parts of equal size."""
     if count % num_ranks:
         raise ConfigError(
-            f"tp is {num_ranks}, and the model has {count} {name}",
+            f"tp is {num_ranks}, but the model has {count} {name}",
             f"Every rank gets an equal part, and {count} is not a multiple of {num_ranks}.",
             _advice(count, num_ranks),
         )
@@ -52,7 +54,9 @@ def equal_part(count: int, rank: int, num_ranks: int, name: str) -> range:
 
 
 def shared_part(count: int, rank: int, num_ranks: int, name: str) -> range:
-    """The same of heads that others read: of fewer than ranks, several ranks keep the same one."""
+    """The same for heads that others read: if there are fewer than ranks, several ranks keep the
+    same one.
+    """
     if count >= num_ranks or num_ranks % count:
         return equal_part(count, rank, num_ranks, name)
     own = rank * count // num_ranks
@@ -60,7 +64,7 @@ def shared_part(count: int, rank: int, num_ranks: int, name: str) -> range:
 
 
 def uneven_part(count: int, rank: int, num_ranks: int) -> range:
-    """Of one size but for the last ones, which may be shorter: of a vocabulary."""
+    """Equal parts except for the last ones, which may be shorter: for a vocabulary."""
     own = -(-count // num_ranks)
     return range(min(rank * own, count), min((rank + 1) * own, count))
 

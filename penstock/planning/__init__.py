@@ -1,1 +1,1 @@
-"""How a load would run on a fleet: real routers and schedulers, on a clock that only counts."""
+"""Simulates a load on a fleet: real routers and schedulers, on a simulated clock."""

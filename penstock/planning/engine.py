@@ -1,7 +1,7 @@
 """One engine of a simulated fleet: the real scheduler and cache, whose steps only take time.
 
-Steps that only decode are alike, so many of them are one: such a leap is a decode that brings
-several tokens to each row, as the scheduler plans it for drafts. A request that arrives ends a leap
+Decode-only steps are alike, so many of them are simulated as one (a leap): a decode that adds
+several tokens to each row, as the scheduler plans it for drafts. An arriving request ends a leap
 where the engine would see it: with the device one step ahead of the host, the step in flight and
 the next one are already planned.
 """
@@ -21,16 +21,16 @@ from penstock.planning.step_times import StepTimes
 from penstock.types import Request, Sequence, StepOutput, StepPlan, TokenDelta
 
 MAX_LEAP = 128  # steps
-GAP_STEP = 1.01  # between tokens: histograms have bins of one per cent
+GAP_STEP = 1.01  # histogram bins of times between tokens are 1 % wide
 
 
 @dataclass(slots=True)
 class Reply:
-    """One request, and when its tokens came. Seconds of the simulated clock."""
+    """One request, and when its tokens arrived. Seconds of the simulated clock."""
 
     request: Request
     arrived_s: float
-    num_tokens: int  # of prompt and reply so far
+    num_tokens: int  # prompt and reply so far
     num_left: int
     engine: int = 0
     num_due: int = 0  # tokens of its prompt that the router expects to be computed
@@ -62,7 +62,7 @@ class EngineShape:
 
 
 class _Leap:
-    """In the place of a drafter: how many tokens the next decodes bring."""
+    """Replaces a drafter: how many tokens the next decodes add."""
 
     def __init__(self) -> None:
         self.num_tokens = 1
@@ -80,7 +80,7 @@ class _Leap:
 class SimulatedEngine:
     def __init__(self, config: EngineConfig, shape: EngineShape, times: StepTimes) -> None:
         self.now_s = 0.0
-        self.end_s = math.inf  # of the step that runs
+        self.end_s = math.inf  # of the running step
         self.busy_s = 0.0
         self.gaps: Counter[int] = Counter()  # between tokens of a reply, by logarithmic bin
         self.num_steps = 0
@@ -102,28 +102,28 @@ class SimulatedEngine:
         self._rows: dict[int, Reply] = {}
         self._inbox: deque[tuple[float, Reply]] = deque()
         self._plan: StepPlan | None = None
-        self._step_s = 0.0  # of one step of the leap
+        self._step_s = 0.0  # per step of the leap
         self._num_leapt = 1
         self._admitted = False  # by the last plan
 
     def arrive(self, reply: Reply, at_s: float) -> None:
-        """`end_s` may be sooner afterwards."""
+        """`end_s` may be earlier afterwards."""
         self._inbox.append((at_s, reply))
         if self._plan is None:
             self._begin(at_s)
         elif self._num_leapt > 1:
             begun_s = self.end_s - self._num_leapt * self._step_s
-            # The step in flight, and the one that is planned behind it.
+            # The step in flight, and the one planned after it.
             needed = math.ceil((at_s - begun_s) / self._step_s - 1e-9) + 1
             if needed < self._num_leapt:
                 self._num_leapt = max(needed, 1)
                 self.end_s = begun_s + self._num_leapt * self._step_s
 
     def end_step(self) -> tuple[list[Reply], list[Reply]]:
-        """Replies that have got their first token, and those that have ended."""
+        """Replies that have received their first token, and those that have ended."""
         assert self._plan is not None
         plan, self.now_s = self._plan, self.end_s
-        # Decodes bring as many tokens as steps have passed; others bring one.
+        # Decodes add as many tokens as steps have passed; others add one.
         leapt = (0,) * self._num_leapt
         token_ids = {row.row: leapt if row.is_decode else (0,) for row in plan.rows if row.samples}
         is_held = self.scheduler.holds_planning
@@ -159,7 +159,7 @@ class SimulatedEngine:
         return begun, ended
 
     def _begin(self, seen_s: float) -> None:
-        """Plans a step with the requests that had come by `seen_s`."""
+        """Plans a step with the requests that had arrived by `seen_s`."""
         scheduler, inbox = self.scheduler, self._inbox
         while inbox and (inbox[0][0] <= seen_s or not scheduler.has_work):
             at_s, reply = inbox.popleft()
@@ -187,14 +187,14 @@ class SimulatedEngine:
         self.end_s = self.now_s + self._num_leapt * self._step_s
 
     def _longest_leap(self) -> int:
-        """Steps that will be alike: nobody can be admitted, and nobody ends before the last."""
+        """Steps that will be alike: no request can be admitted, and none ends before the last."""
         scheduler = self.scheduler
         is_only_decodes = scheduler.num_running == scheduler.num_decoding > 0
         is_only_decodes = is_only_decodes and not scheduler.is_contended  # then steps take turns
         if self._inbox or not is_only_decodes or (scheduler.num_waiting and self._admitted):
             return 1
         if scheduler.num_waiting and self._num_leapt == 1 and self._leap.num_tokens == 1:
-            # Whether those who wait could run is known after a plan that looked.
+            # Whether waiting requests could run is known only after a plan that looked.
             self._leap.num_tokens = 2
             return 1
         running = [reply.num_left for reply in self._replies.values() if reply.num_generated]

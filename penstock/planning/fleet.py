@@ -20,15 +20,16 @@ from penstock.planning.outcome import Outcome
 from penstock.planning.step_times import StepTimes
 
 NODE_GPUS = 8
-# A trial of `fewest_engines` plays at most so many requests of its busiest stretch on one machine.
+# A trial of `fewest_engines` simulates at most this many requests of its busiest period on one
+# machine.
 TRIAL_REQUESTS = 2000
 FEW_REQUESTS = 20_000  # processes would take longer to start than to simulate these
-ATTAINMENT = 0.99  # of all requests must keep the limits
+ATTAINMENT = 0.99  # of all requests must meet the SLO
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """An engine of `tp` GPUs, as often as a machine has room for it."""
+    """An engine of `tp` GPUs, as many as fit on a machine."""
 
     config: EngineConfig
     shape: EngineShape
@@ -86,9 +87,9 @@ def split(arrivals: Iterable[Arrival], sizes: Sequence[int], seed: int) -> list[
 def fewest_engines(
     layout: Layout, arrivals: Sequence[Arrival], slo: Slo, most: int, seed: int = 0
 ) -> int | None:
-    """How many keep the limits for nearly all requests. None: more than `most`.
+    """How many meet the SLO for nearly all requests. None: more than `most`.
 
-    A fleet of several machines is tried by one of them, with its part of the load.
+    A fleet of several machines is simulated by one of them, with its part of the load.
     """
 
     def is_enough(num_engines: int) -> bool:
@@ -112,7 +113,7 @@ def fewest_engines(
 
 
 def busiest(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
-    """The stretch of so many requests that takes the least time."""
+    """The shortest period with this many requests."""
     if len(arrivals) <= count:
         return list(arrivals)
     starts = range(0, len(arrivals) - count + 1, max(1, count // 8))
@@ -121,7 +122,7 @@ def busiest(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
 
 
 def repeated(arrivals: Sequence[Arrival], times: int) -> list[Arrival]:
-    """A trace played again and again, with its mean pause between two passes."""
+    """A trace repeated, with its mean pause between two passes."""
     if times == 1:
         return list(arrivals)
     length_s = arrivals[-1].at_s * len(arrivals) / max(1, len(arrivals) - 1)

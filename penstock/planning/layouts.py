@@ -1,4 +1,4 @@
-"""The layouts that a fleet may have: for each number of ranks, an engine's sizes and step times.
+"""The possible layouts of a fleet: for each number of ranks, an engine's sizes and step times.
 
 Builds models without memory (torch's meta device), once for each number of ranks.
 """
@@ -26,10 +26,10 @@ from penstock.planning.step_times import (
     step_times,
 )
 
-REFERENCE = "Qwen3.5-35B-A3B"  # has the most tables
-# Bits of a weight with its scales: the blocks and groups of `--quantization`.
+REFERENCE = "Qwen3.5-35B-A3B"  # the model with the most tables
+# Bits per weight including scales: the blocks and groups of `--quantization`.
 BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.25}
-LEAST_ROWS = 2  # of a table, to be used for a model
+LEAST_ROWS = 2  # fewest rows of a table to be used for a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,9 @@ def _shares(
     roofline: Roofline,
     tables: Tables,
 ) -> tuple[Curve, Curve, str]:
-    """Of decodes and prompts, and where they come from: a rank of this model, this model on one
-    GPU, or the model with the most tables."""
+    """For decodes and prefills, and their source: a rank of this model, this model on one GPU, or
+    the model with the most tables.
+    """
     own = tables.of("decodes", source.name, scheme, tp)
     if len(own) >= LEAST_ROWS:
         decodes, words = decode_share(own, roofline), "measured"
@@ -102,7 +103,7 @@ def _shares(
             words = "a rank's share measured, links added"
     else:
         name = source.name if len(tables.of("decodes", source.name, scheme)) > 1 else REFERENCE
-        # What was never measured reaches what FP8 does: both expand codes.
+        # Unmeasured schemes are assumed to reach what FP8 does: both dequantize.
         known = scheme if len(tables.of("decodes", name, scheme)) >= LEAST_ROWS else "fp8"
         rows = tables.of("decodes", name, known)
         if not rows:
@@ -121,7 +122,7 @@ def _shares(
 
 
 def _reference(name: str, source: ModelSource, config: EngineConfig, scheme: str) -> Roofline:
-    """As it was measured: with KV and states in their usual types."""
+    """As measured: with KV and states in their default dtypes."""
     usual = EngineConfig(quantization="none" if scheme == "bf16" else scheme)
     usual = dataclasses.replace(usual, dtype=config.dtype)
     _, roofline = _build(source if name == source.name else find_model(name), usual, 1)

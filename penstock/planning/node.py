@@ -23,7 +23,7 @@ _LIMIT = re.compile(r"(ttft|itl)=(\d+(?:\.\d+)?)(ms|s)")
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a reply must keep to count: its first token, and the mean time between its tokens."""
+    """What a reply must meet to count: its TTFT, and the mean time between its tokens."""
 
     ttft_s: float = math.inf
     itl_s: float = math.inf
@@ -59,7 +59,7 @@ _MAX_SAMPLING = 4096
 
 @dataclass(slots=True)
 class NodeRun:
-    """What became of a load."""
+    """The result of a load."""
 
     replies: list[Reply] = field(default_factory=list)
     gaps: Counter[int] = field(default_factory=Counter)
@@ -78,14 +78,14 @@ class Node:
         self._engines = [SimulatedEngine(config, shape, times) for _ in range(num_engines)]
         self._router = Router(num_engines)
         self._everyone = range(num_engines)
-        self._ends: list[tuple[float, int]] = []  # of steps: a heap, with those that have changed
+        self._ends: list[tuple[float, int]] = []  # of steps: a heap that includes outdated entries
         self._num_requests = 0
         self._slo = Slo()
         self._num_missed = 0
         self.run = NodeRun()
 
     def play(self, arrivals: Iterable[Arrival]) -> NodeRun:
-        """An open load: requests come when they come."""
+        """An open load: requests arrive at given times."""
         for arrival in arrivals:
             self._advance(arrival.at_s)
             self._send(arrival, arrival.at_s)
@@ -93,7 +93,7 @@ class Node:
         return self._close()
 
     def keeps(self, arrivals: Iterable[Arrival], slo: Slo, max_missed: int) -> bool:
-        """Whether at most so many requests miss the limits; ends as soon as more do."""
+        """Whether at most this many requests miss the SLO; stops as soon as more do."""
         self._slo = slo
         for arrival in arrivals:
             self._advance(arrival.at_s, max_missed)
@@ -104,7 +104,7 @@ class Node:
         return self._num_missed + self.run.num_refused <= max_missed
 
     def play_levels(self, arrivals: Sequence[Arrival], concurrency: int) -> NodeRun:
-        """A closed load: so many clients, each with one request at a time."""
+        """A closed load: this many clients, each with one request at a time."""
         queue = iter(arrivals)
         for _, arrival in zip(range(concurrency - 1), queue):
             self._send(arrival, 0.0)
@@ -172,14 +172,14 @@ class Node:
 
 
 def request_of(arrival: Arrival, request_id: str, config: EngineConfig) -> Request:
-    """With token ids that are equal where a trace says that prompts are."""
+    """With token ids that are equal where the trace says that prompts are."""
     token_ids: tuple[int, ...] = (0,) * arrival.input_len
     digests = None
     if config.prefix_cache:
         width = arrival.block_tokens
         own = len(arrival.block_ids) * width
         named = tuple(block for block in arrival.block_ids for _ in range(width))
-        # Behind the named blocks, every prompt is one of its own.
+        # After the named blocks, every prompt is unique.
         unnamed = (2**31 + int(request_id),) * max(arrival.input_len - own, 0)
         token_ids = (named + unnamed)[: arrival.input_len]
         digests = PageDigests.of(token_ids, config.page_size)
@@ -195,7 +195,7 @@ _samplings: dict[int, SamplingParams] = {}
 
 
 def _sampling(num_tokens: int) -> SamplingParams:
-    """Shared: thousands of requests differ in this number alone."""
+    """Cached: thousands of requests differ only in this number."""
     if num_tokens not in _samplings and len(_samplings) < _MAX_SAMPLING:
         _samplings[num_tokens] = SamplingParams(max_tokens=num_tokens)
     return _samplings.get(num_tokens) or SamplingParams(max_tokens=num_tokens)

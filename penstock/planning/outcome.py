@@ -1,4 +1,4 @@
-"""What clients of a simulated fleet would see: goodput, percentiles, how busy the GPUs are."""
+"""What clients of a simulated fleet would see: goodput, percentiles, GPU utilization."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def attainment(self) -> float:
-        """Share of all requests that keep the limits."""
+        """Share of all requests that meet the SLO."""
         return self.num_kept / max(1, len(self.ttfts) + self.num_refused)
 
     def as_dict(self, num_engines: int) -> dict[str, Any]:

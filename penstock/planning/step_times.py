@@ -1,10 +1,10 @@
-"""How long a step takes: the bytes and operations it needs at least, at the speed that steps like
-it were measured to reach.
+"""Estimates the time of a step: the fewest bytes and operations it needs, at the fraction of peak
+that similar steps were measured to reach.
 
-A measured table says how long steps of some shapes took. Divided by their floor, that gives the
-share of the machine's limits that a step of so many tokens reaches; other contexts, ranks and
-models are assumed to reach the same share. At the shapes of its own table a model is as fast as it
-was measured. Collectives of ranks are added at a stated cost. Knows no torch.
+A measured table has the times of steps of some shapes. Divided by their floor, that gives the
+fraction of the machine's limits that a step of this many tokens reaches; other contexts, ranks and
+models are assumed to reach the same fraction. At the shapes of its own table a model is as fast as
+measured. Collectives of ranks are added at an assumed cost. Knows no torch.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from penstock.errors import PenstockError
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 MEASURED_ON = "H200"  # the GPU of results/h200: others are scaled by their limits
-# Speeds of that GPU when a plain copy and a large product were timed beside the tables.
+# Speeds of that GPU for a plain copy and a large GEMM, measured with the tables.
 COPY_BYTES_PER_S = 4.1e12
 OPERATIONS_PER_S = 850e12
-# By which other GPUs compute bfloat16 faster or slower, as their makers state.
+# Relative bfloat16 speed of other GPUs, as their makers state.
 _RELATIVE_OPERATIONS = {"B200": 2.27, "H100": 1.0, "A100": 0.315, "L40S": 0.366, "RTX4090": 0.167}
-SMALL_STEP = 256  # tokens: a step with a short prompt reaches what decodes of as many rows do
+SMALL_STEP = 256  # tokens: a step with a short prefill is like decodes of as many rows
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Values by size, straight lines between them over the logarithm of the size."""
+    """Values by size, interpolated linearly over the logarithm of the size."""
 
     sizes: tuple[float, ...]
     values: tuple[float, ...]
@@ -57,7 +57,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of one engine: a model on `tp` GPUs."""
+    """For one engine: a model on `tp` GPUs."""
 
     roofline: Roofline  # of one rank
     tp: int
@@ -67,8 +67,8 @@ class StepTimes:
     all_reduce_s: float
     link_bytes_per_s: float
     decode_share: Curve  # of the floor, by rows
-    prompt_share: Curve  # of the floor, by tokens of a step that has prompts
-    source: str  # where the shares come from, in words
+    prompt_share: Curve  # of the floor, by tokens of a step with prefills
+    source: str  # where the fractions come from, for messages
     # Sums over layers, which every step needs.
     token_bytes: int = field(init=False)
     row_bytes: int = field(init=False)
@@ -78,25 +78,25 @@ class StepTimes:
         object.__setattr__(self, "row_bytes", self.roofline.row_bytes(0))
 
     def decodes_s(self, num_rows: int, num_context: int) -> float:
-        """A step of decodes whose contexts have so many tokens together."""
+        """A step of decodes whose contexts have this many tokens in total."""
         num_bytes = self.roofline.weight_bytes_read(num_rows)
         floor_s = (num_bytes + self._rows_bytes(num_rows, num_context)) / self.bytes_per_s
         return floor_s / self.decode_share.at(num_rows) + self.links_s(num_rows)
 
     def prompts_s(
         self,
-        chunks: Sequence[tuple[int, int]],  # first position and tokens of each prompt's part
+        chunks: Sequence[tuple[int, int]],  # first position and tokens of each chunk
         num_rows: int = 0,
         num_context: int = 0,
     ) -> float:
-        """A step that computes prompts, beside decodes."""
+        """A step that prefills, possibly together with decodes."""
         num_prompt = sum(length for _, length in chunks)
         num_tokens = num_prompt + num_rows
         operations = sum(self._operations(start, length) for start, length in chunks)
         operations += num_rows * 2 * self.roofline.parameters.active
         num_bytes = self.roofline.weight_bytes_read(num_tokens, len(chunks) + num_rows)
         num_bytes += self.token_bytes * num_prompt
-        # Weights are read while others are multiplied; rows of decodes have no part in that.
+        # Weights are read while others are multiplied; decode rows do not change that.
         floor_s = max(num_bytes / self.bytes_per_s, operations / self.operations_per_s)
         floor_s += self._rows_bytes(num_rows, num_context) / self.bytes_per_s
         return floor_s / self.prompt_share.at(num_tokens) + self.links_s(num_tokens)
@@ -112,7 +112,9 @@ class StepTimes:
         return collectives_s(self.tp, self.num_layers, num_bytes, *links)
 
     def _operations(self, start: int, length: int) -> int:
-        """The floor counts a prompt from its first token; here tokens before it are attended to."""
+        """The floor counts a prompt from its first token; this adds attention to the tokens before
+        it.
+        """
         before = 4 * self.roofline.query_width * len(self.roofline.attention) * start
         return self.roofline.prefill_operations(1, length) + length * before
 
@@ -123,7 +125,7 @@ class Measured:
 
     model: str
     scheme: str  # of the weights: bf16, fp8, int4
-    tp: int  # ranks of the engine: the time is that of one rank, without collectives
+    tp: int  # ranks: the time is that of one rank, without collectives
     batch: int
     length: int  # of a context, or of a prompt
     seconds: float
@@ -131,7 +133,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What `penstock bench` has measured on one H200."""
+    """What `penstock bench` measured on one H200."""
 
     decodes: tuple[Measured, ...]
     prefills: tuple[Measured, ...]
@@ -166,7 +168,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _rows(table: dict[str, Any]) -> list[Measured]:
-    """Of a shape that was measured again, the first row: older ones stand behind it."""
+    """The first row of each measured shape: older ones come after it."""
     found: dict[tuple[Any, ...], Measured] = {}
     for row in table["rows"]:
         if row.get("ep"):  # ranks with whole experts are not planned with
@@ -184,8 +186,9 @@ def _rows(table: dict[str, Any]) -> list[Measured]:
 
 
 def decode_share(rows: Sequence[Measured], roofline: Roofline) -> Curve:
-    """Of the floor that steps of so many rows reach. Of several contexts the shortest counts: it
-    says most about weights."""
+    """The fraction of the floor that steps with this many rows reach. The shortest context counts:
+    it says most about weights.
+    """
     plain = _floors(roofline)
     shortest = {row.batch: row for row in sorted(rows, key=lambda one: -one.length)}
     return Curve.of(
@@ -236,7 +239,7 @@ _ONE = Curve((1.0,), (1.0,))
 
 
 def quantized(roofline: Roofline, bits: float) -> Roofline:
-    """As if all weights but the embedding had so many bits; scales are counted with them."""
+    """As if all weights but the embedding had this many bits, including scales."""
     share, stored = bits / (8 * roofline.element_bytes), roofline.stored
     kept = 0 if stored.is_tied else stored.embedding
     total = round(share * (stored.total - kept)) + kept

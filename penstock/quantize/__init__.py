@@ -1,1 +1,1 @@
-"""Makes a quantised checkpoint of another one, a layer at a time."""
+"""Writes a quantized checkpoint from another one, a layer at a time."""

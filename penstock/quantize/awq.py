@@ -1,8 +1,8 @@
-"""Inputs that are scaled before matrices are quantised (AWQ, arXiv 2306.00978).
+"""Scales inputs before matrices are quantized (AWQ, arXiv 2306.00978).
 
-Columns whose inputs are large are multiplied by a number, and what produces these inputs is divided
-by it: the layer computes the same, and the columns that matter most lose least. Works on the
-tensors of a layer as the checkpoint names them.
+Columns with large inputs are multiplied by a scale, and the producer of these inputs is divided by
+it: the layer computes the same, and the most important columns lose least. Works on the tensors of
+a layer under their checkpoint names.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from penstock.quantize.inputs import LayerInputs, Moments
 from penstock.quantize.scheme import Scheme
 
 POWERS = torch.linspace(0.0, 1.0, 11).tolist()
-SEARCHED_ROWS, SEARCHED_MATRICES = 512, 16  # that a search looks at
+SEARCHED_ROWS, SEARCHED_MATRICES = 512, 16  # used by a search
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A producer whose results the consumers read, each column by column."""
+    """A producer whose outputs the consumers read, column by column."""
 
     producers: tuple[tuple[str, int], ...]  # parameter and the first of its rows: norm, up, v
     consumers: tuple[str, ...]  # parameters
     expert: int | None
     num_scales: int
-    source_of: Tensor | None = None  # [K]  the producer's row of each column; None: its own
+    source_of: Tensor | None = None  # [K]  the producer's row for each column; None: the same index
 
 
 def scale_inputs(
@@ -45,7 +45,7 @@ def scale_inputs(
     inputs: LayerInputs,
     dtype: torch.dtype,
 ) -> None:
-    """Finds and applies the scales of every pair in a layer of which something is quantised."""
+    """Finds and applies the scales of every pair in a layer that has a quantized matrix."""
     for fold in _folds(layer, prefix):
         consumers = [n for n, place in places.items() if _reads(place, fold)]
         quantized = [name for name in consumers if name in schemes]
@@ -95,7 +95,7 @@ _SHARED = ("shared_gate", "shared_gate_up")
 
 
 def _of_attention(module: Attention, own: str) -> Fold:
-    """A value head is read by all query heads of its group."""
+    """All query heads of a group read the same value head."""
     first = module.query_size + module.gate_size + module.kv_size
     columns = torch.arange(module.query_size)
     head, within = columns // module.head_dim, columns % module.head_dim
@@ -136,7 +136,7 @@ def _producers_of(places: dict[str, Placement], parameter: str, fold: Fold) -> l
 def _search(
     fold: Fold, moments: Moments, matrices: list[tuple[Tensor, Scheme]], dtype: torch.dtype
 ) -> Tensor | None:  # [num_scales]
-    """The power of the inputs' sizes with the least output error; None: that of no scales."""
+    """The power of the input magnitudes with the least output error; None: no scales are best."""
     device = moments.sizes.device
     source = None if fold.source_of is None else fold.source_of.to(device)
     sizes = moments.sizes / moments.num_tokens
@@ -187,7 +187,7 @@ def _apply(
 
 
 def _divide_norm(place: Placement, stored: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """A norm as it can be stored, and the scales by which it was really divided."""
+    """A norm in its storage dtype, and the scales by which it was really divided."""
     offset = 0.0 if place.convert is None else float(place.convert(torch.zeros(1)))
     whole = stored.float() + offset
     divided = (whole / scales - offset).to(stored.dtype)

@@ -1,6 +1,7 @@
-"""Codes as the tensors of a compressed-tensors checkpoint, and what config.json says about them.
+"""Codes as the tensors of a compressed-tensors checkpoint, and its section of config.json.
 
-FP8 is `float-quantized`, integers are `pack-quantized`: weights only, activations stay as they are.
+FP8 is `float-quantized`, integers are `pack-quantized`: weights only, activations are not
+quantized.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from penstock.quantize.scheme import Scheme
 from penstock.weights.codes import Codes
 
-VERSION = "0.10.2"  # of the library, whose meaning of the fields this is
+VERSION = "0.10.2"  # of the library that defines these fields
 BITS_OF_WORD = 32
 PREFIX = r"^(?:model\.|language_model\.)*"
 
@@ -32,25 +33,25 @@ def parts_of(name: str, codes: Codes) -> Iterator[tuple[str, Tensor]]:
 
 
 def pack(values: Tensor, bits: int) -> Tensor:  # [N, K] int8 -> [N, ceil(K * bits / 32)] int32
-    """From the lowest code on, the first in the lowest bits of a word."""
+    """The first code is in the lowest bits of a word."""
     per_word = BITS_OF_WORD // bits
     codes = values.to(torch.int32) + 2 ** (bits - 1)
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per_word))
     shifts = torch.arange(per_word, dtype=torch.int32) * bits
-    # The sum of disjoint bits; the highest makes a word negative, as int32 holds it.
+    # The sum of disjoint bits; the highest one makes an int32 word negative.
     return (codes.unflatten(-1, (-1, per_word)) << shifts).sum(-1, dtype=torch.int32)
 
 
 def quantization_config(
     schemes: Mapping[str, Scheme], kept: Collection[str], modules: Collection[str]
 ) -> dict[str, Any]:
-    """`schemes` by module; `kept` are linear layers that stay as they are; `modules` is all."""
+    """`schemes` by module; `kept` are linear layers that stay unquantized; `modules` is all."""
     by_scheme: dict[Scheme, list[str]] = {}
     for module, scheme in schemes.items():
         by_scheme.setdefault(scheme, []).append(module)
     groups = {}
     for number, (scheme, own) in enumerate(by_scheme.items()):
-        # One class says it shortest; where schemes are mixed, each needs names.
+        # A class is the shortest target; with mixed schemes, each needs names.
         targets = ["Linear"] if len(by_scheme) == 1 else _targets(own, modules)
         groups[f"group_{number}"] = _group(scheme, targets)
     formats = {group["format"] for group in groups.values()}
@@ -88,7 +89,7 @@ def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
 
 
 def _targets(own: Collection[str], modules: Collection[str]) -> list[str]:
-    """One pattern for modules that differ in numbers only, where all of them are meant."""
+    """One pattern for modules that differ only in numbers, if all of them are included."""
     alike: dict[str, set[str]] = {}
     for module in modules:
         alike.setdefault(_target(module, any_number=True), set()).add(module)
@@ -101,7 +102,7 @@ def _targets(own: Collection[str], modules: Collection[str]) -> list[str]:
 
 
 def _target(module: str, *, any_number: bool = False) -> str:
-    """The same, whatever a program calls the text model of a larger one."""
+    """A pattern that also matches the text model inside a larger model."""
     bare = re.sub(PREFIX, "", module)
     name = re.escape(bare)
     if any_number:

@@ -1,7 +1,7 @@
-"""What the matrices of a layer are multiplied with, seen while calibration text runs through it.
+"""Collects the inputs of a layer's matrices while calibration text runs through it.
 
-Kept is the second moment of the inputs, which says all that a quantised matrix's output error
-depends on. Experts have one each; it is made when it is asked for.
+Keeps the second moment of the inputs, which determines a quantized matrix's output error. Experts
+have one each, computed on demand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.ops.reference.matmul import swiglu
 
 @dataclass(slots=True)
 class Moments:
-    """Sums over the tokens of the inputs of a matrix [N, K]."""
+    """Sums over the input tokens of a matrix [N, K]."""
 
     products: Tensor  # [K, K] float32
     sizes: Tensor  # [K] float32  of absolute values
@@ -46,13 +46,13 @@ class Moments:
         return self.products.diagonal() / self.num_tokens
 
     def divided(self, scales: Tensor) -> Moments:
-        """Of inputs that are divided by a number for each column."""
+        """For inputs that are divided by one number per column."""
         return Moments(
             self.products / torch.outer(scales, scales), self.sizes / scales, self.num_tokens
         )
 
     def error_of(self, difference: Tensor) -> Tensor:  # [N, K] -> []
-        """The square of what a difference of matrices makes of the outputs, a token."""
+        """The squared output error per token caused by a difference of matrices."""
         return ((difference @ self.products) * difference).sum() / self.num_tokens
 
 
@@ -91,7 +91,7 @@ class LayerInputs:
         self._last = None
 
     def of(self, place: Placement) -> Moments | None:
-        """Of the matrix with this place; None: no token was seen by it."""
+        """For the matrix of this placement; None: it has seen no token."""
         expert = next((part for part in place.index if isinstance(part, int)), None)
         moments = self._moments.get(place.parameter)
         if expert is not None:
@@ -104,7 +104,7 @@ class LayerInputs:
         return moments
 
     def of_all_experts(self, mlp: str) -> Moments:
-        """Of the normed tokens, whichever expert they go to."""
+        """For the normed tokens, whichever expert they go to."""
         (seen,) = self._routed[mlp]
         return Moments.of(seen[0])
 

@@ -1,6 +1,6 @@
-"""A model of which one layer at a time is in memory: read, filled, run, and dropped again.
+"""A model with only one layer in memory at a time: read, filled, run, and dropped again.
 
-The whole model exists on torch's meta device; its placements say which tensors a layer needs.
+The whole model exists on torch's meta device; its placements tell which tensors a layer needs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.stored import StoredTensor
 
 PAGE_SIZE = 64
-STEP_TOKENS = 2048  # that a layer runs at a time
-LOGIT_ELEMENTS = 2**25  # that are in memory at a time
+STEP_TOKENS = 2048  # per run of a layer
+LOGIT_ELEMENTS = 2**25  # in memory at a time
 FUSED = re.compile(r"(.*\bmlp\.experts\.)(gate_up|down)_proj")
 LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -68,7 +68,7 @@ class LayerwiseModel:
         return 1 + int(layer[1]) if layer else self.num_layers + 1
 
     def matrices(self) -> list[Matrix]:
-        """What may be quantised: the linear layers that ops can read as codes."""
+        """The candidates for quantization: the linear layers whose ops support codes."""
         weights = {
             name
             for name, module in self.model.named_modules()
@@ -83,7 +83,7 @@ class LayerwiseModel:
         ]
 
     def kept_dtype(self, name: str) -> torch.dtype:
-        """Of a tensor that stays as it is; one that was quantised has none of its own."""
+        """The dtype of a tensor that stays unquantized."""
         tensor = self.stored[name]
         return self.stored_dtype if tensor.scheme else tensor.dtype
 
@@ -94,7 +94,7 @@ class LayerwiseModel:
 
     @contextmanager
     def layer(self, number: int, tensors: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-        """A layer with these weights, as long as it is needed."""
+        """A layer with these weights, for the duration of the context."""
         layer: nn.Module = self.model.layers[number]
         self._fill(layer, tensors)
         yield layer
@@ -107,14 +107,16 @@ class LayerwiseModel:
         self.refill(tensors)
 
     def refill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Other values for a layer that is filled."""
+        """Sets other values for the current layer."""
         targets = targets_of(self.model)
         for name, values in tensors.items():
             if place := self.placements.get(name):
                 targets[place.parameter][place.index].copy_(place.converted(values))
 
     def run(self, number: int, hidden: Tensor, row_len: int) -> Tensor:  # [T, H] -> [T, H]
-        """Rows of `row_len` tokens through a layer that is filled; the stream stays on the host."""
+        """Runs rows of `row_len` tokens through the current layer; the activations stay on the
+        host.
+        """
         layer, spec = self.model.layers[number], self.model.cache_specs()[number]
         out = torch.empty_like(hidden)
         num_tokens = max(1, STEP_TOKENS // row_len) * row_len
@@ -127,7 +129,7 @@ class LayerwiseModel:
         return out
 
     def score(self, hidden: Tensor, token_ids: Tensor) -> Score:
-        """The final norm and the head on a stream [R * L, H] of rows [R, L]."""
+        """The final norm and the head on activations [R * L, H] of rows [R, L]."""
         head = self.model.head
         names = [n for n, p in self.placements.items() if p.parameter in ("head.norm",)]
         weight = "embedding" if head.weight is self.model.embedding else "head.weight"
@@ -149,7 +151,7 @@ class LayerwiseModel:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of a text, token by token: the loss, the model's first choice, and what stands there."""
+    """Scores of a text by token: the loss, the model's argmax, and the actual token."""
 
     losses: Tensor  # [n] float32
     choices: Tensor  # [n]
@@ -181,7 +183,7 @@ def new_cache(spec: CacheSpec, inputs: StepInputs, dtype: torch.dtype) -> LayerC
 
 
 def whole_rows(token_ids: Tensor, device: torch.device) -> StepInputs:  # [R, L]
-    """A step of prompts of one length, each with pages and a slot of its own."""
+    """A step of prompts of one length, each with its own pages and slot."""
     num_rows, row_len = token_ids.shape
     pages_each = -(-row_len // PAGE_SIZE)
     page_table = 1 + torch.arange(num_rows * pages_each, dtype=torch.int32).view(num_rows, -1)
@@ -205,7 +207,7 @@ def whole_rows(token_ids: Tensor, device: torch.device) -> StepInputs:  # [R, L]
 
 
 def split_experts(stored: list[StoredTensor]) -> list[StoredTensor]:
-    """Stacked experts as compressed-tensors files have them: one by one, gate and up apart."""
+    """Splits stacked experts as in compressed-tensors files: one by one, gate and up separate."""
     split = []
     for tensor in stored:
         fused = FUSED.fullmatch(tensor.name)

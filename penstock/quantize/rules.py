@@ -1,4 +1,4 @@
-"""Which matrices get which scheme: by rule, and by the patterns that a user gives. No tensors."""
+"""Which matrices get which scheme: by default rules, and by the user's patterns. No tensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from penstock.errors import ConfigError
 from penstock.quantize.scheme import Scheme
 from penstock.quantize.settings import GROUPS, KEEP, QuantizeSettings
 
-# Few weights that much depends on: what is written to a recurrent state and how it decays, the
-# head, and what a drafting head begins with. Routers and gates of shared experts are no candidates.
+# Few but sensitive weights: the inputs and decay of the recurrent state, the head, and the input of
+# a drafting head. Routers and shared-expert gates are not candidates.
 HIGH_PRECISION = r"\.in_proj_(a|b|ba)$|(^|\.)lm_head$|^mtp\.fc$"
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The weight of a linear layer, as a candidate."""
+    """The weight of a linear layer, as a candidate for quantization."""
 
     name: str  # of its tensor
     shape: tuple[int, int]
@@ -29,7 +29,7 @@ class Matrix:
 
 def assign_schemes(
     settings: QuantizeSettings, matrices: Sequence[Matrix]
-) -> dict[str, Scheme]:  # by tensor; one that stays as it is has none
+) -> dict[str, Scheme]:  # by tensor; unquantized ones have none
     rules = settings.rules
     _check_rules(rules, matrices)
     names = {matrix.name: _scheme_name(matrix, settings.scheme, rules) for matrix in matrices}
@@ -48,7 +48,7 @@ def assign_schemes(
         schemes[matrix.name] = Scheme(name, group if is_grouped else None)
     if not schemes:
         raise ConfigError(
-            "No matrix would be quantised",
+            "No matrix would be quantized",
             "The rules keep all of them, or have columns that 32 does not divide.",
             "Change --rule, or choose --scheme fp8 or int8, which need no groups.",
         )
@@ -76,7 +76,9 @@ def _check_rules(rules: Mapping[str, str], matrices: Sequence[Matrix]) -> None:
 
 
 def _find_group(asked: int | None, matrices: Sequence[Matrix]) -> int:
-    """The one asked for, which must fit, or the largest that fits all that any fits."""
+    """The requested group size, which must fit, or the largest that fits all matrices that any size
+    fits.
+    """
     fitting = [matrix for matrix in matrices if matrix.shape[1] % min(GROUPS) == 0]
     best = next((g for g in GROUPS if all(m.shape[1] % g == 0 for m in fitting)), min(GROUPS))
     if asked is None:

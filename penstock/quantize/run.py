@@ -1,7 +1,7 @@
-"""Quantises a checkpoint: stage after stage, each read, quantised, run and written before the next.
+"""Quantizes a checkpoint in stages, each read, quantized, run and written before the next.
 
-Two streams of activations go from layer to layer: that of the model as it was, and that of the
-quantised one, by which later layers are calibrated and both are judged at the end.
+Two sets of activations go from layer to layer: those of the original model, and those of the
+quantized one, with which later layers are calibrated; both are scored at the end.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def quantize(
     """Writes the checkpoint and its report, and returns the report."""
     _check_output(source, output)
     run = _Run(source, output, settings, device)
-    with timed("quantise", on_phase) as report:
+    with timed("quantize", on_phase) as report:
         for stage in range(len(run.work.rows), run.model.num_stages):
-            report(Phase("quantise", run.title(stage), stage / run.model.num_stages))
+            report(Phase("quantize", run.title(stage), stage / run.model.num_stages))
             run.do_stage(stage)
     return run.finish(on_phase)
 
@@ -83,10 +83,10 @@ class _Run:
         self.scale_dtype = stored if stored in SCALE_DTYPES else torch.float32
         self.texts = self._read_texts()
         self.work = Unfinished(output, self._identity())
-        _copy_files(source, output)  # first: what cannot be copied is said before hours of work
+        _copy_files(source, output)  # first: copy errors appear before hours of work
 
     def _read_texts(self) -> dict[str, Tensor]:
-        """Rows [R, L] by what they are for."""
+        """Rows [R, L] by their use."""
         settings, longest = self.settings, self.model.model.max_position
         asked: dict[str, tuple[str | None, int]] = {}
         if settings.needs_inputs:
@@ -110,7 +110,7 @@ class _Run:
         return texts
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
+        """What must be unchanged for a run to resume."""
         digest = hashlib.sha256(json.dumps(self.source.config, sort_keys=True).encode())
         for tensor in self.model.stored.values():
             digest.update(f"{tensor.name} {tensor.shape} {tensor.dtype} {tensor.scheme}".encode())
@@ -169,7 +169,7 @@ class _Run:
     def _do_layer(
         self, number: int, tensors: dict[str, Tensor], stream: dict[str, Tensor]
     ) -> tuple[dict[str, Codes], dict[str, Any]]:
-        """Quantises a layer and moves the streams over it."""
+        """Quantizes a layer and runs both activations through it."""
         if not stream:
             codes = self._quantize(tensors, None)
             return codes, self._weight_error(tensors, codes)
@@ -266,7 +266,7 @@ class _Run:
             name.removesuffix(".weight"): scheme for name, scheme in self.schemes.items()
         }
         kept = [module for module in modules if module not in schemes]
-        if "lm_head" not in modules:  # the tied one is a linear layer for others
+        if "lm_head" not in modules:  # for other readers a tied head is a linear layer
             modules.append("lm_head")
             kept.append("lm_head")
         return quantization_config(schemes, kept, modules)
@@ -283,7 +283,7 @@ class _Run:
 
 
 def _copy_files(source: ModelSource, output: Path) -> None:
-    """Tokenizer, template and whatever else lies beside the weights."""
+    """Tokenizer, template and all other files next to the weights."""
     assert source.path is not None
     if is_gguf(source.path):
         for name in FILES.keys() - {"config.json"}:
@@ -346,7 +346,7 @@ CALIBRATING_SHARE = 0.8
 def read_rows(
     file: str | None, num_tokens: int, tokenizer: Tokenizer, *, judges: bool, longest: int
 ) -> list[list[int]]:
-    """Rows of one length, about as many tokens as asked for; fewer if the text is short."""
+    """Rows of one length, about as many tokens as requested; fewer if the text is short."""
     text = _manual(judges) if file is None else _read_file(Path(file).expanduser())
     row_len = min(ROW_TOKENS, longest, num_tokens)
     ids = tokenizer.encode(text[: 16 * num_tokens + 4096])

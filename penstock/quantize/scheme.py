@@ -1,6 +1,6 @@
-"""A scheme chooses scales and codes for a matrix. What they mean is `Codes.dequantize`.
+"""A scheme chooses scales and codes for a matrix. `Codes.dequantize` defines what they mean.
 
-Symmetric: a value is a code times its scale, as every reader of compressed-tensors takes it.
+Symmetric: a value is a code times its scale, as every reader of compressed-tensors expects.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from penstock.weights.codes import Codes, Scales
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
-# Scales that are tried, as shares of the one at which nothing is cut off.
+# Scales to try, as fractions of the one at which nothing is clipped.
 SHARES = {4: torch.linspace(1.0, 0.55, 19).tolist(), 8: torch.linspace(1.0, 0.9, 5).tolist()}
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     name: str  # "fp8", "int8" or "int4"
-    group: int | None = None  # columns that share a scale; None: a row
+    group: int | None = None  # group size in columns; None: a row
 
     @property
     def bits(self) -> int:
@@ -36,9 +36,9 @@ class Scheme:
     def find_scales(
         self,
         weight: Tensor,  # [N, K] float32
-        dtype: torch.dtype,  # in which they are stored
-        importance: Tensor | None = None,  # [K]  of the error in a column; None: all alike
-    ) -> Tensor:  # [N, G] float32, of values that the dtype has
+        dtype: torch.dtype,  # of the stored scales
+        importance: Tensor | None = None,  # [K]  weight of each column's error; None: all equal
+    ) -> Tensor:  # [N, G] float32, representable in the dtype
         groups = weight.unflatten(-1, (-1, self.group or weight.shape[-1]))  # [N, G, g]
         largest = groups.abs().amax(-1)
         if self.is_float:
@@ -55,7 +55,7 @@ class Scheme:
         return best
 
     def round(self, weight: Tensor, scales: Tensor) -> Tensor:
-        """The codes of values, as float32; scales are of a shape that fits them."""
+        """The codes of values, as float32; the scales' shape broadcasts to them."""
         if self.is_float:
             return (weight / scales).clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8).float()
         middle = 2 ** (self.bits - 1)
@@ -65,7 +65,7 @@ class Scheme:
         return scales.repeat_interleave(self.group or num_columns, -1)
 
     def as_codes(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Codes:
-        """Codes as float32 numbers, and their scales, as a file holds them."""
+        """Float32 codes and their scales in their storage format."""
         kind = FP8 if self.is_float else torch.int8
         return Codes(
             values.to(kind).cpu(),
@@ -76,12 +76,12 @@ class Scheme:
 
 
 def _rounded(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """As they are stored. One of zeros, or too small for the dtype, is the smallest instead."""
+    """Rounded to the storage dtype. A scale that is zero or too small becomes the smallest one."""
     return scales.clamp_min(torch.finfo(dtype).tiny).to(dtype).float()
 
 
-BLOCK = 128  # columns that are corrected one by one before the rest is, at once
-DAMPING = 0.01  # of the mean of the diagonal
+BLOCK = 128  # columns corrected one by one before the rest at once
+DAMPING = 0.01  # fraction of the mean of the diagonal
 MAX_DAMPING = 10.0
 
 
@@ -89,7 +89,7 @@ def quantize_matrix(
     weight: Tensor,  # [N, K] float32
     scheme: Scheme,
     dtype: torch.dtype,  # of the scales
-    moments: Moments | None,  # of its inputs; None: they are not known
+    moments: Moments | None,  # of its inputs; None: unknown
     *,
     corrects: bool,
 ) -> Codes:
@@ -108,7 +108,7 @@ def quantize_matrix(
 
 
 def _correct(weight: Tensor, scheme: Scheme, scales: Tensor, moments: Moments) -> Tensor:
-    """Columns in the order of their importance; scales and groups stay those of the file."""
+    """Processes columns by importance; scales and groups keep their order in the file."""
     num_columns = weight.shape[1]
     order = torch.argsort(moments.products.diagonal(), descending=True)
     upper = _inverse_root(moments.products[order][:, order])
@@ -131,7 +131,9 @@ def _correct(weight: Tensor, scheme: Scheme, scales: Tensor, moments: Moments) -
 
 
 def _inverse_root(products: Tensor) -> Tensor:
-    """The upper triangle U of the inverse, U^T U, of what may be singular and is damped for it."""
+    """The upper triangle U of the inverse, U^T U, of a matrix that may be singular and is damped
+    for it.
+    """
     mean = products.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     damping = DAMPING
     while damping <= MAX_DAMPING:

@@ -1,4 +1,4 @@
-"""What `penstock quantize` is asked to do. Imports no torch: a wrong flag is answered at once."""
+"""The settings of `penstock quantize`. Imports no torch, so a wrong flag fails at once."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ KEEP = "keep"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeSettings:
-    scheme: str = setting("int4", "how matrices are stored", choices=SCHEMES)
+    scheme: str = setting("int4", "storage format of matrices", choices=SCHEMES)
     method: str = setting(
         "rtn",
-        "how codes are chosen: the nearest, after scaling inputs, or with their errors made up for",
+        "round to nearest, after scaling inputs (awq), or with error compensation (gptq)",
         choices=METHODS,
     )
     group: int | None = setting(
         None,
-        "columns that share a scale: 32, 64 or 128 (default: int4 the largest that divides every "
-        "matrix, int8 a row)",
+        "group size in columns: 32, 64 or 128 (default: int4 the largest that divides every "
+        "matrix, int8 a whole row)",
     )
     rule: tuple[str, ...] = setting(
         (), "PATTERN=fp8|int8|int4|keep for the modules whose names contain a pattern; repeat it"
@@ -68,7 +68,7 @@ class QuantizeSettings:
 
     @property
     def rules(self) -> Mapping[str, str]:
-        """Scheme by pattern; of two that match, the later one counts."""
+        """Scheme by pattern; if several match, the last one counts."""
         found = {}
         for text in self.rule:
             pattern, _, scheme = text.rpartition("=")

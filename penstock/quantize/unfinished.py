@@ -1,7 +1,7 @@
-"""A run that may be killed: what is done is on disk, whole, and a later run goes on after it.
+"""A run that may be killed: finished stages are complete on disk, and a later run resumes.
 
-OUT/unfinished/progress.json   settings, and a row of the report for every stage that is done
-OUT/unfinished/stream-N.safetensors   the activations that stage N begins with
+OUT/unfinished/progress.json   settings, and a row of the report for every finished stage
+OUT/unfinished/stream-N.safetensors   the input activations of stage N
 OUT/model-0000N-of-0000M.safetensors  the tensors of a stage
 """
 
@@ -25,7 +25,7 @@ FOLDER = "unfinished"
 
 class Unfinished:
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
-        """Goes on with what is there; refuses a folder of something else by name."""
+        """Resumes what is there; refuses a folder with other content by name."""
         self.output, self.folder = output, output / FOLDER
         self.settings = dict(settings)
         self.rows: list[dict[str, Any]] = []
@@ -45,13 +45,13 @@ class Unfinished:
             self._record()
 
     def read_stream(self) -> dict[str, Tensor]:
-        """The activations that the next stage begins with."""
+        """The input activations of the next stage."""
         return load_file(self.folder / f"stream-{len(self.rows)}.safetensors")
 
     def finish_stage(
         self, shard: str, tensors: dict[str, Tensor], stream: dict[str, Tensor], row: dict[str, Any]
     ) -> None:
-        """In this order: whatever is killed in between is done again."""
+        """In this order: whatever is killed in between is repeated."""
         stage = len(self.rows)
         save_atomically(tensors, self.output / shard)
         save_atomically(stream, self.folder / f"stream-{stage + 1}.safetensors")
@@ -60,7 +60,7 @@ class Unfinished:
         (self.folder / f"stream-{stage}.safetensors").unlink(missing_ok=True)
 
     def remove(self) -> None:
-        (self.folder / "progress.json").unlink()  # first: nothing goes on with half a folder
+        (self.folder / "progress.json").unlink()  # first: a partial folder must not be resumed
         shutil.rmtree(self.folder)
 
     def _record(self) -> None:

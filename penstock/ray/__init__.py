@@ -1,7 +1,8 @@
 """Penstock on Ray Serve: many machines behind one address. `serve run penstock.ray:app model=...`
 
-A *door* accepts HTTP and sends a request to an *engine*: a replica that Ray places, scales, checks
-and replaces, with a whole `penstock serve` inside. The router between them knows prefixes.
+A *door* (the ingress) accepts HTTP and sends a request to an *engine*: a replica that Ray places,
+scales, checks and replaces, with a complete `penstock serve` inside. The router between them is
+prefix-aware.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two deployments of a model on Ray Serve, and what Ray is told about them."""
+"""The two deployments of a model on Ray Serve, and their Ray options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build(given: dict[str, Any], engine: type[Any] = Engine) -> serve.Applicatio
         name="engine",
         max_ongoing_requests=settings.max_requests,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.num_gpus},
-        # All ranks of an engine are on one node, or it is not started.
+        # All ranks of an engine are on one node, or it does not start.
         placement_group_bundles=[settings.bundle],
         placement_group_strategy="STRICT_PACK",
         autoscaling_config=AutoscalingConfig(
@@ -41,7 +41,8 @@ def build(given: dict[str, Any], engine: type[Any] = Engine) -> serve.Applicatio
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
-        # Ray sends nothing more to an engine that it ends, and waits so long for what runs.
+        # Ray sends no new requests to an engine that it stops, and waits this long for running
+        # ones.
         graceful_shutdown_timeout_s=settings.drain_timeout,
         graceful_shutdown_wait_loop_s=0.5,
     ).bind(settings)

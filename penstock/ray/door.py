@@ -1,8 +1,8 @@
-"""Where HTTP enters: reads a request, lets the router choose an engine, and passes the reply on.
+"""The HTTP ingress: reads a request, lets the router choose an engine, and forwards the reply.
 
-A request whose engine is lost before the first byte of its reply is asked again elsewhere. A stream
-under way goes on: another engine gets the request with the tokens so far, and continues behind
-them (`penstock.serve.journal`). Only replies that cannot be resumed end with their engine.
+A request whose engine is lost before the first byte of its reply is sent to another. A running
+stream continues: another engine gets the request with the tokens so far, and continues after them
+(`penstock.serve.journal`). Only replies that cannot be resumed end with their engine.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from penstock.serve.journal import MARKS_HEADER, MarkedStream
 log = logging.getLogger("ray.serve")
 
 MAX_TRIES = 4
-PAUSE_S = 0.5  # before another try, and longer before the next: Ray needs time to see who is lost
+PAUSE_S = 0.5  # before a retry, and longer before the next: Ray needs time to detect a loss
 LOST = (RayActorError, RayServeException, ConnectionError)
-ROUTED_CHARS = 65536  # of a prompt: what is behind them does not decide where it goes
+ROUTED_CHARS = 65536  # of a prompt: later text does not affect routing
 
 
 class Door:
@@ -44,7 +44,7 @@ class Door:
         return StreamingResponse(rest, status, names)
 
     async def _ask(self, asked: Any, resumed: Any) -> tuple[int, Any, bytes, Any]:
-        """The head of an answer, its first piece, and the others."""
+        """The head of a response, its first piece, and the others."""
         for tries in range(1, MAX_TRIES + 1):
             pieces = self._engines.remote(*asked, resumed)
             try:
@@ -59,7 +59,7 @@ class Door:
         raise AssertionError("the last try returns or raises")
 
     async def _resumed(self, asked: Any, first: bytes, pieces: Any) -> AsyncIterator[bytes]:
-        """The events of a reply, without marks, from as many engines as it takes."""
+        """The events of a reply, without marks, from as many engines as needed."""
         stream = MarkedStream()
         for tries in range(1, MAX_TRIES + 1):
             rest = _rest(first, pieces)
@@ -72,9 +72,9 @@ class Door:
             except Exception as error:
                 if not is_lost(error) or not stream.may_resume or tries == MAX_TRIES:
                     raise
-                log.warning("an engine was lost while it replied; its reply goes on elsewhere")
+                log.warning("an engine was lost while it replied; its reply continues elsewhere")
                 status, _, first, pieces = await self._ask(asked, stream.resume())
-                if status != 200:  # no engine says any more how the reply goes on
+                if status != 200:  # no engine can continue the reply
                     pieces.cancel()
                     raise
             finally:
@@ -82,7 +82,7 @@ class Door:
 
 
 async def _rest(first: bytes, pieces: Any) -> AsyncGenerator[bytes]:
-    """A client that is gone cancels its request, and with it the engine's."""
+    """If the client disconnects, its request is cancelled, and with it the engine's."""
     is_complete = False
     try:
         yield first
@@ -103,7 +103,7 @@ def is_lost(error: Exception) -> bool:
 
 
 def prompt_text(body: bytes) -> str:
-    """What a prompt begins with, in any of the APIs: prompts that share it share a prefix."""
+    """The beginning of a prompt, in any of the APIs: prompts that share it share a prefix."""
     try:
         fields = json.loads(body) if body else {}
     except ValueError:

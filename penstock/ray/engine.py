@@ -1,4 +1,4 @@
-"""A replica on Ray: one `penstock serve`, started, asked, and ended by the actor around it."""
+"""A replica on Ray: one `penstock serve`, started, called and stopped by the actor around it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.errors import EngineDeadError
 from penstock.ray.settings import RaySettings
 from penstock.serve.journal import RELAY_HEADER
 
-CHARS_PER_TOKEN = 4  # of a prompt that waits: Ray's numbers are about how much, not how many
+CHARS_PER_TOKEN = 4  # of a waiting prompt: scaling depends on tokens, not on requests
 HEALTH_TIMEOUT_S = 20.0
 
 
@@ -27,7 +27,7 @@ class Engine:
         self._queued_tokens = 0
         self._life = contextlib.ExitStack()
         self._key = secrets.token_hex(16)
-        # Where Ray kills an actor, or a node with all of its actors, nothing is left behind.
+        # If Ray kills an actor, or a node with all of its actors, no process is left behind.
         server = self._life.enter_context(
             started_server(
                 settings.words,
@@ -50,9 +50,10 @@ class Engine:
         text: str,
         resumed: tuple[str, bytes] | None = None,
     ) -> AsyncIterator[tuple[int, Headers, bytes] | bytes]:
-        """The head with the first piece of the body, as each message costs Ray some time, then
-        the other pieces. `text` is what the prompt says, for the router;
-        `resumed` a reply of a lost engine: its id, and what it had said."""
+        """The head with the first piece of the body, since each message costs Ray some time, then
+        the other pieces. `text` is the prompt's text, for the router; `resumed` is a reply of a
+        lost engine: its id, and its tokens so far.
+        """
         num_tokens = len(text) // CHARS_PER_TOKEN
         self._queued_tokens += num_tokens
         answer = LocalAnswer(self._host, self._port, self._batch_s)
@@ -94,7 +95,7 @@ class Engine:
 
 Headers = list[tuple[str, str]]
 READ_BYTES = 65536
-# They belong to one connection, or are written anew here.
+# They belong to one connection, or are set here.
 OWN_HEADERS = {"connection", "content-length", "host", "transfer-encoding", "keep-alive"}
 
 
@@ -139,13 +140,13 @@ class LocalAnswer:
         self._writer.write(f"{method} {target} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body)
         while not self._parts.has_head:
             await self._read()
-        if method == "HEAD":  # its length is that of a body which does not come
+        if method == "HEAD":  # its length is that of a body that is not sent
             self._parts.is_complete = True
         named = [one for one in self._parts.headers if one[0] not in OWN_HEADERS]
         return self._parser.get_status_code(), named
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The first bytes at once; then what has come within `batch_s`, together."""
+        """The first bytes at once; then what has arrived within `batch_s`, together."""
         loop, sent_s = asyncio.get_running_loop(), -1e9
         while True:
             if self._parts.body:

@@ -1,5 +1,6 @@
-"""Which engine gets a request: `penstock.serve.routing.Router`, the same that a server has for its
-own engines, behind Ray's interface. It counts characters in pages, where a server counts tokens.
+"""Chooses an engine for a request: `penstock.serve.routing.Router`, the same that a server uses for
+its own engines, behind Ray's interface. It counts characters in pages, where a server counts
+tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from penstock.types import Request
 
 PAGE_CHARS = 256
 PAGE_TOKENS = 64  # about as many
-MOST_ENGINES = 4096  # that this router ever meets
+MOST_ENGINES = 4096  # over the lifetime of this router
 
 
 class PrefixRouter(RequestRouter):
@@ -29,7 +30,7 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The best one first, then all others: Ray asks those if it accepts no more requests."""
+        """The best one first, then all others: Ray tries those if it accepts no more requests."""
         if pending_request is None or len(candidate_replicas) < 2:
             return [candidate_replicas]
         by_number = {self._number(one): one for one in candidate_replicas}
@@ -46,7 +47,7 @@ class PrefixRouter(RequestRouter):
 
 
 def request_of(pending: PendingRequest) -> Request:
-    """Its prompt as the router reads it: digests of pages of text."""
+    """Its prompt in the router's form: digests of pages of text."""
     text = pending.args[4] if len(pending.args) > 4 else ""
     characters = [ord(character) for character in text]
     digests = PageDigests.of(characters, PAGE_CHARS)
@@ -58,7 +59,7 @@ def request_of(pending: PendingRequest) -> Request:
 
 
 class QueuedTokens:
-    """A policy of Ray: called every few seconds with what the engines last reported."""
+    """A Ray autoscaling policy: called every few seconds with what the engines last reported."""
 
     def __init__(self, queued_tokens: int = 8192) -> None:
         self._queued_tokens = queued_tokens
@@ -68,7 +69,7 @@ class QueuedTokens:
         return self.wanted(sum(reported.values()), context.current_num_replicas), {}
 
     def wanted(self, num_tokens: float, num_engines: int) -> int:
-        """More than their share: so many that each has its share. Less than half: one fewer."""
+        """Above their share: as many as give each its share. Below half: one fewer."""
         share = num_tokens / (self._queued_tokens * max(1, num_engines))
         if share > 1:
             return math.ceil(share * num_engines)

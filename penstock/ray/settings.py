@@ -1,4 +1,4 @@
-"""What a deployment on Ray needs to know, beside the flags of each server."""
+"""The settings of a deployment on Ray, in addition to the flags of each server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.config import from_mapping, setting
 from penstock.errors import ConfigError
 
 HEAD = "node:__internal_head__"  # Ray's own name of a resource that only the head node has
-FRACTION = 0.001  # of a resource that only says where
+FRACTION = 0.001  # of a resource that only sets the placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,20 +23,19 @@ class RaySettings:
     min_replicas: int = setting(1, "fewest engines")
     max_replicas: int = setting(1, "most engines")
     queued_tokens: int = setting(
-        8192, "tokens of prompts that wait, for each engine: with more of them Ray starts another"
+        8192, "waiting prompt tokens per engine above which Ray starts another"
     )
-    upscale_delay: float = setting(10.0, "seconds that they must wait before it does")
-    downscale_delay: float = setting(300.0, "seconds without need before an engine ends")
-    max_requests: int = setting(512, "requests of an engine at a time; others wait at the door")
+    upscale_delay: float = setting(10.0, "seconds above that before it does")
+    downscale_delay: float = setting(300.0, "seconds without need before an engine stops")
+    max_requests: int = setting(512, "concurrent requests per engine; others wait at the door")
     doors: int = setting(1, "replicas that accept HTTP")
     doors_on: str = setting(
         HEAD,
-        "resource of the nodes that doors run on; empty: any node. What a door's node takes with "
-        "it, no other continues",
+        "resource of the nodes that doors run on; empty: any node. Streams of a lost door are lost",
     )
     drain_timeout: float = setting(300.0, "seconds that running replies have when an engine ends")
     batch_ms: float = setting(
-        50.0, "bytes of a reply are sent on together, at most so often, after the first ones"
+        50.0, "milliseconds over which bytes of a reply are batched, after the first ones"
     )
 
     def __post_init__(self) -> None:
@@ -51,7 +50,7 @@ class RaySettings:
 
     @classmethod
     def read(cls, given: dict[str, Any]) -> RaySettings:
-        """From YAML or the words of `serve run`, where every value may be a string."""
+        """From YAML or the arguments of `serve run`, where every value may be a string."""
         kinds: dict[str, type] = {"tp": int, "gpus": int, "cpus": float}
         kinds |= dict.fromkeys(("min_replicas", "max_replicas", "queued_tokens"), int)
         kinds |= dict.fromkeys(("max_requests", "doors"), int)
@@ -71,18 +70,18 @@ class RaySettings:
 
     @property
     def door_options(self) -> dict[str, Any]:
-        """Ray's options of a door's actor. A head node often offers Ray no cores."""
+        """Ray's options for a door's actor. A head node often offers Ray no cores."""
         if self.doors_on:
             return {"num_cpus": 0, "resources": {self.doors_on: FRACTION}}
         return {"num_cpus": min(1.0, self.cpus)}
 
     @property
     def words(self) -> list[str]:
-        """For `penstock serve`."""
+        """The arguments of `penstock serve`."""
         model = [self.model] if self.model else []
         tp = ["--tp", str(self.tp)]
         drain = ["--drain-timeout", f"{self.drain_timeout:g}"]
-        # Doors call it by an address of this machine, and check nothing that it would not.
+        # Doors call it by an address of this machine, and check only what it would check.
         return [*model, *tp, *drain, "--allowed-host", "*", *shlex.split(self.flags)]
 
     @property

@@ -142,7 +142,7 @@ def without_said(scope: Scope, body: bytes) -> bytes:
 class MarkedStream:
     def __init__(self) -> None:
         self.said = Said()
-        self._held = bytearray()  # behind the last mark: another engine would say it again
+        self._held = bytearray()  # after the last mark: another engine would send it again
         self._decoder = msgspec.json.Decoder(Said)
 
     @property
@@ -150,7 +150,7 @@ class MarkedStream:
         return bool(self.said.id) and not self.said.is_lost
 
     def take(self, piece: bytes) -> bytes:
-        """The events that are followed by a mark by now."""
+        """The events that are already followed by a mark."""
         self._held += piece
         events = bytearray()
         while (begin := self._held.find(MARK_BEGIN)) >= 0:
@@ -168,6 +168,6 @@ class MarkedStream:
         return held
 
     def resume(self) -> tuple[str, bytes]:
-        """The reply's id and what it has said, for another engine."""
+        """The reply's id and its tokens so far, for another engine."""
         self._held.clear()
         return self.said.id, msgspec.json.encode(self.said)

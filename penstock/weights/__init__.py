@@ -1,1 +1,1 @@
-"""From files, or from a seed, into the parameters of a model."""
+"""Loads weights from files, or from a seed, into the parameters of a model."""

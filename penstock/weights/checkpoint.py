@@ -1,7 +1,7 @@
 """Finds the files of a checkpoint and lists their tensors, or reports everything that is wrong.
 
-One file or many: an index says which file holds which tensor, whatever the files are called.
-Suffixes tell the formats apart. Does not know what the tensors are for.
+One file or many: an index maps tensors to files, whatever the files are called. Suffixes determine
+the formats. Does not know what the tensors are for.
 """
 
 from __future__ import annotations

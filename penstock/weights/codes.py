@@ -1,8 +1,9 @@
-"""Quantised values as every file format can be read: codes, scales, and what is added to them.
+"""The common form of quantized weights from every file format: codes, scales, zero points and
+offsets.
 
 `dequantize` is the specification: float32, in the order of operations of the formats' own
 libraries, so that its results equal theirs bit for bit. Formats differ in which fields they fill;
-kernels store the same numbers in fewer bytes.
+kernels store the same values in fewer bytes.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Codes:
     The value of a code is the code itself, or `levels[code]`.
     """
 
-    values: Tensor  # [..., N, K]  one code an element: uint8, int8 or float8_e4m3fn
-    bits: int  # that a code takes in the file
+    values: Tensor  # [..., N, K]  one code per element: uint8, int8 or float8_e4m3fn
+    bits: int  # per code in the file
     block: tuple[int, int]  # rows and columns that share a scale
     scales: Scales
-    zeros: Tensor | None = None  # of the shape of the scales
+    zeros: Tensor | None = None  # same shape as the scales
     offsets: Scales | None = None
     levels: Tensor | None = None  # [2 ** bits] float32
     columns: Tensor | None = None  # [K]  column j holds input columns[j]; None: they are in order
@@ -46,7 +47,7 @@ class Codes:
 
     def dequantize(self) -> Tensor:  # [..., N, K] float32
         if self.levels is None:
-            weight = self.values.to(torch.float32, copy=True)  # it is changed in place
+            weight = self.values.to(torch.float32, copy=True)  # changed in place
         else:
             weight = self.levels[self.values.long()]
         if self.zeros is not None:
@@ -61,9 +62,10 @@ class Codes:
         return ordered
 
     def cut(self, rows: slice, columns: slice) -> Codes:
-        """Some rows and columns of each matrix, exactly. Where a group is cut, smaller ones repeat
-        its scale; where not even that can be, as when columns are in an order of their own, each
-        column has a group to itself, and `can_pack` refuses the result."""
+        """Some rows and columns of each matrix, exactly. A group that is cut is split into smaller
+        ones with the same scale. Where that is impossible, because columns are permuted, each
+        column gets its own group, and `can_pack` refuses the result.
+        """
         codes = self
         if rows != slice(None):
             codes = codes._cut_rows(*rows.indices(codes.values.shape[-2])[:2])
@@ -91,7 +93,9 @@ class Codes:
         )
 
     def with_columns(self, columns: slice | None, num_columns: int) -> Codes:
-        """Of codes whose values were read for these columns only, and whose scales are whole."""
+        """For codes whose values were read for these columns only, while their scales are
+        complete.
+        """
         if columns is None:
             return self
         return self._cut_columns(*columns.indices(num_columns)[:2], is_read=True)
@@ -123,8 +127,8 @@ class Codes:
     def _each_block(
         self, change: Callable[[Tensor, Tensor], Tensor], weight: Tensor, per_block: Tensor
     ) -> Tensor:
-        """Changes a weight by a number for each block; the last blocks may be cut off by the
-        matrix's end.
+        """Applies one number per block to a weight; the last blocks may extend beyond the
+        matrix.
         """
         num_rows, num_columns = weight.shape[-2:]
         rows, columns = min(self.block[0], num_rows), min(self.block[1], num_columns)
@@ -148,7 +152,7 @@ def _choose_groups(scales: Scales, groups: Tensor) -> Scales:
 
 
 def _widest_groups(group_of: Tensor, width: int) -> int:
-    """The most columns, at most `width`, of which every so many are of one group."""
+    """The largest width, at most `width`, such that every aligned run of it is within one group."""
     while width > 1:
         padded = torch.nn.functional.pad(group_of, (0, -len(group_of) % width), value=-1)
         rows = padded.view(-1, width)

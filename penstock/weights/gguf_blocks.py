@@ -1,7 +1,7 @@
 """The blocks of GGUF files as codes: one function for each type, from rows of bytes to `Codes`.
 
 A block is 32 or 256 elements of a row with their scales. In the K types (256) a block's scales and
-offsets are small integers, and one 16-bit float for all of them makes the second level of `Scales`.
+offsets are small integers, multiplied by one 16-bit float: the second level of `Scales`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.weights.codes import Codes, Scales
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-MXFP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice those of E2M1
+MXFP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of E2M1
 
 Blocks = Tensor  # [N, K / block, bytes of a block] uint8
 
@@ -53,7 +53,7 @@ def q2_k(blocks: Blocks) -> Codes:
 
 
 def q3_k(blocks: Blocks) -> Codes:
-    # The mask's bit j of byte i is the third bit of element 32 j + i.
+    # Bit j of byte i of the mask is the third bit of element 32 j + i.
     high = _planes(blocks[..., :32], range(8), 32, 1)
     values = (_pairs_of_bits(blocks[..., 32:96]) | high << 2).to(torch.int8) - 4
     low = _planes(blocks[..., 96:104], (0, 4), 8, 15)
@@ -92,7 +92,7 @@ def iq4_xs(blocks: Blocks) -> Codes:
 
 def mxfp4(blocks: Blocks) -> Codes:
     exponents = blocks[..., 0].int()
-    # Half of 2 ** (e - 127), made of its bits: the two smallest are subnormal.
+    # Half of 2 ** (e - 127), built from its bits: the two smallest are subnormal.
     bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
     return _codes(
         _nibbles(blocks[..., 1:], 16),
@@ -143,9 +143,7 @@ def _half(blocks: Blocks, start: int) -> Tensor:  # [N, blocks] float16
 
 
 def _planes(data: Tensor, shifts: range | tuple[int, ...], run: int, mask: int) -> Tensor:
-    """Of every `run` bytes, first the bits at the first shift of all of them, then those at the
-    next.
-    """
+    """For every `run` bytes: the bits at the first shift of all of them, then those at the next."""
     amounts = torch.tensor(tuple(shifts), dtype=torch.uint8, device=data.device)[:, None]
     planes = data.unflatten(-1, (-1, 1, run)) >> amounts  # [..., runs, shifts, run]
     return (planes & mask).flatten(-3)
@@ -166,7 +164,7 @@ def _bits(data: Tensor, width: int = 1) -> Tensor:
 
 
 def _k_scales(blocks: Blocks) -> tuple[Scales, Scales]:
-    """Of Q4_K and Q5_K: eight scales and eight offsets of 6 bits each, in 12 bytes."""
+    """For Q4_K and Q5_K: eight scales and eight offsets of 6 bits each, in 12 bytes."""
     first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     fine = torch.cat((first & 63, third & 15 | first >> 2 & 48), -1)
     offsets = torch.cat((second & 63, third >> 4 | second >> 2 & 48), -1)

@@ -69,13 +69,13 @@ class Part:
     info: TensorInfo
     shape: tuple[int, ...]
     first_row: int = 0
-    order: Tensor | None = None  # [rows] int64: row j is the file's row order[j], from the first on
+    order: Tensor | None = None  # [rows] int64: row j is row first + order[j] of the file
     columns: Tensor | None = None  # [K] int64: the file's column j is column columns[j]
-    convert: Callable[[Tensor], Tensor] | None = None  # on values as they were read
+    convert: Callable[[Tensor], Tensor] | None = None  # applied to the values read
 
     @property
     def width(self) -> int:
-        """Elements of a row in the file; a vector is read as rows of one number."""
+        """Elements per row in the file; a vector is read as rows of one element."""
         return self.info.shape[-1] if len(self.info.shape) > 1 else 1
 
     @property
@@ -94,7 +94,7 @@ class Part:
         else:
             per_row = self.num_rows // self.shape[0]
             start, end, step = rows.indices(self.shape[0])
-            assert step == 1, "rows are read as they lie"
+            assert step == 1, "rows are read contiguously"
             start, end = start * per_row, max(start, end) * per_row
         if self.order is None:
             return range(self.first_row + start, self.first_row + end)
@@ -102,7 +102,7 @@ class Part:
 
 
 def parts_of(model: Header) -> list[Part]:
-    """By the names that the models know; an unknown tensor keeps its name and is refused later."""
+    """With the models' names; an unknown tensor keeps its name and is refused later."""
     config = config_of(model)
     return [
         part
@@ -198,9 +198,9 @@ def _qwen3_5_part(part: Part, rest: str, prefix: str, config: dict[str, Any]) ->
 
 
 def _value_order(config: dict[str, Any], longest: int) -> tuple[Tensor | None, Tensor | None]:
-    """Value head `key * r + s` of the checkpoint is head `s * num_keys + key` of the file: the
-    order of heads, and of their elements. None for more than the longest dimension of a tensor:
-    such an order is not the tensor's, and a damaged file could ask for any.
+    """Value head `key * r + s` of the checkpoint is head `s * num_keys + key` of the file. Returns
+    the order of heads, and of their elements; None if it is longer than every dimension of the
+    tensors, because a damaged file could ask for any size.
     """
     num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     width = config["linear_value_head_dim"]

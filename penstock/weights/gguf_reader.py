@@ -1,7 +1,7 @@
 """Reads the weights of GGUF files: tensors with the names and row order of the original checkpoint.
 
-gguf_layout.py says how converters rename, reorder and change tensors; reading a tensor undoes it.
-Packed types are read as `Codes`, or expanded to float32.
+gguf_layout.py knows how converters rename, reorder and change tensors; reading a tensor undoes it.
+Quantized types are read as `Codes`, or dequantized to float32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES = {
     "I16": torch.int16,
     "I8": torch.int8,
 }
-PIECE_ELEMENTS = 2**24  # expanded at a time: intermediate steps take several times as much
+PIECE_ELEMENTS = 2**24  # dequantized at a time: intermediates take several times as much
 
 
 def open_gguf(path: Path) -> list[StoredTensor]:
@@ -148,12 +148,14 @@ def _read_bytes(part: Part, rows: range | Tensor, out: Tensor | None = None) -> 
 
 
 def _require_readable(path: Path, infos: Iterable[TensorInfo]) -> None:
-    """Logs what the gguf package expands and its cost; refuses types that nothing can read."""
+    """Logs which tensors the gguf package dequantizes and the cost; refuses types that nothing can
+    read.
+    """
     by_type: dict[BlockType, list[TensorInfo]] = defaultdict(list)
     for info in infos:
         if len(info.shape) == 1 and info.type.block_size > 1:
             raise damaged(
-                path, f"{info.name[:MAX_SHOWN]} is a vector, and packed as {info.type.name}"
+                path, f"{info.name[:MAX_SHOWN]} is a vector, but quantized as {info.type.name}"
             )
         if info.type.name not in READERS and info.type.name not in DTYPES:
             by_type[info.type].append(info)
@@ -162,13 +164,12 @@ def _require_readable(path: Path, infos: Iterable[TensorInfo]) -> None:
             raise CheckpointError(
                 f"{path.name} has {tensors[0].name[:MAX_SHOWN]} as {block_type.name}, which cannot "
                 "be read",
-                f"Read are {', '.join([*READERS, 'F32', 'F16', 'BF16'])}; the gguf package, where "
-                "it is "
-                "installed, expands some others.",
+                f"Supported are {', '.join([*READERS, 'F32', 'F16', 'BF16'])}; the gguf "
+                "package, if installed, dequantizes some others.",
                 "Install it (pip install 'penstock[gguf]'), or use a file with one of these types.",
             )
         logger.warning(
-            "%s: the gguf package expands %d tensors of type %s as they are loaded; "
+            "%s: the gguf package dequantizes %d tensors of type %s at load; "
             "they take %.2f GB in the file and %.2f GB as bfloat16",
             path.name,
             len(tensors),

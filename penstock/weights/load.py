@@ -1,8 +1,8 @@
-"""Builds a model and puts its weights in place, one tensor at a time.
+"""Builds a model and fills in its weights, one tensor at a time.
 
-The model says where each checkpoint tensor goes (its placements); this file checks that table
-against what the checkpoint holds before a byte is read, then follows it. Knows no architecture and
-no file format.
+The model declares where each checkpoint tensor goes (its placements); this file checks that table
+against the checkpoint before it reads any data, then follows it. Knows no architecture and no file
+format.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ FindWeights = Callable[[nn.Module], Collection[str]]
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NEWS_INTERVAL_S = 0.2
-ROUNDED_BITS = {"fp8": 9, "int8": 9, "int4": 5}  # that a weight takes at most
-EXPANDED_ELEMENTS = 2**24  # of a quantised tensor, expanded at a time to 64 MB of float32
+ROUNDED_BITS = {"fp8": 9, "int8": 9, "int4": 5}  # upper bound per weight, scales included
+EXPANDED_ELEMENTS = 2**24  # dequantized at a time, to 64 MB of float32
 
 
 def load_model(
@@ -58,15 +58,15 @@ def load_model(
     random_weights: bool,
     seed: int,
     on_phase: OnPhase,
-    quantization: str = "none",  # of weights that the checkpoint does not quantise
-    with_drafting_head: bool = False,  # takes memory, and plain steps do not read it
+    quantization: str = "none",  # for weights that are not quantized in the checkpoint
+    with_drafting_head: bool = False,  # costs memory, and plain steps do not use it
     ranks: Ranks = ALONE,
-    find_host_weights: FindWeights = lambda _: (),  # weights that stay in RAM, by name
-    keep_on_host: Callable[[Weight], None] = lambda _: None,  # called with each, once it is whole
-    alike_experts: bool = False,  # random ones: the same in all layers
+    find_host_weights: FindWeights = lambda _: (),  # names of weights that stay in RAM
+    keep_on_host: Callable[[Weight], None] = lambda _: None,  # called with each, once complete
+    alike_experts: bool = False,  # random experts are the same in all layers
 ) -> nn.Module:
-    """The model of a source on a device, or a rank's part of it, ready to run. Codes of weights
-    that stay in RAM are put into the order of the kernels by the device.
+    """The model of a source on a device, or a rank's shard of it, ready to run. The device repacks
+    quantized weights into the kernels' layout, also those that stay in RAM.
     """
     if source.path is None and not random_weights:
         raise CheckpointError(
@@ -88,8 +88,8 @@ def load_model(
     progress = _Progress(on_phase)
     with deferred_weights():
         model = build(torch.device(device))
-    homes = _find_homes(model, torch.device(device), find_host_weights)
-    on_host = {name for name, home in homes.items() if home != torch.device(device)}
+    devices = _find_devices(model, torch.device(device), find_host_weights)
+    on_host = {name for name, own in devices.items() if own != torch.device(device)}
 
     def settle(name: str) -> None:
         if name in on_host:
@@ -98,9 +98,9 @@ def load_model(
     if random_weights or source.path is None:
         _fill(model, seed, progress, torch.device(device), quantization, settle, alike_experts)
     else:
-        _copy(model, source.path, stored, progress, homes, quantization, settle)
+        _copy(model, source.path, stored, progress, devices, quantization, settle)
     if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)  # the time reported is the time it took
+        torch.cuda.synchronize(device)  # so that the reported time is correct
     progress.finish()
     return model.requires_grad_(False).eval()
 
@@ -172,7 +172,7 @@ def _check_fits(
             share = shares.get(placed[tensor.name].parameter)
             saved = max(0, math.prod(tensor.shape) * dtype.itemsize - tensor.num_bytes)
             needed -= int(saved * (1.0 if share is None else share.fraction))
-    rounded = _weights_to_round(sizing, quantization)  # codes take the place of most
+    rounded = _weights_to_round(sizing, quantization)  # most become quantized
     for name in rounded.keys() - on_host:
         weight = weights_of(sizing)[name]
         needed -= weight.num_bytes - weight.shape.numel() * ROUNDED_BITS[quantization] // 8
@@ -181,7 +181,7 @@ def _check_fits(
             f"{source.name} does not fit on {device}",
             f"Its weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}; "
             f"the device has {available / 1e9:.1f} GB for them.",
-            "Use a smaller or a quantised model, --quantization, or another --device.",
+            "Use a smaller or a quantized model, --quantization, or another --device.",
         )
 
 
@@ -192,7 +192,7 @@ def _check_ram(
     stored: list[StoredTensor],
     quantization: str,
 ) -> None:
-    """Refuses experts that do not fit in RAM: the system would end the process."""
+    """Refuses experts that do not fit in RAM: the system would kill the process."""
     if stored:
         placed = sizing.placements([tensor.name for tensor in stored])  # type: ignore[operator]
         own = [t for t in stored if t.name in placed and placed[t.name].parameter in on_host]
@@ -209,16 +209,16 @@ def _check_ram(
         raise CapacityError(
             f"The experts of {source.name} do not fit in RAM",
             f"They take {needed / 1e9:.1f} GB; the machine has {available / 1e9:.1f} GB.",
-            "Set --expert-ram: then some stay in files. `penstock convert` makes that quick.",
+            "Set --expert-ram: then some stay in files. `penstock convert` makes that fast.",
         )
 
 
-def _find_homes(
+def _find_devices(
     model: nn.Module, device: torch.device, find_host_weights: FindWeights
 ) -> dict[str, torch.device]:
     """The device of each weight."""
-    homes = dict.fromkeys(weights_of(model), device)
-    return homes | dict.fromkeys(find_host_weights(model), torch.device("cpu"))
+    devices = dict.fromkeys(weights_of(model), device)
+    return devices | dict.fromkeys(find_host_weights(model), torch.device("cpu"))
 
 
 def _fill(
@@ -230,7 +230,7 @@ def _fill(
     settle: Callable[[str], None],
     alike_experts: bool,
 ) -> None:
-    """On the device, also what then moves to RAM."""
+    """Fills on the device, also weights that then move to RAM."""
     named = list(model.named_parameters())
     shares = shares_of(model)
     weights = weights_of(model)
@@ -259,7 +259,9 @@ def _fill(
 
 
 def _fill_share(name: str, values: Tensor, share: Share | None, seed: int) -> None:
-    """The same numbers on any number of ranks: a rank draws the whole, and keeps its part."""
+    """The same values for any number of ranks: a rank draws the whole tensor, and keeps its
+    part.
+    """
     if share is None or values.is_meta:
         fill_parameter(name, values, seed)
         return
@@ -269,7 +271,7 @@ def _fill_share(name: str, values: Tensor, share: Share | None, seed: int) -> No
 
 
 def _weights_to_round(model: nn.Module, quantization: str) -> dict[str, str]:
-    """Name of a weight -> its scheme. An embedding is read a row at a time: it stays as it is,
+    """Weight name -> its scheme. An embedding is read one row at a time and stays unquantized,
     unless the head is the same matrix.
     """
     if quantization == "none":
@@ -289,7 +291,7 @@ def _copy(
     path: Path,
     stored: list[StoredTensor],
     progress: _Progress,
-    homes: Mapping[str, torch.device],
+    devices: Mapping[str, torch.device],
     quantization: str,
     settle: Callable[[str], None],
 ) -> None:
@@ -317,12 +319,12 @@ def _copy(
         if name not in quantized
     }
     for name in weights.keys() - quantized.keys() - rounded.keys():
-        weights[name].allocate(homes[name])
+        weights[name].allocate(devices[name])
     parameters = targets_of(model)
     _assert_covered(parameters, [piece for some in pieces.values() for piece in some])
     num_left = Counter(placements[tensor.name].parameter for tensor in wanted)
     expanded = [tensor for tensor in wanted if placements[tensor.name].parameter not in quantized]
-    _tell_expansion(expanded, model.dtype)  # type: ignore[arg-type]
+    _log_dequantized(expanded, model.dtype)  # type: ignore[arg-type]
     filled_by: dict[tuple[str, str], StoredTensor] = {}
     cut_apart: list[str] = []
     for tensor in wanted:
@@ -349,7 +351,7 @@ def _copy(
         if not num_left[name]:
             settle(name)
         progress.advance(num_bytes[tensor.name])
-    _tell_cuts(cut_apart, model.dtype)  # type: ignore[arg-type]
+    _log_split_groups(cut_apart, model.dtype)  # type: ignore[arg-type]
 
 
 def _weights_that_stay_quantized(
@@ -358,7 +360,7 @@ def _weights_that_stay_quantized(
     placements: Mapping[str, Placement],
     device: torch.device,
 ) -> dict[str, WeightParts]:
-    """Those of which the checkpoint quantises any rows."""
+    """Those of which any rows are quantized in the checkpoint."""
     weights = weights_of(model)
     names = {
         placements[tensor.name].parameter for tensor in wanted if tensor.read_codes is not None
@@ -371,15 +373,15 @@ def _weights_that_stay_quantized(
 
 
 def weights_of(model: nn.Module) -> dict[str, Weight]:
-    """By name; one that two modules share has its first."""
+    """By name; a weight shared by two modules has its first name."""
     return {name: one for name, one in model.named_modules() if isinstance(one, Weight)}
 
 
-def _tell_expansion(wanted: list[StoredTensor], dtype: torch.dtype) -> None:
+def _log_dequantized(wanted: list[StoredTensor], dtype: torch.dtype) -> None:
     packed = [tensor for tensor in wanted if tensor.read_codes is not None]
     if packed:
         logger.warning(
-            "%d quantised weights are expanded to %s: %s in place of %s",
+            "%d quantized weights are dequantized to %s: %s instead of %s",
             len(packed),
             str(dtype).removeprefix("torch."),
             _gigabytes(sum(math.prod(tensor.shape) for tensor in packed) * dtype.itemsize),
@@ -387,11 +389,11 @@ def _tell_expansion(wanted: list[StoredTensor], dtype: torch.dtype) -> None:
         )
 
 
-def _tell_cuts(names: list[str], dtype: torch.dtype) -> None:
+def _log_split_groups(names: list[str], dtype: torch.dtype) -> None:
     if names:
         logger.warning(
-            "%d quantised weights are expanded to %s on this rank, whose columns are strewn over "
-            "all groups: %s",
+            "%d quantized weights are dequantized to %s on this rank, whose columns are scattered "
+            "over all groups: %s",
             len(names),
             str(dtype).removeprefix("torch."),
             list_some(names),
@@ -401,7 +403,7 @@ def _tell_cuts(names: list[str], dtype: torch.dtype) -> None:
 def without_idle_biases(
     stored: list[StoredTensor], placements: Mapping[str, Placement]
 ) -> list[StoredTensor]:
-    """Early GPTQ tools store a bias of zeros for every layer that they quantise."""
+    """Early GPTQ tools store a bias of zeros for every layer that they quantize."""
     quantized = {tensor.name for tensor in stored if tensor.scheme}
 
     def is_idle(tensor: StoredTensor) -> bool:
@@ -415,8 +417,8 @@ def without_idle_biases(
 
 
 def _fill_place(target: Tensor, tensor: StoredTensor, placement: Placement) -> None:
-    """Copies a tensor into place. Expanding grows it up to sixteenfold, so it goes a few rows at a
-    time.
+    """Copies a tensor into place. Dequantizing grows it up to sixteenfold, so it is done a few rows
+    at a time.
     """
     source = placement.source
     is_cut = len(source) > 1
@@ -448,7 +450,7 @@ def targets_of(model: nn.Module) -> dict[str, Tensor]:
 def check_equal(
     path: Path, first: StoredTensor, second: StoredTensor, placement: Placement, dtype: torch.dtype
 ) -> None:
-    """Two tensors for one place (a stored tied head) must be equal."""
+    """Two tensors for one parameter (a stored tied head) must be equal."""
     one, other = (
         placement.converted(tensor.load_part(placement.source)).to(dtype)
         for tensor in (first, second)
@@ -467,9 +469,7 @@ def match_tensors(
     placements: Mapping[str, Placement],
     ignored: Iterable[str],
 ) -> list[StoredTensor]:
-    """The stored tensors that the model has a place for, in file order; all mismatches are one
-    error.
-    """
+    """The stored tensors that have a placement, in file order; all mismatches are one error."""
     skipped = re.compile("|".join(f"(?:{pattern})" for pattern in ignored) or r"(?!)")
     wanted = [tensor for tensor in stored if tensor.name in placements]
     unexpected = [
@@ -494,20 +494,20 @@ def match_tensors(
     }
     if any(kinds.values()):
         raise CheckpointError(
-            f"The weights at {path} are not those of its config",
+            f"The weights at {path} do not match its config",
             "\n".join(
                 f"  {len(names)} {kind}: {list_some(names)}."
                 for kind, names in kinds.items()
                 if names
             ),
             "Check that the download is complete, that the config belongs to these weights, "
-            "and that quantization_config says how they are quantised, if they are.",
+            "and that quantization_config says how they are quantized, if they are.",
         )
     return wanted
 
 
 def _assert_covered(parameters: Mapping[str, Tensor], placements: Iterable[Placement]) -> None:
-    """A model's table must fill every parameter; a gap would leave uninitialised memory."""
+    """A model's table must fill every parameter; a gap would leave uninitialized memory."""
     places = {(place.parameter, repr(place.index)): place for place in placements}.values()
     num_filled = dict.fromkeys(parameters, 0)
     for place in places:
@@ -518,7 +518,7 @@ def _assert_covered(parameters: Mapping[str, Tensor], placements: Iterable[Place
 
 @dataclass
 class _Progress:
-    """Reports how many bytes are in place and how fast, a few times a second."""
+    """Reports how many bytes are loaded and how fast, a few times per second."""
 
     on_phase: OnPhase
     started: float = field(default_factory=time.monotonic)

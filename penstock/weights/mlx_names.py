@@ -1,7 +1,7 @@
 """Renames and reshapes MLX checkpoints to the published form.
 
 MLX stacks experts by projection, moves the taps of a convolution to the middle and, in such files,
-stores the weight of a zero-centred norm as `1 + w`. Quantised and bf16 files are alike in this.
+stores the weight of a zero-centered norm as `1 + w`, in quantized and bf16 files alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.weights.stored import StoredTensor
 
 STACKED = re.compile(r"(.*\.mlp\.)switch_mlp\.(gate_proj|up_proj|down_proj)\.weight")
 PREFIXES = {"language_model.": "", "vision_tower.": "model.visual."}
-DRAFTING = ("mtp.", "language_model.mtp.")  # MLX's converters leave it out
+DRAFTING = ("mtp.", "language_model.mtp.")  # MLX's converters drop it
 NORMS = ("input_layernorm", "post_attention_layernorm", "model.norm", "q_norm", "k_norm")
 
 
@@ -61,7 +61,7 @@ def _published(tensor: StoredTensor, is_folded: bool) -> Iterator[StoredTensor]:
 
 
 def _one_of(tensor: StoredTensor, index: int, name: str) -> StoredTensor:
-    """A matrix of a stack, as a tensor of its own."""
+    """One matrix of a stack, as a separate tensor."""
     own, read_stack = slice(index, index + 1), tensor.read_codes
 
     def read(rows: slice | None) -> Tensor:

@@ -1,8 +1,7 @@
-"""Quantises weights as they are loaded: each to the nearest code, without calibration.
+"""Quantizes weights at load: round to nearest, without calibration.
 
-FP8 has a scale for each 128 x 128 block, INT8 one for each row, INT4 one for each 128 columns of a
-row; a head or an embedding in INT4 takes INT8. `penstock quantize` makes checkpoints, and better
-ones.
+FP8 has one scale per 128 x 128 block, INT8 one per row, INT4 one per 128 columns of a row; a head
+or an embedding in INT4 uses INT8. `penstock quantize` writes checkpoints with less error.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from penstock.weights.packing import for_device, pack
 SCHEMES = ("fp8", "int8", "int4")
 BLOCK = 128
 FLOAT8_MAX = 448.0
-ROUNDED_ELEMENTS = 2**27  # at a time
+ROUNDED_ELEMENTS = 2**27  # quantized at a time
 
 
 def quantize_weight(weight: Weight, scheme: str) -> None:
-    """Its values give way to codes, but for the rows that stay as they are."""
+    """Replaces its values with codes, except for the rows that stay unquantized."""
     values = weight.values.data
     num_rows = values.shape[-2] - weight.num_plain_rows
     rows = _rows(values[..., :num_rows, :], scheme)

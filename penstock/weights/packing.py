@@ -1,5 +1,5 @@
-"""Turns the codes of a file into the rows that ops multiply: the same numbers in the order of the
-kernels.
+"""Turns the codes of a file into the rows that ops multiply: the same values in the kernels'
+layout.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from penstock.weights.codes import Codes, Scales
 from penstock.weights.stored import StoredTensor
 
 SMALLEST_GROUP = 16
-PACKED_ELEMENTS = 2**22  # at a time
+PACKED_ELEMENTS = 2**22  # packed at a time
 NUM_READERS = 8  # threads, each for one tensor
-LAUNCH_BYTES = 8 << 20  # that a GPU reads in the time of one more launch
+LAUNCH_BYTES = 8 << 20  # what a GPU reads in the time of one extra launch
 
 
 def can_pack(codes: Codes) -> bool:
-    """Whether kernels have a layout for these codes; others are expanded at load."""
+    """Whether kernels have a layout for these codes; others are dequantized at load."""
     types = (torch.uint8, torch.int8, torch.float8_e4m3fn)
     has_layout = codes.bits in PLANES and codes.values.dtype in types
     return has_layout and codes.block[1] % SMALLEST_GROUP == 0
@@ -69,7 +69,9 @@ def pack(codes: Codes, rows: Tensor | None = None) -> QuantizedRows:
 
 
 def _planes(values: Tensor, bits: int, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A few rows at a time, since intermediate tensors take several times as much memory."""
+    """Processes a few rows at a time, since intermediate tensors take several times as much
+    memory.
+    """
     planes: tuple[Tensor | None, ...] | None = None
     num_all = values.shape[-2] if order is None else len(order)
     num_rows = _rows_at_once(values[..., 0, :].numel(), values.device)
@@ -110,16 +112,16 @@ def _scales_by_row(scales: Scales, rows: Tensor | None) -> Scales:
 
 
 def _narrow(numbers: Tensor) -> Tensor:
-    """In a dtype that kernels read."""
+    """Converts to a dtype that kernels read."""
     if numbers.dtype not in NARROW_TYPES:
         numbers = numbers.float()
     if numbers.dtype == torch.float32 and torch.equal(numbers.bfloat16().float(), numbers):
-        numbers = numbers.bfloat16()  # exact, since they are powers of two
+        numbers = numbers.bfloat16()  # exact for powers of two
     return numbers
 
 
 def _by_row(numbers: Tensor, rows: Tensor | None) -> Tensor:
-    """One row for each row of the weight, in our order."""
+    """One row per row of the weight, in our order."""
     return (numbers if rows is None else numbers[..., rows, :]).contiguous()
 
 
@@ -128,7 +130,7 @@ Source = tuple[StoredTensor, Placement]
 
 class WeightParts:
     """Collects the tensors of one weight: rows, or rows of each expert. They are read when all are
-    there, many experts at once.
+    known, many experts at once.
     """
 
     def __init__(self, weight: Weight, device: torch.device) -> None:
@@ -136,7 +138,7 @@ class WeightParts:
         self._device = device
         self._found: dict[int, dict[int, Source]] = defaultdict(dict)  # by first row and expert
         self._is_stack = False
-        self.cut_apart: list[str] = []  # tensors that are expanded because a rank's part cuts them
+        self.cut_apart: list[str] = []  # dequantized because a rank's part splits groups
 
     def add(self, tensor: StoredTensor, placement: Placement) -> None:
         expert, first = 0, 0
@@ -186,7 +188,7 @@ class WeightParts:
 
 
 def can_read_at_once(sources: list[Source]) -> bool:
-    """Whether the rows of these tensors are alike, and read in the order of the file or another."""
+    """Whether the rows of these tensors have one format and are read whole."""
     kinds = {(tensor.raw and tensor.raw.kind, tensor.shape) for tensor, _ in sources}
     are_whole = all(not (placement.convert or placement.source) for _, placement in sources)
     placement = sources[0][1]
@@ -200,7 +202,9 @@ def can_read_at_once(sources: list[Source]) -> bool:
 
 
 def read_at_once(sources: list[Source], device: torch.device) -> QuantizedRows:
-    """Their rows, one tensor after the other: bytes go to the device, and become codes there."""
+    """Their rows, one tensor after the other: bytes are copied to the device, and become codes
+    there.
+    """
     tensor, placement = sources[0]
     assert tensor.raw is not None
     wanted = placement.source[0] if placement.source else None
@@ -227,7 +231,7 @@ def read_at_once(sources: list[Source], device: torch.device) -> QuantizedRows:
 
 
 def for_device(part: Part, weight: Weight) -> Part:
-    """As its device multiplies with it: tiles on a GPU; what has none there is expanded."""
+    """In the layout of its device: tiles on a GPU; formats without tiles are dequantized."""
     if not isinstance(part, QuantizedRows) or not part.low.is_cuda:
         return part
     if can_tile(part):
@@ -236,7 +240,7 @@ def for_device(part: Part, weight: Weight) -> Part:
 
 
 def _joined(parts: list[Part]) -> list[Part]:
-    """Joins adjacent parts of one kind: one call then multiplies with all of them."""
+    """Joins adjacent parts of one format, so that one call multiplies all of them."""
     joined: list[Part] = []
     for _, group in itertools.groupby(parts, key=_kind_to_join):
         own = list(group)
@@ -249,9 +253,9 @@ def _joined(parts: list[Part]) -> list[Part]:
 
 
 def join_widened(parts: list[Part]) -> list[Part]:
-    """Joins adjacent parts that differ only in their bits, as Q4_K and Q5_K do, by giving all of
-    them 8: tiles have 4 or 8 anyway. Only where a product with one part less is quicker than
-    reading the bits that this adds. The numbers stay the same.
+    """Joins adjacent parts that differ only in bit width, as Q4_K and Q5_K do, by giving all of
+    them 8 bits: tiles have 4 or 8 anyway. Only if saving a launch is faster than reading the extra
+    bits. The values stay the same.
     """
     wide: list[Part] = []
     for _, group in itertools.groupby(parts, key=_kind_to_widen):
@@ -271,7 +275,7 @@ def _bytes(part: QuantizedRows) -> Tensor:
 
 
 def _kind_to_widen(part: Part) -> object:
-    """The kind without its bits, which stand first."""
+    """The format without its bits, which come first."""
     if not isinstance(part, QuantizedRows) or part.columns is not None or part.levels is not None:
         return id(part)
     return part.kind[1:]

@@ -1,7 +1,7 @@
-"""A quantised checkpoint as the models see it: each group of parts becomes one weight.
+"""A quantized checkpoint as the models see it: each group of stored tensors becomes one weight.
 
-The tensors present decide which weights are quantised; config.json says how, and the shapes of the
-parts must agree with it. So the placements of a model never see a packed format.
+The tensors present decide which weights are quantized; config.json says how, and the shapes of the
+parts must agree with it. So a model's placements never see a packed format.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MAX_METHOD_CHARS = 64
 
 
 def open_weights(source: ModelSource, format: Format | None) -> list[StoredTensor]:
-    """Every weight of a source's checkpoint; quantised ones have a scheme."""
+    """Every weight of a source's checkpoint; quantized ones have a scheme."""
     assert source.path is not None
     if is_converted(source.path):
         raise CheckpointError(
             f"{source.name} is a converted model",
-            "Its weights are in the order of kernels, not as a checkpoint stores them.",
+            "Its weights are in the kernels' layout, not in a checkpoint's.",
             "Give the checkpoint that it was made from.",
         )
     stored = open_checkpoint(source.path)
@@ -47,15 +47,15 @@ def open_weights(source: ModelSource, format: Format | None) -> list[StoredTenso
 
 
 def find_format(source: ModelSource) -> Format | None:
-    """How the checkpoint is quantised, or None. Refuses an unknown format by name."""
+    """The quantization format of the checkpoint, or None. Refuses an unknown format by name."""
     quantization = _find_config(source)
     if quantization is None:
         return None
     method = _method(quantization)
     if method not in METHODS:
         raise CheckpointError(
-            f"{source.name} is quantised ({method}), which cannot be loaded",
-            f"Quantised weights are read from {', '.join(METHODS)}. {LOADABLE}",
+            f"{source.name} is quantized ({method}), which cannot be loaded",
+            f"Supported formats are {', '.join(METHODS)}. {LOADABLE}",
             "Use a checkpoint in one of these formats, or the one that it was made from.",
         )
     return METHODS[method](quantization)

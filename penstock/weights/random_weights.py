@@ -1,7 +1,7 @@
-"""Random weights on the device: seeded, with the statistics of a freshly initialised model.
+"""Random weights on the device: seeded, with the statistics of a freshly initialized model.
 
-The values of a parameter follow from the seed and its name, so neither order nor other parameters
-matter. Uses only name and rank of a parameter, and passes nothing through the host.
+The values of a parameter depend only on the seed and its name, not on order or other parameters.
+Uses only the name and dimensions of a parameter, and copies nothing through the host.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _reader(
         first, own_shape = 0, shape
         if rows is not None:
             first, end, step = rows.indices(shape[0])
-            assert step == 1, "rows are read as they lie"
+            assert step == 1, "rows are read contiguously"
             own_shape = (max(0, end - first), *shape[1:])
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         raw = torch.empty(math.prod(own_shape) * dtype.itemsize, dtype=torch.uint8)
@@ -148,8 +148,9 @@ def _reader(
 def read_part(
     path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...], source: tuple[slice, ...]
 ) -> Tensor:
-    """A part between bounds of each dimension: its runs of bytes, and nothing between them unless
-    they are so short that a disk reads what is between anyway."""
+    """A part between bounds of each dimension: reads its runs of bytes, and the gaps between them
+    only if they are so short that a disk reads them anyway.
+    """
     whole = [slice(None)] * (len(shape) - len(source))
     wanted = [range(size)[one] for size, one in zip(shape, [*source, *whole])]
     read = list(wanted)

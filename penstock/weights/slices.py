@@ -1,9 +1,9 @@
 """Cuts placements to the part of each parameter that a rank keeps. Reads nothing.
 
-A model's table speaks of whole parameters. For a parameter that has a `Share`, a placement becomes
-one for each range that is kept, with the part of the stored tensor to read; or none at all, and the
-tensor is not read. Parts that follow each other here may be strewn in the file: then the rows
-between the first and the last are read, and `convert` takes ours.
+A model's table describes whole parameters. For a parameter with a `Share`, a placement becomes one
+for each kept range, with the part of the stored tensor to read; or none at all, and the tensor is
+not read. Parts that are adjacent here may be scattered in the file: then the rows between the first
+and the last are read, and `convert` selects ours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.parallel.share import Kept, Share
 
 
 def shares_of(model: nn.Module) -> dict[str, Share]:
-    """By the names that placements use. Empty on one rank."""
+    """By the names that placements use. Empty for a single rank."""
     shares: dict[str, Share] = {}
     for path, module in model.named_modules():
         if isinstance(module, Weight):
@@ -36,13 +36,13 @@ def shares_of(model: nn.Module) -> dict[str, Share]:
 
 
 def cut(placement: Placement, share: Share | None) -> list[Placement]:
-    """What a rank reads of a tensor, and where it puts it."""
+    """What a rank reads of a tensor, and where it goes."""
     if share is None:
         return [placement]
     places = [*placement.index, *[slice(None)] * (len(share.shape) - len(placement.index))]
     rows = None if placement.convert is None else _rows_after_conversion(placement)
     found = [placement]
-    dimension = 0  # of what was converted
+    dimension = 0  # of the converted tensor
     for target, (place, kept, size) in enumerate(zip(places, share.kept, share.shape)):
         if isinstance(place, int):
             found = [one for piece in found for one in _at(piece, target, place, kept)]
@@ -68,7 +68,7 @@ def cut_values(values: Tensor, share: Share) -> Tensor:
 
 
 def _overlaps(covered: range, kept: Kept) -> list[tuple[range, range]]:
-    """For each range that is kept and covered: its place among the covered, and in ours."""
+    """For each kept and covered range: its position among the covered ones, and in ours."""
     found = []
     starts = accumulate(map(len, kept), initial=0)
     for one, own_start in zip(kept, starts):
@@ -107,7 +107,7 @@ def _between(
         source = slice(first, end)
         is_in_order = torch.equal(wanted, torch.arange(first, end))
         assert is_in_order or rows.is_only_order
-        if rows.is_only_order:  # other conversions turn dimensions, of fewer rows likewise
+        if rows.is_only_order:  # other conversions transpose, which works on fewer rows too
             convert = None if is_in_order else partial(_take_rows, wanted - first)
     elif rows is not None:
         assert rows.is_only_order, f"{piece.parameter} is cut where its conversion mixes values"
@@ -124,7 +124,7 @@ def _with_place(places: tuple[Any, ...], dimension: int, place: slice | int) -> 
 
 class _ConvertedRows(NamedTuple):
     dimension: int  # of the converted tensor, in which the stored rows are
-    stored: Tensor  # the stored row at each of its places
+    stored: Tensor  # the stored row at each of its indices
     is_only_order: bool  # the conversion does nothing else
 
 

@@ -1,5 +1,5 @@
-"""How the files of a checkpoint store its weights: by part of the model and scheme, with bits per
-weight.
+"""Reports how the files of a checkpoint store its weights: by part of the model and scheme, with
+bits per weight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.weights.stored import StoredTensor
 
-# The first pattern found in a tensor's name gives its part.
+# The first pattern found in a tensor's name determines its part.
 PARTS = {
     "drafting head": r"^mtp\.",
     "norms": r"norm|A_log|dt_bias|conv1d|\.bias$",
@@ -29,7 +29,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class StorageGroup:
-    """The tensors of one part of the model that are stored in one way."""
+    """The tensors of one part of the model with the same storage scheme."""
 
     part: str
     scheme: str

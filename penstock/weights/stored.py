@@ -15,13 +15,13 @@ from penstock.weights.codes import Codes
 
 class ReadCodes(Protocol):
     def __call__(self, rows: slice | None, columns: slice | None = None) -> Codes:
-        """Some rows, or all; of a matrix also only some columns."""
+        """Some rows, or all; for a matrix optionally only some columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawRows:
-    """Rows of a quantised tensor as they lie in its file. Any number of them, of several tensors of
-    one kind, become codes at once and on any device.
+    """Raw rows of a quantized tensor in its file. Any number of them, from several tensors of one
+    format, are decoded at once and on any device.
     """
 
     kind: str
@@ -36,13 +36,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[slice | None], Tensor]  # returns some rows, or all, as a new CPU tensor
-    scheme: str = (
-        ""  # how its file stores it, such as "Q4_K" or "fp8 128x128"; "": as numbers of `dtype`
-    )
-    stored_bytes: int | None = None  # that it takes in the file, where that is not the dtype's
-    read_codes: ReadCodes | None = None  # of a quantised tensor
-    raw: RawRows | None = None  # of a quantised tensor whose rows have their scales among them
-    # Returns a part of the tensor and reads no more of the file than it must.
+    scheme: str = ""  # its storage scheme, such as "Q4_K" or "fp8 128x128"; "": unquantized
+    stored_bytes: int | None = None  # in the file, if different from the dtype's
+    read_codes: ReadCodes | None = None  # for a quantized tensor
+    raw: RawRows | None = None  # for a quantized tensor whose rows contain their scales
+    # Returns a part of the tensor and reads no more of the file than necessary.
     read_part: Callable[[tuple[slice, ...]], Tensor] | None = None
 
     def load(self, rows: slice | None = None) -> Tensor:
@@ -50,7 +48,7 @@ class StoredTensor:
         return self.read(rows)
 
     def load_part(self, source: tuple[slice, ...]) -> Tensor:
-        """The part between these bounds; dimensions without any are whole."""
+        """The part between these bounds; dimensions without bounds are whole."""
         if len(source) < 2:
             return self.read(source[0] if source else None)
         if self.read_part is not None:
@@ -58,7 +56,7 @@ class StoredTensor:
         return self.read(source[0])[(slice(None), *source[1:])].contiguous()
 
     def load_codes(self, source: tuple[slice, ...]) -> Codes:
-        """The same of a quantised tensor, without expanding it."""
+        """The same for a quantized tensor, without dequantizing it."""
         assert self.read_codes is not None
         rows, *inner = source or (None,)
         if not inner:

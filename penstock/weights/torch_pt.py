@@ -16,7 +16,7 @@ from penstock.weights.stored import StoredTensor
 
 
 def open_torch_file(path: Path) -> list[StoredTensor]:
-    """The tensors of a flat state dict, mapped from the file where its format allows."""
+    """The tensors of a flat state dict, memory-mapped if the format allows."""
     try:
         # Files from before torch 1.6 are not zip archives and cannot be mapped.
         content: Any = torch.load(
@@ -25,7 +25,7 @@ def open_torch_file(path: Path) -> list[StoredTensor]:
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"{path.name} holds more than tensors; none of its code was run ({reason})"
+            f"{path.name} contains more than tensors; none of its code was run ({reason})"
         ) from error
     except Exception as error:  # a damaged archive or pickle can raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -38,7 +38,7 @@ def open_torch_file(path: Path) -> list[StoredTensor]:
                 f"{path.name} is not a flat state dict: {name!r} is a {type(value).__name__}, not "
                 "a tensor"
             )
-        if kind := _odd_kind(value):
+        if kind := _unsupported_kind(value):
             raise CheckpointError(
                 f"{path.name} holds {name} as a {kind} tensor, not as plain numbers"
             )
@@ -48,14 +48,14 @@ def open_torch_file(path: Path) -> list[StoredTensor]:
     ]
 
 
-def _odd_kind(tensor: Tensor) -> str:
-    """Why a tensor cannot be copied as it is, if so: torch saves other kinds of tensors too."""
+def _unsupported_kind(tensor: Tensor) -> str:
+    """Why a tensor cannot be copied as it is, if so: torch also saves other kinds of tensors."""
     if tensor.is_nested:
         return "nested"
     if tensor.is_meta:
         return "meta"
     if tensor.is_quantized:
-        return "quantised"
+        return "quantized"
     return "" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
 
 

@@ -9,35 +9,34 @@ HEAD = """# Clients
 Real clients against one `penstock serve`: the embedded model on a CPU, with an API key.
 {counts}
 
-`python -m tests.clients.run` installs each client into an environment of its own and runs its
-program in `tests/clients/programs/`; it writes `results/cpu/clients.json`, and this page from it.
+`python -m tests.clients.run` installs each client into its own environment and runs its program in
+`tests/clients/programs/`; it writes `results/cpu/clients.json` and generates this page from it.
 `--only NAME` repeats some.
 
-**First call scripted**: an agent's own prompt asks more of the tiny model than it knows. A proxy
-gives the first answer, a tool call in the API's own form. The agent runs the tool; its next turn,
-with the history and the tool's result, and all turns after it are the server's. Such a feature
-passes when the server understood and answered every turn and the agent went on to its end, whatever
-the model said. Claude Code's chat has a short system prompt instead, and nothing is scripted. A 401
-is a client's question without its key, beside those that have it: litellm's about Ollama's models,
-lm-eval's about the tokenizer.
+**First call scripted**: an agent's own prompt is too hard for the tiny model. A proxy gives the
+first reply, a tool call in the API's own format. The agent runs the tool; the server answers the
+next turn, with the history and the tool's result, and all turns after it. Such a feature passes if
+the server understood and answered every turn and the agent ran to its end, whatever the model said.
+Claude Code's chat uses a short system prompt instead, and nothing is scripted. The 401s are
+requests that a client sends without its key: litellm's for Ollama's models, lm-eval's for the
+tokenizer.
 
-What a `+` does not say:
+Limits of a `+`:
 
-- The server's model is the embedded one with 65,536 positions instead of 8,192, so that agents'
-  prompts of up to 34,000 tokens fit. It was not trained beyond 2,300: what it says to agents is
-  nonsense.
-- Structured output passes when the reply has the form. The sum in it is often wrong (42 or 17
+- The server runs the embedded model with 65,536 positions instead of 8,192, so that agents' prompts
+  of up to 34,000 tokens fit. It was not trained beyond 2,300: its replies to agents are nonsense.
+- Structured output passes if the reply matches the schema. The sum in it is often wrong (42 or 17
   instead of 43).
-- smolagents' tools pass when its agent ran a call of the right tool; its answer is not checked.
-- Each feature ran once in the run that is shown, with `max_tokens` where a weak model may find no
-  end. One earlier run of guidellm's streamed tools counted 7 of 8 requests, none of them an error;
-  the repetitions counted all. We do not know why.
-- LangChain's `ChatOpenAI` drops thoughts of chat completions, so thinking is not tried there.
+- smolagents' tools pass if its agent called the right tool; its answer is not checked.
+- Each feature ran once in the run that is shown, with `max_tokens` where a weak model may not stop.
+  One earlier run of guidellm's streamed tools counted 7 of 8 requests, none of them an error; the
+  repetitions counted all. We do not know why.
+- LangChain's `ChatOpenAI` drops the reasoning of chat completions, so thinking is not tested there.
   litellm is told by `allowed_openai_params` that this model thinks.
 
 """
 KEY = """
-`+` passes, `-` fails (see below), empty: not tried, most often because the client does not have it.
+`+` passes, `-` fails (see below), empty: not tested, usually because the client lacks the feature.
 """
 ORDER = (
     "chat",

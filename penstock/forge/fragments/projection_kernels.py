@@ -304,6 +304,7 @@ def multiply_tensors(
             num_rows,
             N,
             N,  # from row to row of the residual
+            N,  # and of the output
             NUM_SPLITS=tile.num_splits,
             BLOCK_N=SUMMED_COLUMNS,
             num_warps=4,

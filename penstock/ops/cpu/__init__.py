@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs, for what the libraries of torch lack, such as an unrounded bf16 product.
+"""C++ kernels for CPUs, for what torch's libraries lack, such as a bf16 GEMM without rounding.
 
 Compiled on first use, if there is a compiler; `ops/reference` works without them.
 """

@@ -1,21 +1,21 @@
-// Attention of a token, and of drafts behind it, over its pages; and of any tokens what comes
-// before it: norms of heads, the rotation, and keys and values into their places. All in float32,
-// and heads are whole vectors. A step of one token is a few microseconds of arithmetic, and as
-// calls of torch ten times that: caches are cold, since a layer's weights have passed through them.
+// Attention of a token, and of drafts after it, over its pages; and, for any number of tokens, the
+// steps before it: head norms, rope, and storing keys and values. All in float32, and heads are
+// whole vectors. A step of one token is a few microseconds of arithmetic; as torch calls it takes
+// ten times that, because caches are cold after a layer's weights have passed through them.
 //
 // The query heads that share a key head are computed together, so a key is read once. Long contexts
-// take a thread for each key head.
+// use one thread per key head.
 
 #include "lanes.hpp"
 #include <vector>
 
 namespace {
 
-constexpr long ALONE = 1 << 17; // numbers of keys that one thread reads as quickly as several
+constexpr long ALONE = 1 << 17; // key elements that one thread reads as fast as several
 constexpr int MOST_QUERIES = 8;
 
-// Rotates one head in place by [2, half] cosines and sines, and rounds as torch does: a prompt's
-// last token may come alone, and must have the bits that it has among others.
+// Rotates one head in place by [2, half] cosines and sines, rounding like torch: a prompt's last
+// token may be computed alone, and must have the same bits as among others.
 void turn(float* head, const float* angles, long half, bool interleaved) {
     long apart = interleaved ? 1 : half, step = interleaved ? 2 : 1;
     for (long j = 0; j < half; j++) {
@@ -98,8 +98,8 @@ void attend_some(const Pages& pages, const float* q, long head, long queries, lo
 
 } // namespace
 
-// q [T, Hq, D], k and v [T, Hkv, D] -> turned [T, Hq, D]; keys and values into their places in the
-// cache. `strides` are numbers between tokens of q, k and v; norms [D] are null, or both there.
+// q [T, Hq, D], k and v [T, Hkv, D] -> turned [T, Hq, D]; stores keys and values in the cache.
+// `strides` are elements between tokens of q, k and v; the norms [D] are both null or both set.
 extern "C" void rope_and_store(const float* q, const float* k, const float* v, const long* strides,
                                const float* q_norm, const float* k_norm, float eps,
                                const float* table, long half, int interleaved,
@@ -124,8 +124,8 @@ extern "C" void rope_and_store(const float* q, const float* k, const float* v, c
     }
 }
 
-// q [T, Hq, D] -> out [T, Hq, D], each token over the positions up to its own, and of these, with a
-// window, the last; `end` is behind the last token. With `gate` [T, Hq * D] times its sigmoid.
+// q [T, Hq, D] -> out [T, Hq, D], each token over the positions up to its own, or with a window the
+// last of them; `end` is one past the last token. With `gate` [T, Hq * D], times its sigmoid.
 extern "C" void attend(const float* q, const float* keys, const float* values, const int32_t* table,
                        long page_size, long T, long q_heads, long kv_heads, long D, long end,
                        long window, float scale, const float* gate, long gate_stride, float* out) {

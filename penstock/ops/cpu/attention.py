@@ -1,4 +1,4 @@
-"""Attention of a token and its drafts on a CPU in float32, and the rotation of any tokens before it
+"""Attention of a token and its drafts on a CPU in float32, and rope for any number of tokens
 (`attention.cpp`).
 """
 
@@ -18,8 +18,9 @@ LANES = 16
 
 
 def can_rotate(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *places: Tensor) -> bool:
-    """Whether `rope_and_store` can take q [T, Hq, D], k and v [T, Hkv, D]. The number of tokens
-    does not matter, so that a token has the same bits alone and among others."""
+    """Whether `rope_and_store` supports q [T, Hq, D], k and v [T, Hkv, D]. The number of tokens
+    does not matter, so that a token has the same bits alone and among others.
+    """
     head_dim = q.shape[2]
     return (
         q.is_cpu
@@ -33,7 +34,7 @@ def can_rotate(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *places: Tensor) 
 
 
 def can_attend(q: Tensor, cache: Tensor, pages: Tensor) -> bool:
-    """Whether `attend` can take a token and its drafts, q [T, Hq, D]."""
+    """Whether `attend` supports a token and its drafts, q [T, Hq, D]."""
     return (
         q.is_cpu
         and cache.dtype == q.dtype == torch.float32
@@ -59,7 +60,7 @@ def rope_and_store(
     interleaved: bool,
 ) -> Tensor:  # [T, Hq, D]
     loaded = _library()
-    assert loaded is not None, "asked only where it is available"
+    assert loaded is not None, "called only where it is available"
     (num_tokens, q_heads, head_dim), kv_heads = q.shape, k.shape[1]
     turned = torch.empty(num_tokens, q_heads, head_dim)
     norms = (None if one is None else one.data_ptr() for one in (q_norm, k_norm))
@@ -78,14 +79,14 @@ def attend(
     keys: Tensor,  # [pages, page_size, Hkv, D]
     values: Tensor,  # [pages, page_size, Hkv, D]
     pages: Tensor,  # [P] int32
-    end: int,  # position behind the last token
+    end: int,  # one past the last token's position
     window: int,
     scale: float,
     gate: Tensor | None,  # [T, Hq * D]
 ) -> Tensor:  # [T, Hq * D]
-    """Consecutive tokens of one sequence, each over what it sees, times sigmoid(gate)."""
+    """Consecutive tokens of one sequence, each over its visible keys, times sigmoid(gate)."""
     loaded = _library()
-    assert loaded is not None, "asked only where it is available"
+    assert loaded is not None, "called only where it is available"
     q = q.contiguous()
     num_tokens, q_heads, head_dim = q.shape
     _, page_size, kv_heads, _ = keys.shape

@@ -1,9 +1,9 @@
-"""Fast path for one token on a CPU in float32, in as few calls of torch as possible; and for a
-token with drafts behind it.
+"""Fast path for one token on a CPU in float32, with as few torch calls as possible; and for a token
+followed by drafts.
 
-For a small model, a token costs its calls of torch and not its arithmetic: an operation on ten
+For a small model, a token's cost is its torch calls, not its arithmetic: an operation on ten
 numbers takes as long as one on ten thousand. So a row is a vector here, state changes in place, and
-control flow reads tensors on the host, for which a GPU would have to synchronise. `ops/reference`
+control flow reads tensors on the host, for which a GPU would have to synchronize. `ops/reference`
 is the specification, and tests compare each function with it. Not used with `deterministic`, since
 other shapes round differently.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from penstock.ops.reference import kv_codes
 
-FEW = 8  # tokens that hardly share experts
-MOST_TOGETHER = 16  # tokens of one sequence: one and its drafts
+FEW = 8  # tokens that rarely share experts
+MOST_TOGETHER = 16  # tokens of one sequence: one plus its drafts
 
 
 def is_alone(x: Tensor, deterministic: bool) -> bool:
@@ -91,7 +91,7 @@ def sparse_mlp_of_few(
     shared_gate_up: Tensor | None,  # [2I', H]
     shared_down: Tensor | None,  # [H, I']
 ) -> Tensor:  # [T, H]
-    """Every token with its own experts: of few tokens hardly two share one."""
+    """Runs every token with its own experts: few tokens rarely share one."""
     experts, rows = ids.tolist(), x.unbind()
     products = [torch.mv(gate_up[expert], row) for row, own in zip(rows, experts) for expert in own]
     gate, up = torch.stack(products).chunk(2, dim=-1)
@@ -115,14 +115,14 @@ def attend(
     q: Tensor,  # [1, Hq, D]
     keys: Tensor,  # [pages, page_size, Hkv, D]
     values: Tensor,  # [pages, page_size, Hkv, D]
-    key_scales: Tensor | None,  # [pages, page_size, Hkv], of 8-bit codes
+    key_scales: Tensor | None,  # [pages, page_size, Hkv], of 8-bit KV
     value_scales: Tensor | None,
     pages: Tensor,  # [P]
     context_len: int,
     scale: float,
     window: int,
 ) -> Tensor:  # [1, Hq * D]
-    """The length is known here, so only keys that are seen are read, and nothing is masked."""
+    """The length is known here, so only visible keys are read, and nothing is masked."""
     page_size, num_kv_heads, head_dim = keys.shape[1:]
     first = max(0, context_len - window) if window else 0
     first_page = first // page_size
@@ -133,7 +133,7 @@ def attend(
         _pages_of(cache, scales, used).reshape(shape)[:, seen].transpose(1, 2)
         for cache, scales in ((keys, key_scales), (values, value_scales))
     )
-    # The query heads that share a key head are to it as queries of several tokens.
+    # The query heads that share a key head act like queries of several tokens.
     grouped = q.reshape(1, num_kv_heads, -1, head_dim)
     return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(1, -1)
 
@@ -149,7 +149,7 @@ def attend_drafts(
     scale: float,
     window: int,
 ) -> Tensor:  # [T, Hq * D]
-    """Consecutive tokens of one sequence, each over what it sees: the keys are read once."""
+    """Consecutive tokens of one sequence, each over its visible keys; the keys are read once."""
     num_tokens, num_heads, head_dim = q.shape
     page_size, num_kv_heads = keys.shape[1:3]
     used = pages[: -(-context_len // page_size)].tolist()
@@ -158,7 +158,7 @@ def attend_drafts(
         _pages_of(cache, scales, used).reshape(shape)[None, :context_len].transpose(1, 2)
         for cache, scales in ((keys, key_scales), (values, value_scales))
     )
-    # [1, Hkv, G * T, D]: heads that share a key head are to it as further tokens.
+    # [1, Hkv, G * T, D]: heads that share a key head act like further tokens.
     grouped = q.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     grouped = grouped.reshape(1, num_kv_heads, -1, head_dim)
     age = torch.arange(context_len - num_tokens, context_len)[:, None] - torch.arange(context_len)
@@ -170,8 +170,7 @@ def attend_drafts(
 
 
 def _pages_of(cache: Tensor, scales: Tensor | None, pages: list[int]) -> Tensor:
-    """In float32. No copy where they lie side by side, as those of a sequence that is alone mostly
-    do."""
+    """In float32. Not copied if they are contiguous, which is common for a single sequence."""
     first, end = pages[0], pages[0] + len(pages)
     if pages != list(range(first, end)):
         return kv_codes.read_pages(cache, scales, torch.tensor(pages))
@@ -194,7 +193,7 @@ def gated_delta_net(
     num_key_heads: int,
     l2_eps: float,
 ) -> Tensor:  # [1, Hv * V]
-    ring, state = _take_over(conv, recurrent, int(state_slots), int(initial_slots), position)
+    ring, state = _load_slot(conv, recurrent, int(state_slots), int(initial_slots), position)
     num_value_heads, key_dim, value_dim = state.shape
     key_size, value_size = num_key_heads * key_dim, num_value_heads * value_dim
     sizes = (2 * key_size + value_size, value_size, num_value_heads, num_value_heads)
@@ -228,7 +227,7 @@ def gated_delta_net_drafts(
     eps: float,
     conv: Tensor,  # [slots, W, C]
     recurrent: Tensor,  # [slots, Hv, K, V]
-    slots: tuple[int, int],  # the state's, and the initial one
+    slots: tuple[int, int],  # state slot and initial slot
     position: int,  # of the first token
     num_key_heads: int,
     l2_eps: float,
@@ -236,7 +235,7 @@ def gated_delta_net_drafts(
     num_accepted: int,
     keep: tuple[int, int],  # tokens, slot
 ) -> Tensor:  # [t, Hv * V]
-    ring, state = _take_over(conv, recurrent, *slots, position)
+    ring, state = _load_slot(conv, recurrent, *slots, position)
     _replay(state, ring, journal, num_accepted, position, keep, conv, recurrent)
     num_tokens = len(mixed)
     num_value_heads, key_dim, value_dim = state.shape
@@ -258,7 +257,7 @@ def gated_delta_net_drafts(
     queries, keys, values = q.unbind(), k.unbind(), v.unbind()
     outputs = []
     for token in range(num_tokens):
-        if token == 1:  # from here on nothing is certain
+        if token == 1:  # from here on only drafts
             state = state.clone()
         _add_token(state, keys[token], values[token], factors[token], betas[token])
         outputs.append(torch.bmm(queries[token], state))
@@ -310,7 +309,7 @@ def _add_token(state: Tensor, k: Tensor, v: Tensor, factor: Tensor, beta: Tensor
 def _convolve_several(
     channels: Tensor, ring: Tensor, weight: Tensor, position: int
 ) -> Tensor:  # [t, C] -> [t, C]
-    """As `_convolve`, for consecutive tokens."""
+    """Like `_convolve`, for consecutive tokens."""
     entries, taps, rows = ring.unbind(), weight.unbind(), channels.unbind()
     num_before, num_tokens = len(taps) - 1, len(rows)
     nothing = torch.zeros_like(entries[0]) if position < num_before else entries[0]
@@ -328,10 +327,10 @@ def _convolve_several(
     return F.silu(total, inplace=True)
 
 
-def _take_over(
+def _load_slot(
     conv: Tensor, recurrent: Tensor, slot: int, initial_slot: int, position: int
 ) -> tuple[Tensor, Tensor]:  # [W, C], [Hv, K, V]
-    """The ring and the state of the slot, after copying what the row starts from."""
+    """The ring and the state of the slot, after copying those of the initial slot."""
     ring, state = conv[slot], recurrent[slot]
     if position == 0:
         state.zero_()
@@ -344,7 +343,9 @@ def _take_over(
 def _convolve(
     channels: Tensor, ring: Tensor, weight: Tensor, position: int
 ) -> Tensor:  # [C] -> [C]
-    """Puts the token's inputs into the ring; silu of the convolution of those that exist."""
+    """Writes the token's inputs to the ring; returns silu of the convolution over existing
+    inputs.
+    """
     entries, taps = ring.unbind(), weight.unbind()
     entries[position % len(entries)].copy_(channels)
     total = channels * taps[-1]

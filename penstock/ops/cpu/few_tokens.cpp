@@ -1,10 +1,10 @@
-// The layers of a small model for a few tokens in float32: products, experts and the delta rule.
+// The layers of a small model for a few tokens in float32: GEMMs, experts and the delta rule.
 //
-// A step of such a model takes as long as its weights need to arrive, if nothing is added to that:
-// calls of torch take longer than the arithmetic of one token, and a BLAS copies a weight before it
-// multiplies two tokens with it. Here a weight is read once, as it lies, for all tokens.
+// The time of such a step should be the time to read its weights, but torch calls take longer than
+// the arithmetic of one token, and a BLAS copies a weight before it multiplies two tokens with it.
+// Here a weight is read once, in its own layout, for all tokens.
 //
-// The order of a sum depends on its length alone, not on the number of tokens.
+// The order of a sum depends only on its length, not on the number of tokens.
 
 #include "lanes.hpp"
 #include <omp.h>
@@ -12,11 +12,11 @@
 
 namespace {
 
-constexpr int ROWS = 4, TOKENS = 4; // of a tile, whose sums stay in registers
-constexpr long AHEAD = 4096;        // numbers of a weight on their way meanwhile
-constexpr long ALONE = 1 << 18;     // numbers of a weight that one thread reads as fast as several
+constexpr int ROWS = 4, TOKENS = 4; // tile size; its sums stay in registers
+constexpr long AHEAD = 4096;        // elements of a weight to prefetch
+constexpr long ALONE = 1 << 18;     // elements that one thread reads as fast as several
 constexpr long MOST_TOKENS = 16;
-constexpr long GATES = 3; // of an entry of the journal: log decay, beta, scale of its key
+constexpr long GATES = 3; // per journal entry: log decay, beta, scale of its key
 
 template <int rows, int tokens, class Stored>
 inline void multiply_tile(const float* const* x, const Stored* weight, long K, float* sums) {
@@ -63,7 +63,7 @@ void norm_token(const float* x, const float* norm, float eps, long K, float* out
     for (long k = 0; k < K; k++) out[k] = x[k] * scale * norm[k];
 }
 
-struct Rows { // tokens as pointers, normed or as they are
+struct Rows { // pointers to tokens, normed or not
     const float* at[MOST_TOKENS];
     std::vector<float> normed;
 
@@ -78,7 +78,7 @@ struct Rows { // tokens as pointers, normed or as they are
     }
 };
 
-// An expert, and the tokens that it is for.
+// An expert, and its tokens.
 template <class Stored> struct Expert {
     const Stored *gate_up, *down; // [2I, H], [H, I]
     long I, T = 0;
@@ -129,7 +129,7 @@ void multiply_all(const Stored* weight, const Rows& rows, const float* bias, con
     }
 }
 
-// Tokens, the experts of each, and what is added up.
+// Tokens, the experts of each, and the outputs.
 struct Routed {
     const float *x, *weights, *residual, *shared_weight;
     const int64_t* ids;
@@ -161,7 +161,7 @@ void run_experts(const Routed& given, const Stored* gate_up, const Stored* down,
             experts.back().add(x + t * H, given.shared_weight[t], out + t * H);
     }
     std::vector<float> inner(T * (k * I + J));
-    std::vector<std::pair<Expert<Stored>*, long>> blocks; // and the first of its inner rows
+    std::vector<std::pair<Expert<Stored>*, long>> blocks; // and its first intermediate row
     float* end = inner.data();
     for (Expert<Stored>& expert : experts) {
         expert.inner = end;
@@ -175,7 +175,7 @@ void run_experts(const Routed& given, const Stored* gate_up, const Stored* down,
     {
 #pragma omp for
         for (long b = 0; b < num_blocks; b++) blocks[b].first->open(blocks[b].second, H);
-        // Every thread has some outputs, of all experts: nobody else adds to them.
+        // Every thread owns some outputs, for all experts, so no other thread adds to them.
         long threads = omp_get_num_threads(), share = (H / threads + ROWS) / ROWS * ROWS;
         long begin = std::min(H, omp_get_thread_num() * share), stop = std::min(H, begin + share);
         for (const Expert<Stored>& expert : experts)
@@ -215,7 +215,7 @@ void add_token(float* state, const Entry& entry, const float* q, long K, long V,
     }
 }
 
-// Silu of the convolution of the inputs [T, C] behind those of the ring; then they join it.
+// Silu of the convolution of the inputs [T, C] after those in the ring; then adds them to the ring.
 void convolve(const float* mixed, long stride, const float* taps, long Kc, float* ring, long W,
               long C, long position, long T, float* out) {
     for (long t = 0; t < T; t++) {
@@ -249,7 +249,7 @@ extern "C" void few_linear(const float* x, const float* norm, float eps, const v
         multiply_all((const float*)weight, rows, bias, residual, out, T, N, K);
 }
 
-// The k likeliest of E experts for each token: normed [T, H], weights and ids [T, k], and the
+// The k most likely of E experts for each token: normed [T, H], weights and ids [T, k], and the
 // weight [T] of the shared expert if it has a gate [H].
 extern "C" void few_norm_route(const float* hidden, const float* norm, float eps,
                                const float* router, const float* shared_gate, int normalize,
@@ -301,8 +301,8 @@ extern "C" void few_experts(const float* x, const float* weights, const int64_t*
     }
 }
 
-// One sequence: the journal's first `num_accepted` entries are replayed, then come T tokens, of
-// which the first `num_certain` are certain. The others leave the state as it is, and go into the
+// One sequence: replays the journal's first `num_accepted` entries, then computes T tokens, of
+// which the first `num_certain` are certain. The others do not change the state, and go into the
 // journal.
 extern "C" void few_delta_net(const float* mixed, const float* taps, const float* a_log,
                               const float* dt_bias, const float* norm, float eps, float l2_eps,
@@ -361,7 +361,7 @@ extern "C" void few_delta_net(const float* mixed, const float* taps, const float
         for (long t = 0; t < T; t++) {
             const float *q = convolved.data() + t * C + key_head * K, *k = q + Hk * K;
             const float* v = convolved.data() + t * C + 2 * Hk * K + h * V;
-            if (t == num_certain) { // from here on nothing is
+            if (t == num_certain) { // from here on only drafts
                 guessed.assign(state, state + K * V);
                 state = guessed.data();
             }

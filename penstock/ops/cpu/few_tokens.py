@@ -14,12 +14,12 @@ from torch import Tensor
 from penstock.ops.cpu import library
 
 LANES = 16
-MOST_TOKENS = 16  # one and its drafts, or a small batch
-MOST_ELEMENTS = 1 << 22  # of a weight; a larger one is read as fast by the libraries of torch
+MOST_TOKENS = 16  # one plus its drafts, or a small batch
+MOST_ELEMENTS = 1 << 22  # per weight; torch's libraries read larger ones as fast
 
 
 def are_few(x: Tensor, deterministic: bool) -> bool:
-    """Whether these functions may take tokens x [T, ..]."""
+    """Whether these functions support tokens x [T, ..]."""
     return (
         not deterministic
         and x.dtype == torch.float32
@@ -30,7 +30,7 @@ def are_few(x: Tensor, deterministic: bool) -> bool:
 
 
 def can_multiply(weight: Tensor) -> bool:
-    """Of `are_few` tokens with a weight [.., N, K]."""
+    """Whether a GEMM of `are_few` tokens with a weight [.., N, K] is supported."""
     return (
         weight.dtype == torch.float32
         and weight.is_contiguous()
@@ -40,7 +40,7 @@ def can_multiply(weight: Tensor) -> bool:
 
 
 def shortened(weight: Tensor) -> Tensor | None:
-    """The same values in bf16, for half the bytes to read, if none of them changes."""
+    """A bf16 copy, half the bytes to read, if it is exact."""
     if not (can_multiply(weight) and weight.is_cpu and is_available()):
         return None
     short = weight.detach().bfloat16()
@@ -48,7 +48,7 @@ def shortened(weight: Tensor) -> Tensor | None:
 
 
 def can_mix(conv_weight: Tensor, conv: Tensor, recurrent: Tensor) -> bool:
-    """`are_few` tokens of one sequence with states [slots, Hv, K, V]."""
+    """For `are_few` tokens of one sequence with states [slots, Hv, K, V]."""
     key_dim, value_dim = recurrent.shape[2:]
     return (
         conv.dtype == recurrent.dtype == torch.float32
@@ -151,10 +151,10 @@ def gated_delta_net(
     conv: Tensor,  # [slots, W, C]  written
     recurrent: Tensor,  # [slots, Hv, K, V]  written
     num_key_heads: int,
-    # The state's slot and the initial one; the first token's position; accepted journal entries;
-    # tokens and slot of a state to keep; tokens that are no drafts.
+    # State slot and initial slot; the first token's position; accepted journal entries; tokens and
+    # slot of a state to keep; tokens that are not drafts.
     places: Sequence[int],
-    journal: Sequence[Tensor],  # keys, values and gates of the row, written; or nothing
+    journal: Sequence[Tensor],  # keys, values and gates of the row, written; or empty
 ) -> Tensor:  # [T, Hv * V]
     """Some tokens and their drafts: `num_accepted` entries of the journal are replayed first."""
     mixed = mixed.contiguous()
@@ -179,7 +179,7 @@ def is_available() -> bool:
 
 def _library() -> ctypes.CDLL:
     loaded = _load()
-    assert loaded is not None, "asked only where it is available"
+    assert loaded is not None, "called only where it is available"
     return loaded
 
 

@@ -1,7 +1,7 @@
 """Compiles a C++ source for this CPU and loads it as a library. Knows no tensor and no shape.
 
-The compiler of the machine takes a second or two; results are kept on disk, by source, compiler and
-kind of CPU. Without a compiler `load` returns None, and slower code takes over.
+Compilation takes a second or two; results are cached on disk, by source, compiler and CPU features.
+Without a compiler `load` returns None, and slower code is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def load(source: Path, *options: str) -> ctypes.CDLL | None:
-    """The library of a source, or None where it cannot be made; `options` are the compiler's."""
+    """The library of a source, or None if it cannot be compiled; `options` are the compiler's."""
     target = TARGETS.get(torch.backends.cpu.get_cpu_capability())
     compiler = _compiler()
     if target is None or compiler is None:
@@ -48,7 +48,7 @@ def _compiler() -> str | None:
 
 
 def _compiled(source: Path, compiler: str, target: tuple[str, ...]) -> Path:
-    # OpenMP's threads are torch's own: the loader finds its library loaded already.
+    # OpenMP's threads are torch's own: the loader finds its library already loaded.
     command = [compiler, "-O3", *target, "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w"]
     text = _with_headers(source)
     told = "\n".join([*command, _version(compiler), _cpu()]).encode() + text
@@ -58,7 +58,7 @@ def _compiled(source: Path, compiler: str, target: tuple[str, ...]) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / path.name
         _run([*command, str(source), "-o", str(made)])
-        with suppress(OSError):  # without a writable folder it is compiled every time
+        with suppress(OSError):  # without a writable folder it is recompiled every time
             write_whole(path, made.read_bytes())
             return path
         ctypes.CDLL(str(made))  # stays loaded after its file is removed
@@ -66,7 +66,7 @@ def _compiled(source: Path, compiler: str, target: tuple[str, ...]) -> Path:
 
 
 def _with_headers(source: Path) -> bytes:
-    """Its text, behind those of the headers beside it that it includes."""
+    """Its text, preceded by that of the headers beside it that it includes."""
     text = source.read_bytes()
     names = re.findall(rb'^#include "([^"]+)"', text, re.MULTILINE)
     return b"".join((source.parent / name.decode()).read_bytes() for name in names) + text
@@ -78,7 +78,7 @@ def _version(compiler: str) -> str:
 
 @functools.cache
 def _cpu() -> str:
-    """The features of the CPU; a home folder may be shared by machines of several kinds."""
+    """The features of the CPU; different machines may share a home folder."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):

@@ -1,8 +1,8 @@
-"""Large memory of a CPU, directly from the system.
+"""Large CPU memory, directly from the system.
 
-Weights lie on huge pages, if there are any: a step reads all of them once, and with 4 KB pages at
-least a tenth of its time goes into address translation. Caches are zeros that take no memory, and
-no time, before they are used.
+Weights use huge pages, if there are any: a step reads all of them once, and with 4 KB pages at
+least a tenth of its time goes into address translation. Caches are zero pages that take no memory
+and no time before they are used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HUGE_PAGE = 1 << 21
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Uninitialised."""
+    """Uninitialized."""
     num_bytes = math.prod(shape) * dtype.itemsize
     is_large = torch.device(device).type == "cpu" and num_bytes >= 2 * HUGE_PAGE
     if not is_large or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -33,7 +33,7 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 def zeros_on_demand(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """On a CPU, the system finds a page when it is first written."""
+    """On a CPU, the system allocates a page when it is first written."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or num_bytes < HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,17 +1,16 @@
-// Products of a few tokens with quantised rows: out[t, n] = sum over k of x[t, k] * weight[n, k],
-// with what is fused to them: norm or activation before, bias and residual after.
+// GEMMs of a few tokens with quantized rows: out[t, n] = sum over k of x[t, k] * weight[n, k], with
+// fused operations: norm or activation before, bias and residual after.
 //
-// The layout is that of ops/quantized.py: codes of a block's even columns are 64 bytes, and so are
-// those of its odd columns. Inputs become integers of 16 bits with a scale for each block, in two
-// bytes that are multiplied with the codes apart: the products are exact, and only the inputs were
-// rounded, to 1 / 65024 of their block's range. Eight columns of a lane share a scale, so a block
-// is scaled once. What is added to a group's values is multiplied with the sum of its inputs. FP8
-// codes are multiplied as float32. A row is read once for all tokens and is prefetched far ahead,
-// as in skinny_gemm.cpp. Sums come in one order, so a token has the same result whatever stands
-// beside it.
+// The layout is that of ops/quantized.py: the codes of a block's even columns are 64 bytes, and so
+// are those of its odd columns. Inputs become 16-bit integers with one scale per block, in two
+// bytes that are multiplied with the codes separately: the products are exact, and only the inputs
+// are rounded, to 1 / 65024 of their block's range. Eight columns of a lane share a scale, so a
+// block is scaled once. Offsets of a group are multiplied with the sum of its inputs. FP8 codes are
+// multiplied as float32. A row is read once for all tokens and is prefetched far ahead, as in
+// skinny_gemm.cpp. Sums have a fixed order, so a token's result does not depend on the others.
 //
-// Compiled for one kind of rows: BITS of a code, UNIT columns that share a scale (16, 32, 64 or
-// 128), HAS_TABLE where codes stand for other bytes, IS_FP8.
+// Compile-time constants, one set per format: BITS of a code, UNIT columns that share a scale (16,
+// 32, 64 or 128), HAS_TABLE if codes map to other bytes, IS_FP8.
 
 #include <algorithm>
 #include <cmath>
@@ -28,10 +27,10 @@ using s8 = int8_t;
 constexpr int LANES = 16, BLOCK = 128, HALF = BLOCK / 2, UNITS = BLOCK / UNIT, TOKENS = 4, ROWS = 4;
 constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : BITS >= 2 ? 2 : 1, HIGH = BITS - LOW;
 constexpr bool IS_WIDE = BITS == 8 || HAS_TABLE; // pairs of products do not fit 16 bits
-constexpr int AHEAD = 12288;    // bytes: on their way to the second cache meanwhile
+constexpr int AHEAD = 12288;    // bytes to prefetch into L2
 constexpr long PREPARED = 16;   // rows whose scales are expanded at a time
-constexpr long MOST_TAKEN = 16; // blocks of these by a thread at a time
-constexpr int SHARES = 4;       // of a thread, at least: another program may hold one up
+constexpr long MOST_TAKEN = 16; // of these blocks per thread at a time
+constexpr int SHARES = 4;       // minimum per thread: another program may delay one
 
 #ifdef __AVX512BW__
 
@@ -82,7 +81,7 @@ inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b
 inline Floats mul(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline float total(Floats a) { return _mm512_reduce_add_ps(a.v); }
 
-// UNITS numbers, each for the lanes whose columns it belongs to
+// UNITS numbers, each broadcast to the lanes of its columns
 inline Floats spread(const float* p) {
     if constexpr (UNITS == 1) return all(*p);
     constexpr int EACH = LANES / UNITS;
@@ -170,8 +169,7 @@ inline Floats spread(const float* p) {
 
 constexpr uint32_t in_each_byte(int bits) { return ((1u << bits) - 1) * 0x01010101u; }
 
-// Bytes that a row of a plane takes, and the `bits` of each code of a block's even (0) or odd (1)
-// columns.
+// Bytes per row of a plane, and the `bits` of each code of a block's even (0) or odd (1) columns.
 inline long bytes_of(long blocks, int bits) {
     return bits == 8 ? blocks * BLOCK : (blocks * bits + 3) / 4 * HALF;
 }
@@ -181,8 +179,8 @@ constexpr int blocks_in(int bits) {
 } // that share 64 bytes of a plane
 constexpr int STEP = std::max(blocks_in(LOW), HIGH ? blocks_in(HIGH ? HIGH : 4) : 1);
 
-// Of block `first + part`, where `first` is a multiple of STEP; `to`: the lowest bit that the
-// fields have here.
+// Of block `first + part`, where `first` is a multiple of STEP; `to`: the lowest bit of the fields
+// here.
 template <int bits> inline Bytes fields(const u8* row, long first, int part, int odd, int to) {
     if constexpr (bits == 8) return load_bytes(row + (2 * (first + part) + odd) * HALF);
     Bytes own = load_bytes(row + (first + part) / blocks_in(bits) * HALF);
@@ -192,7 +190,7 @@ template <int bits> inline Bytes fields(const u8* row, long first, int part, int
 
 struct Rows {
     const u8 *low, *high;
-    long low_bytes, high_bytes; // of a row
+    long low_bytes, high_bytes; // per row
 
     Bytes codes(long n, long first, int part, int odd) const {
         Bytes code = fields<LOW>(low + n * low_bytes, first, part, odd, 0);
@@ -203,7 +201,7 @@ struct Rows {
     }
 };
 
-// E4M3 of every fourth byte: sign to the top, the rest where float32 has it, but for its bias.
+// E4M3 of every fourth byte: sign to the top, the rest to float32's position, with E4M3's bias.
 inline Floats widen_fp8(Bytes codes, int byte) {
     Bytes one = right(codes, 8 * byte);
     return mul(as_floats(either(left(mask(one, 0x80), 24), left(mask(one, 0x7f), 20))),
@@ -212,12 +210,12 @@ inline Floats widen_fp8(Bytes codes, int byte) {
 
 enum Type { NONE, UINT8, INT8, FLOAT16, BFLOAT16, FLOAT32 };
 
-struct Numbers { // one for each group of columns: [N, groups]
+struct Numbers { // one per group of columns: [N, groups]
     const void *fine, *coarse;
     int type, coarse_type, repeat; // coarse: FLOAT16 or FLOAT32
 
-    // Numbers `first` to `first + count`, in float32. Several rows at once are quicker, where they
-    // are aligned.
+    // Numbers `first` to `first + count`, in float32. Several rows at once are faster, if they are
+    // aligned.
     void expand(long first, long count, long first_coarse, float* __restrict out) const {
         const float* own = (const float*)coarse + first_coarse;
         if (!coarse)
@@ -246,7 +244,7 @@ struct Numbers { // one for each group of columns: [N, groups]
             break;
         }
     }
-    // All at once: one by one, converting them would take longer than what they are for.
+    // All at once: converting them one by one would take longer than the GEMM.
     static const float* widened(const uint16_t* halves, long count) {
         thread_local std::vector<float> wide;
         wide.resize(count);
@@ -281,16 +279,16 @@ struct Numbers { // one for each group of columns: [N, groups]
 
 struct Weight {
     Rows rows;
-    Numbers scales, offsets; // offsets: type NONE where there are none
+    Numbers scales, offsets; // offsets: type NONE if there are none
     bool are_zeros;
     long group, K, groups, blocks;
 
     long units() const { return blocks * UNITS; }
     long stride() const {
         return (units() + LANES - 1) / LANES * LANES;
-    } // of a row's numbers: whole vectors
+    } // stride of a row's numbers: whole vectors
 
-    // A number for each UNIT columns of some rows; columns past the end count nothing.
+    // One number per UNIT columns of some rows; columns past the end get zero weight.
     void prepare(long first, long count, float* scale, float* offset) const {
         spread_units(scales, first, count, scale);
         if (!offset) return;
@@ -317,7 +315,7 @@ struct Weight {
     }
 };
 
-// e^x, to 2 units in the last place within float32's range. A loop of it is vectors.
+// e^x, to 2 units in the last place within float32's range. Its loop vectorizes.
 inline float exponential(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);
     float whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;   // the nearest integer
@@ -330,8 +328,7 @@ inline float exponential(float x) {
     return p * power;
 }
 
-// What is done to a token before its product: nothing, an RMS norm, or silu(gate) * up of its two
-// halves.
+// Preparation of a token before its GEMM: none, an RMS norm, or silu(gate) * up of its two halves.
 struct Before {
     const float* norm;
     float eps;
@@ -352,12 +349,12 @@ struct Before {
     }
 };
 
-// Tokens as kernels read them: even columns of a block, then odd ones.
+// Tokens in the kernels' layout: even columns of a block, then odd ones.
 struct Inputs {
     std::vector<s8> high, low; // [T, blocks, 2, 64]  bytes of integers
     std::vector<float> scales; // [T, blocks]
-    std::vector<float> wide;   // [T, blocks, 2, 4, 16]  of FP8, lane by lane
-    std::vector<float> sums;   // [T, stride]  of what was rounded, by unit
+    std::vector<float> wide;   // [T, blocks, 2, 4, 16]  for FP8, by lane
+    std::vector<float> sums;   // [T, stride]  of rounded inputs, by unit
 
     Inputs(const float* x, const Before& before, long T, long K, long blocks, long stride) {
         long padded = blocks * BLOCK;
@@ -390,7 +387,7 @@ struct Inputs {
             for (int byte = 0; byte < 4; byte++)
                 for (int lane = 0; lane < LANES; lane++) *out++ = own[8 * lane + 2 * byte + odd];
     }
-    // Loops of integers, which become vectors: their sums have no order.
+    // Integer loops, which vectorize: their sums have no order.
     void round(const float* own, long at, float& scale, float* sums_of_units) {
         int32_t bits[BLOCK], values[BLOCK], largest_bits = 0;
         std::memcpy(bits, own, sizeof bits);
@@ -417,7 +414,7 @@ struct Inputs {
     }
 };
 
-// What belongs to the codes of some rows: a code is (value + bias) / unit.
+// The parameters of some rows' codes: a code is (value + bias) / unit.
 struct Sides {
     const float *scales, *offsets; // offsets: or null
     float bias, unit;
@@ -426,7 +423,7 @@ struct Sides {
         return {scales + row, offsets ? offsets + row : nullptr, bias, unit};
     }
 
-    // Bias and offsets come to a row's sums with the sums of the inputs, lane by lane.
+    // Bias and offsets enter a row's sums through the sums of the inputs, lane by lane.
     void add(Floats& lanes, long row, const float* sums_of_x, long count) const {
         if (bias != 0)
             for (long i = 0; i < count; i += LANES)
@@ -495,7 +492,7 @@ void multiply(const Weight& w, Bytes table, const Inputs& x, long token, long fi
         }
 }
 
-// The two counts become constants, so that all sums stay in registers.
+// Makes the two counts constants, so that all sums stay in registers.
 template <int rows, int tokens = TOKENS, typename... Given>
 void multiply_some(long num_tokens, const Given&... given) {
     if (num_tokens == tokens) return multiply<rows, tokens>(given...);

@@ -1,4 +1,4 @@
-"""Products of a few tokens with quantised rows on a CPU (`quantized.cpp`), and expanding rows."""
+"""GEMMs of a few tokens with quantized rows on a CPU (`quantized.cpp`), and dequantization."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from penstock.ops.quantized import QuantizedRows, Scales
 MOST_TOKENS = {
     "AVX512": 256,
     "AVX2": 64,
-}  # for more, expanding the rows costs less than their codes
-MOST_FLOAT_TOKENS = 32  # of FP8, which is multiplied as float32 either way
-BLOCK = 128  # columns that a step of the kernel takes
+}  # for more, dequantizing the rows is faster
+MOST_FLOAT_TOKENS = 32  # for FP8, which is multiplied as float32 either way
+BLOCK = 128  # columns per step of the kernel
 UNITS = (
     128,
     64,
     32,
     16,
-)  # columns that share a scale, as kernels are compiled; groups are multiples
+)  # compiled group sizes; actual groups are multiples
 TYPES = {
     None: 0,
     torch.uint8: 1,
@@ -39,16 +39,14 @@ TYPES = {
 WEIGHT_TYPES: list[Any] = [
     *(c_void_p, c_void_p),  # planes
     *(c_void_p, c_int, c_void_p, c_int, c_int),  # scales
-    *(c_void_p, c_int, c_void_p, c_int, c_int, c_int),  # offsets, whether they are zeros
+    *(c_void_p, c_int, c_void_p, c_int, c_int, c_int),  # offsets, whether they are zero points
     *(c_long, c_long),
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
-    """The numbers that codes stand for: `(byte - bias) * unit`; a table may give the byte of each
-    code.
-    """
+class CodeValues:
+    """The value of a code: `(byte - bias) * unit`; a table may give the byte of each code."""
 
     bytes: Tensor | None = None  # [16] uint8
     bias: int = 0
@@ -60,7 +58,7 @@ def is_available(rows: QuantizedRows) -> bool:
 
 
 def is_better(rows: QuantizedRows, num_tokens: int) -> bool:
-    """Whether `multiply` is faster than a product with expanded rows."""
+    """Whether `multiply` is faster than dequantizing first."""
     most = MOST_FLOAT_TOKENS if rows.bits == 8 and rows.levels is not None else _most_tokens()
     return num_tokens <= most and is_available(rows)
 
@@ -74,10 +72,11 @@ def multiply(x: Tensor, rows: QuantizedRows, out: Tensor) -> None:
     """x [T, K] float32 times rows [N, K] into out [T, N] float32, which may be columns of a wider
     tensor.
 
-    Inputs are rounded to 16 bits, with a scale for each 128 columns."""
+    Inputs are rounded to 16 bits, with one scale per 128 columns.
+    """
     x = (x if rows.columns is None else x[:, rows.columns]).contiguous()
     call = _call_of(rows)
-    assert call is not None, "asked only where it is available"
+    assert call is not None, "called only where it is available"
     given = (x.data_ptr(), None, 0.0, False, None, None, out.data_ptr())
     call(*given, len(x), rows.num_rows, out.stride(0))
 
@@ -95,7 +94,7 @@ def can_fuse(x: Tensor, parts: tuple[object, ...]) -> bool:
 
 def multiply_fused(
     x: Tensor,  # [T, K], or [T, 2K] (gate, then up) with `is_swiglu`
-    parts: Sequence[Any],  # QuantizedRows: what `can_fuse` was asked about
+    parts: Sequence[Any],  # QuantizedRows, checked by `can_fuse`
     *,
     norm: Tensor | None = None,  # [K]
     eps: float = 0.0,
@@ -103,7 +102,7 @@ def multiply_fused(
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N]
 ) -> Tensor:  # [T, N]
-    """The product with all parts of a weight, with a norm or swiglu before and sums after."""
+    """GEMM with all parts of a weight, with norm or swiglu before and bias and residual after."""
     x = x.contiguous()
     out = torch.empty(len(x), sum(part.num_rows for part in parts))
     residual = None if residual is None else residual.contiguous()
@@ -111,7 +110,7 @@ def multiply_fused(
     first = 0
     for part in parts:
         call = _call_of(part)
-        assert call is not None, "asked only where it is available"
+        assert call is not None, "called only where it is available"
         after = (_pointer(bias, first), _pointer(residual, first), out.data_ptr() + 4 * first)
         call(*before, *after, len(x), part.num_rows, out.stride(0))
         first += part.num_rows
@@ -119,12 +118,12 @@ def multiply_fused(
 
 
 def _call_of(rows: QuantizedRows) -> Callable[..., None] | None:
-    """The kernel with the rows' own arguments, which are found once."""
+    """The kernel with the rows' own arguments, cached."""
     if "cpu" not in rows.kept:
-        loaded, meaning = _library(*_kind(rows)), _meaning_of(rows)
+        loaded, values = _library(*_kind(rows)), _code_values(rows)
         call = None
-        if loaded is not None and meaning is not None:
-            own = (*_arguments(rows), _pointer(meaning.bytes), meaning.bias, meaning.unit)
+        if loaded is not None and values is not None:
+            own = (*_arguments(rows), _pointer(values.bytes), values.bias, values.unit)
             call = functools.partial(loaded.multiply_quantized, *own)
         rows.kept["cpu"] = call
     found: Callable[..., None] | None = rows.kept["cpu"]
@@ -132,10 +131,10 @@ def _call_of(rows: QuantizedRows) -> Callable[..., None] | None:
 
 
 def expand(rows: QuantizedRows, first: int, count: int) -> Tensor:  # [count, K] float32
-    """As `dequantize` gives them."""
+    """The same result as `dequantize`."""
     out = torch.empty(count, rows.num_columns)
     loaded = _library(*_kind(rows))
-    assert loaded is not None, "asked only where it is available"
+    assert loaded is not None, "called only where it is available"
     given = (*_arguments(rows), _pointer(rows.levels), rows.bias)
     loaded.expand_quantized(*given, out.data_ptr(), first, count)
     return rows.in_order(out)
@@ -150,15 +149,15 @@ def _kind(rows: QuantizedRows) -> tuple[int, int, bool, bool]:
     return rows.bits, unit, has_levels and rows.bits < 8, has_levels and rows.bits == 8
 
 
-def _meaning_of(rows: QuantizedRows) -> Meaning | None:
-    """None if bytes cannot represent the numbers of the codes."""
+def _code_values(rows: QuantizedRows) -> CodeValues | None:
+    """None if bytes cannot represent the values of the codes."""
     if rows.levels is None:
-        return Meaning(bias=rows.bias)
-    return Meaning() if rows.bits == 8 else _levels_as_bytes(tuple(rows.levels.tolist()))
+        return CodeValues(bias=rows.bias)
+    return CodeValues() if rows.bits == 8 else _levels_as_bytes(tuple(rows.levels.tolist()))
 
 
 @functools.cache
-def _levels_as_bytes(levels: tuple[float, ...]) -> Meaning | None:
+def _levels_as_bytes(levels: tuple[float, ...]) -> CodeValues | None:
     for unit in (1.0, 0.5):
         whole = [level / unit for level in levels]
         bias = max(0, -int(min(whole)))
@@ -167,12 +166,12 @@ def _levels_as_bytes(levels: tuple[float, ...]) -> Meaning | None:
             and len(whole) <= 16
         ):
             values = [int(value) + bias for value in whole] + [0] * (16 - len(whole))
-            return Meaning(torch.tensor(values, dtype=torch.uint8), bias, unit)
+            return CodeValues(torch.tensor(values, dtype=torch.uint8), bias, unit)
     return None
 
 
 def _group(rows: QuantizedRows) -> int:
-    """A group over all columns may be longer than the columns."""
+    """A group over all columns may be longer than the row."""
     return rows.group if rows.group < rows.num_columns else -(-rows.num_columns // BLOCK) * BLOCK
 
 
@@ -214,5 +213,5 @@ def _scale_arguments(scales: Scales | None) -> list[object]:
 
 
 def _pointer(tensor: Tensor | None, first: int = 0) -> int | None:
-    """Of the number `first` of a float32 tensor."""
+    """The address of element `first` of a float32 tensor."""
     return None if tensor is None else tensor.data_ptr() + 4 * first

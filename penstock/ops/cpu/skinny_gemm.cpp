@@ -1,9 +1,9 @@
-// Products of a few tokens with a bf16 weight: out[t, n] = sum over k of x[t, k] * weight[n, k].
+// GEMMs of a few tokens with a bf16 weight: out[t, n] = sum over k of x[t, k] * weight[n, k].
 //
-// Such a product costs what reading the weight costs. The weight is in the order of the checkpoint
-// and is read once, a few rows at a time, and prefetched far ahead: the hardware prefetcher alone
-// reaches half of the memory bandwidth. Sums are float32 in a fixed order, so a token has the same
-// result in every batch.
+// Such a GEMM is bound by reading the weight. The weight has the checkpoint's layout and is read
+// once, a few rows at a time, and prefetched far ahead: the hardware prefetcher alone reaches half
+// of the memory bandwidth. Sums are float32 in a fixed order, so a token has the same result in
+// every batch.
 
 #include <algorithm>
 #include <cstdint>
@@ -18,10 +18,10 @@ namespace {
 
 using bf16 = uint16_t;
 constexpr int ROWS = 4;  // of the weight at a time
-constexpr int LINE = 32; // elements that memory sends at once
-constexpr int AHEAD = 32768; // elements, 64 KB: on their way to the second cache meanwhile
-constexpr long MOST_TAKEN = 64; // blocks of ROWS rows by a thread at a time
-constexpr int SHARES = 4;       // of a thread, at least: another program may hold one thread up
+constexpr int LINE = 32; // elements per cache line
+constexpr int AHEAD = 32768; // elements, 64 KB: prefetched into L2
+constexpr long MOST_TAKEN = 64; // blocks of ROWS rows per thread at a time
+constexpr int SHARES = 4;       // minimum per thread: another program may delay one
 
 inline float widen(bf16 value) {
     uint32_t bits = uint32_t(value) << 16;
@@ -37,7 +37,7 @@ inline bf16 round_to_bf16(float value) {
     return bf16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-#ifdef __AVX512BF16__ // multiplies pairs of bf16 as they are
+#ifdef __AVX512BF16__ // multiplies pairs of bf16 directly
 
 using Input = bf16;
 using Vector = __m512bh;
@@ -110,7 +110,7 @@ void multiply(const Input* x, const bf16* weight, long K, float* sums) { // sums
         }
 }
 
-// The two counts become constants, so that all sums stay in registers.
+// Makes the two counts constants, so that all sums stay in registers.
 template <int rows, int tokens = TOKENS>
 void multiply(long num_tokens, const Input* x, const bf16* weight, long K, float* sums) {
     if (num_tokens == tokens) return multiply<rows, tokens>(x, weight, K, sums);

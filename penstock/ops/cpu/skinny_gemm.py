@@ -1,4 +1,4 @@
-"""Products of a few tokens with a bf16 weight on a CPU (`skinny_gemm.cpp`)."""
+"""GEMMs of a few tokens with a bf16 weight on a CPU (`skinny_gemm.cpp`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.ops.cpu import library
 
-MOST_TOKENS = 8  # for more, arithmetic dominates, and the libraries of torch are as fast
+MOST_TOKENS = 8  # for more, arithmetic dominates, and torch's libraries are as fast
 
 
 def is_better(x: Tensor, weight: Tensor) -> bool:
@@ -32,13 +32,13 @@ def multiply(
     x: Tensor,  # [T, K] bf16
     weight: Tensor,  # [N, K] bf16
     bias: Tensor | None = None,  # [N] bf16
-    residual: Tensor | None = None,  # [T, N] bf16, given up: the result takes its place
+    residual: Tensor | None = None,  # [T, N] bf16, consumed: the result overwrites it
     *,
     out_dtype: torch.dtype = torch.bfloat16,  # or float32
 ) -> Tensor:  # [T, N]
     (T, K), N = x.shape, weight.shape[0]
     function = _function()
-    assert function is not None, "asked only where it is available"
+    assert function is not None, "called only where it is available"
     if residual is not None:
         residual = residual.contiguous()
     out = residual if residual is not None else torch.empty(T, N, dtype=out_dtype)

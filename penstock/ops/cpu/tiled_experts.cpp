@@ -1,16 +1,16 @@
-// The experts of a few tokens, out of the tiles of a GPU's kernels, on all cores: what it misses.
+// The experts that a GPU misses, for a few tokens, in the tile layout of its kernels, on all cores.
 //
-// A tile is 16 rows x 128 columns of 4-bit codes (ops/tiles.py); a row of it is 64 bytes, a vector.
-// Of a vector's 32-bit lane 4 * q + w, the nibbles are columns 32 * w + 8 * q + 0, 2, 4, 6, 1, 3,
-// 5, 7 from the lowest up. Inputs become integers of 16 bits with a scale for each step of 128
-// columns, in two bytes that are multiplied with the codes apart: the products are exact, and only
-// the inputs were rounded, to 1 / 65024 of their step's range. What lies between the two products
-// is rounded to the model's dtype, as on the GPU.
+// A tile is 16 rows x 128 columns of 4-bit codes (ops/tiles.py); a row of it is 64 bytes, one
+// vector. In a vector's 32-bit lane 4 * q + w, the nibbles are columns 32 * w + 8 * q + 0, 2, 4, 6,
+// 1, 3, 5, 7 from the lowest up. Inputs become 16-bit integers with one scale per step of 128
+// columns, in two bytes that are multiplied with the codes separately: the products are exact, and
+// only the inputs are rounded, to 1 / 65024 of their step's range. The intermediate activations are
+// rounded to the model's dtype, as on the GPU.
 //
-// Threads of our own wait for work by spinning for a while: a step calls once a layer, and waking a
+// Our own threads wait for work by spinning for a while: a step calls once per layer, and waking a
 // thread takes as long as an expert.
 //
-// Compiled for one kind of model: IS_BFLOAT, or else float16; SCALE_TYPE of ops/tiles.py.
+// Compile-time constants: IS_BFLOAT, or else float16; SCALE_TYPE of ops/tiles.py.
 
 #include <algorithm>
 #include <atomic>
@@ -42,11 +42,11 @@ struct Spin {
     }
 };
 
-// Threads that join the calls that they find open. One that the system holds up delays nobody, but
-// for the task that it has taken.
+// Threads that join open calls. A thread that the system delays holds up only the task it has
+// taken.
 struct Crew {
     static constexpr uint64_t OPEN = 1ull << 31, MEMBERS = OPEN - 1;
-    std::atomic<uint64_t> state{0}; // number of the call, whether it is open, how many take part
+    std::atomic<uint64_t> state{0}; // call number, open flag, number of participants
     std::atomic<int> asleep{0};
     std::mutex mutex;
     std::condition_variable wake;
@@ -87,18 +87,18 @@ struct Crew {
     void run(void (*what)(void*), void* with) {
         work = what, given = with;
         {
-            std::lock_guard<std::mutex> lock(mutex); // nobody falls asleep meanwhile
+            std::lock_guard<std::mutex> lock(mutex); // no thread falls asleep meanwhile
             state.store(((state.load() >> 32) + 1) << 32 | OPEN);
         }
         if (asleep.load()) wake.notify_all();
         what(with);
-        state.fetch_and(~OPEN); // who has not come by now comes to the next call
+        state.fetch_and(~OPEN); // late threads join the next call
         for (Spin spin; state.load(std::memory_order_acquire) & MEMBERS;) spin.wait();
     }
 };
 
 Crew& crew() {
-    static Crew* one = new Crew; // its threads outlive everything
+    static Crew* one = new Crew; // its threads are never joined
     return *one;
 }
 std::mutex one_at_a_time;
@@ -141,7 +141,7 @@ constexpr int SCALE_BYTES = SCALE_TYPE == 0 ? 4 : 2;
 // A token's 128 columns as integers, in the order of the codes.
 struct alignas(64) Columns {
     s8 upper[2][64], lower[2][64]; // for the low nibbles of bytes, and for the high ones
-    int32_t start[LANES];          // what the codes' zero takes away
+    int32_t start[LANES];          // correction for the codes' zero
     float scale;
 
     void set(const float* x) {
@@ -186,7 +186,7 @@ inline __m512 load_scales(const u8* records) {
 #endif
 }
 
-// 16 rows with a token: sums[16]
+// 16 rows times one token: sums[16]
 void multiply_tile(const u8* codes, const u8* records, const Columns* x, long steps, float* sums) {
     __m512 lanes[ROWS];
     for (int row = 0; row < ROWS; row++) lanes[row] = _mm512_setzero_ps();
@@ -245,7 +245,7 @@ void multiply_tile(const u8* codes, const u8* records, const Columns* x, long st
 struct Pair {
     long token;
     float weight;
-    int expert; // its place among those in use
+    int expert; // its index among those in use
 };
 
 } // namespace
@@ -256,7 +256,7 @@ struct Job {
     long num_tokens, k, width, inner_width; // T, k, H, I
     const u16* x;                           // [T, H]
     const int32_t* ids;                     // [T, k]
-    const float* weights;                   // [T, k]  0: not ours
+    const float* weights;                   // [T, k]  0: skipped
     float* out;                             // [T, H]  the weighted sum
     const u8 *gate_up, *gate_up_records, *down, *down_records; // of expert 0
     int64_t* spent; // nanoseconds, bytes, calls: added to
@@ -284,7 +284,7 @@ struct Work {
     long tile_bytes(long steps) const { return steps * TILE_BYTES; }
     long record_bytes(long steps) const { return steps * ROWS * SCALE_BYTES; }
 
-    // Takes tasks until there are none left, and waits for those of others.
+    // Takes tasks until there are none left, then waits for those of other threads.
     template <typename Do> void share(int phase, long count, Do&& one) {
         for (long i; (i = next[phase].fetch_add(1, std::memory_order_relaxed)) < count;) {
             one(i);
@@ -343,7 +343,7 @@ struct Work {
 
 } // namespace
 
-// What a stream calls, in its turn.
+// Called by a stream, in order.
 extern "C" void run_experts(void* given) {
     const Job& job = *(const Job*)given;
     std::lock_guard<std::mutex> lock(one_at_a_time);
@@ -381,8 +381,8 @@ extern "C" void run_experts(void* given) {
     job.spent[2] += 1;
 }
 
-// Answers the calls that a GPU's stream makes (ops/cuda/host_calls.cu), in a thread of its own. It
-// spins while calls come, one a layer, and sleeps ever longer while none do.
+// Answers the calls of a GPU's stream (ops/cuda/host_calls.cu), in its own thread. It spins while
+// calls come, one per layer, and sleeps increasingly long while none do.
 struct HostWorker {
     const std::atomic<uint64_t>* calls; // [num_calls]  number << 16 | job
     std::atomic<uint64_t>* answered;    // [jobs]

@@ -1,6 +1,7 @@
-"""The experts of a few tokens on a CPU, out of the tiles of a GPU's kernels (`tiled_experts.cpp`).
+"""The experts of a few tokens on a CPU, in the tile layout of the GPU kernels
+(`tiled_experts.cpp`).
 
-A call is a struct of addresses, so that a GPU's stream can ask for it: a `HostWorker` takes such
+A call is a struct of addresses, so that a GPU's stream can request it: a `HostWorker` takes such
 calls and answers them.
 """
 
@@ -38,7 +39,7 @@ class _Job(ctypes.Structure):
 
 @dataclass(slots=True)
 class Spent:
-    """What calls have taken so far."""
+    """Totals of all calls so far."""
 
     numbers: Any  # (c_int64 * 3)
 
@@ -60,7 +61,7 @@ class Spent:
 
 
 class Job:
-    """Adds up the chosen experts: reads x, ids and weights, and writes out, when it is called."""
+    """Sums the chosen experts: reads x, ids and weights, and writes out, when it is called."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Job:
         down: TiledRows,  # [E, H, I]
         x: Tensor,  # [T, H]
         ids: Tensor,  # [T, k] int32
-        weights: Tensor,  # [T, k] float32  0: of no interest
+        weights: Tensor,  # [T, k] float32  0: skipped
         out: Tensor,  # [T, H] float32
         spent: Spent,
     ) -> None:
@@ -92,19 +93,19 @@ class Job:
 
 
 class HostWorker:
-    """A thread that runs jobs by their numbers, as `calls` asks for them: a place of `calls` holds
-    call << 16 | job, where calls count from 1 and take places in turn. `answered` then has the
-    call's number in the job's place. Jobs are of one dtype.
+    """A thread that runs jobs requested through `calls`: an entry of `calls` holds call << 16 |
+    job, where calls count from 1 and use entries in turn. It then writes the call's number to the
+    job's entry of `answered`. All jobs have one dtype.
     """
 
     def __init__(self, calls: Tensor, answered: Tensor) -> None:  # int64, pinned for a GPU
         self._calls, self._answered = calls, answered
-        self._jobs: dict[Job, int] = {}  # and their numbers
+        self._jobs: dict[Job, int] = {}  # job -> its number
         self._table = (c_void_p * len(answered))()
         self._close: Callable[[], None] | None = None
 
     def number_of(self, job: Job) -> int:
-        """By which it is asked for; the first job starts the worker."""
+        """The number to request it by; the first job starts the worker."""
         if job not in self._jobs:
             number = self._jobs[job] = len(self._jobs)
             self._table[number] = job.given
@@ -119,20 +120,20 @@ class HostWorker:
         self._close = weakref.finalize(self, _stop_worker, library, handle, self._calls.is_pinned())
 
     def close(self) -> None:
-        """Waits for what was asked; nobody may ask any more."""
+        """Waits for pending calls; no more may be made."""
         if self._close is not None:
             self._close()
 
 
 def _stop_worker(library: ctypes.CDLL, handle: int, is_for_gpu: bool) -> None:
     if is_for_gpu:
-        with suppress(RuntimeError):  # of a GPU that has failed, which asks for nothing more
+        with suppress(RuntimeError):  # from a failed GPU, which makes no more calls
             torch.cuda.synchronize()
     library.stop_worker(handle)
 
 
 def can_run(gate_up: object, down: object, dtype: torch.dtype) -> bool:
-    """4-bit codes around 8 with a scale for each 128 columns or more, on a machine that can compile
+    """4-bit codes around 8 with one scale per 128 columns or more, on a machine that can compile
     the kernel.
     """
     if not isinstance(gate_up, TiledRows) or not isinstance(down, TiledRows):

@@ -62,6 +62,13 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def most_shared_bytes(device: torch.device) -> int:
+    """Of one block, with what a launch asks for."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
 def current_stream(device: torch.device) -> int:
     """As the driver knows it."""
     return torch._C._cuda_getCurrentRawStream(device.index or 0)

@@ -6,7 +6,7 @@
 //
 // Given when it is compiled, beside what both take: BLOCKS (on a multiprocessor), HAS_BIAS,
 // HAS_RESIDUAL, and of experts NUM_EXPERTS, SLOTS (of a token, the shared expert's included),
-// HAS_SHARED, IS_LISTED.
+// HAS_SHARED, PAIRS (how a block finds its own).
 
 #define LINEAR 0     // x [T, K] -> out [T, N]
 #define GATE_UP 1    // of an expert's pairs: silu(gate) * up
@@ -81,20 +81,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                        min(first_row / 16 + row_warp * ROW_TILES + tile, num_tiles - 1));
         load_first(held, rows, column_warp);
     }
-#if IS_STAGED
+#if HAS_NORM
     __shared__ __align__(16) u16 staged[STAGED_TOKENS * STAGED_STRIDE];
+    __shared__ TokenSums token_sums;
     __shared__ Squares square_sums;
     NormWeights norm;
-#if HAS_NORM
     norm.load(norm_weight);
-#endif
 #endif
     wait_for_previous();
     Tokens tokens;
+#if HAS_NORM
+    tokens.sums = &token_sums;
+#endif
 #pragma unroll
     for (int tile = 0; tile < TOKEN_TILES; ++tile) {
         const int token = min(8 * tile + group, num_tokens - 1);
-#if IS_STAGED
+#if HAS_NORM
         tokens.own[tile] = staged + token * STAGED_STRIDE + OWN_COLUMNS * quarter;
 #else
         tokens.own[tile] = x + (long long)token * x_stride + OWN_COLUMNS * quarter;
@@ -121,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int i = 0; i < OUTPUTS; ++i)
             added[i] =
                 added_to((threadIdx.x + i * THREADS) % ROWS, (threadIdx.x + i * THREADS) / ROWS);
-#if IS_STAGED
-    stage(staged, square_sums, x, num_tokens, x_stride, norm, eps);
+#if HAS_NORM
+    stage(staged, token_sums, square_sums, x, num_tokens, x_stride, norm, eps);
 #endif
     Sums sums;
     clear(sums);
@@ -196,43 +198,100 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 }
 
 #else
+#define EACH 0    // block i has the i-th pair alone
+#define SCANNED 1 // the pairs of the i-th expert that any of up to 8 tokens chose
+#define LISTED 2  // a tile of an expert's pairs, from a list that an earlier kernel made
+
 constexpr int GATE_TILES = ROW_TILES / 2, GATE_ROWS = 16 * GATE_TILES; // of GATE_UP
+constexpr int ROUTED = SLOTS - HAS_SHARED;
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+__device__ __forceinline__ int pair_of(int routed) {
+    return routed / ROUTED * SLOTS + routed % ROUTED;
+}
+
+#if PAIRS == SCANNED
+constexpr int ID_WORDS = (NUM_EXPERTS + 31) / 32;
+
+// One expert, and which of up to 64 choices (slot j of token t at t * ROUTED + j) are for it.
+struct OwnPairs {
+    int expert = NUM_EXPERTS;
+    unsigned long long choices = 0;
+
+    // The i-th expert, by id, of those that were chosen. Every warp finds it by itself: lane l has
+    // choices l and 32 + l.
+    __device__ __forceinline__ void scan(const int* ids, int num_choices, int i) {
+        const int lane = threadIdx.x % 32;
+        const int first = lane < num_choices ? (int)load_fresh(ids + lane) : NUM_EXPERTS;
+        const int second = lane + 32 < num_choices ? (int)load_fresh(ids + 32 + lane) : NUM_EXPERTS;
+#pragma unroll
+        for (int word = 0; word < ID_WORDS; ++word) {
+            u32 chosen = first / 32 == word ? 1u << first % 32 : 0u;
+            chosen |= second / 32 == word ? 1u << second % 32 : 0u;
+            chosen = __reduce_or_sync(ALL_LANES, chosen);
+            if (32 * (word + 1) > NUM_EXPERTS) chosen &= (1u << NUM_EXPERTS % 32) - 1;
+            const int rank = __popc(chosen & ((1u << lane) - 1));
+            const u32 own = __ballot_sync(ALL_LANES, chosen >> lane & 1 && rank == i);
+            if (own) expert = 32 * word + __ffs(own) - 1;
+            i -= __popc(chosen);
+        }
+        choices = (unsigned long long)__ballot_sync(ALL_LANES, second == expert) << 32 |
+                  __ballot_sync(ALL_LANES, first == expert);
+    }
+
+    __device__ __forceinline__ int at(int i) const {
+        if (expert == NUM_EXPERTS) return i * SLOTS + ROUTED;
+        unsigned long long left = choices;
+        for (; i > 0; --i) left &= left - 1;
+        return pair_of(__ffsll(left) - 1);
+    }
+};
+#endif
 
 // Block (n, i): of the i-th pair, or tile of pairs, of one expert.
 //   GATE_UP: GATE_ROWS columns of the inner width: the gate's row tiles, then the up's
 //   DOWN_PAIRS: ROWS outputs
-// Pairs that are not listed: the shared expert's, one a token, then slot j of token t at t * routed
-// + j. The list is older than GATE_UP, so DOWN_PAIRS, which follows it, reads it before its wait.
+// EACH: the shared expert's pairs, one a token, then slot j of token t at t * ROUTED + j. Ids and
+// the list are older than GATE_UP, so DOWN_PAIRS, which follows it, reads them before its wait.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantized(const u16* x, const int* ids, const int* order, const int* tiles, const u8* codes,
               const u8* records, const u8* shared_codes, const u8* shared_records, void* out,
               int num_tokens, int num_tiles) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4,
               quarter = lane % 4;
-    constexpr int ROUTED = SLOTS - HAS_SHARED;
     if (MODE != GATE_UP) let_next_start();
-    const bool knows_rows =
-        MODE != GATE_UP || (HAS_SHARED && !IS_LISTED && (int)blockIdx.y < num_tokens);
+    const int num_shared = !HAS_SHARED || PAIRS == LISTED ? 0 : PAIRS == SCANNED ? 1 : num_tokens;
+    const int index = blockIdx.y - num_shared; // less than 0: of the shared expert
+    const bool knows_rows = MODE != GATE_UP || index < 0;
     if (!knows_rows) wait_for_previous();
-    int expert, num_pairs = 1, first_row = 0, pair = 0; // a row of what lies between the products
-    const int* own_order = order;
-    if (IS_LISTED) {
-        const int* tile = tiles + 4 * blockIdx.y;
-        expert = load_fresh(tile), own_order += load_fresh(tile + 1);
-        first_row = load_fresh(tile + 2), num_pairs = load_fresh(tile + 3);
-        if (num_pairs == 0) {
-            if (knows_rows) wait_for_previous();
-            return;
-        }
-        if (MODE == GATE_UP) pair = own_order[min(group, num_pairs - 1)];
-    } else {
-        const int num_shared = HAS_SHARED ? num_tokens : 0;
-        const bool is_shared = (int)blockIdx.y < num_shared;
-        const int routed = blockIdx.y - num_shared;
-        expert = is_shared ? NUM_EXPERTS : ids[routed];
-        pair = is_shared ? blockIdx.y * SLOTS + ROUTED : routed / ROUTED * SLOTS + routed % ROUTED;
-        first_row = pair;
+    int expert = NUM_EXPERTS, num_pairs = 1;
+#if PAIRS == LISTED
+    const int* tile = tiles + 4 * blockIdx.y;
+    expert = load_fresh(tile);
+    const int* own_order = order + load_fresh(tile + 1);
+    const int first_row = load_fresh(tile + 2);
+    num_pairs = load_fresh(tile + 3);
+    const auto pair_at = [&](int i) { return own_order[i]; };
+    const auto row_at = [&](int i) { return first_row + i; }; // of what is between the products
+#elif PAIRS == SCANNED
+    OwnPairs own;
+    if (index >= 0) own.scan(ids, num_tokens * ROUTED, index);
+    expert = own.expert;
+    num_pairs = index < 0 ? num_tokens : expert < NUM_EXPERTS ? __popcll(own.choices) : 0;
+    const auto pair_at = [&](int i) { return own.at(i); };
+    const auto row_at = pair_at;
+#else
+    if (index >= 0) expert = ids[index];
+    const int own = index < 0 ? (int)blockIdx.y * SLOTS + ROUTED : pair_of(index);
+    const auto pair_at = [&](int) { return own; };
+    const auto row_at = pair_at;
+#endif
+    if (num_pairs == 0) {
+        if (knows_rows) wait_for_previous();
+        return;
     }
+    const int own_place = min(group, num_pairs - 1);
+    const long long source = MODE == GATE_UP ? pair_at(own_place) / SLOTS : row_at(own_place);
     const bool is_shared = HAS_SHARED && expert == NUM_EXPERTS;
     const u8* own_codes =
         is_shared ? shared_codes : codes + (long long)expert * num_tiles * TILE_CODES;
@@ -252,7 +311,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (knows_rows) wait_for_previous();
     if (MODE == GATE_UP) let_next_start(); // what it reads before its own wait is complete now
     Tokens tokens;
-    const long long source = MODE == GATE_UP ? pair / SLOTS : first_row + min(group, num_pairs - 1);
     tokens.own[0] = (const u16*)x + source * COLUMNS + OWN_COLUMNS * quarter;
     Sums sums;
     clear(sums);
@@ -267,15 +325,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (place >= width) continue;
         const float value =
             silu(whole_sum(shared, token, row)) * whole_sum(shared, token, GATE_ROWS + row);
-        ((u16*)out)[(long long)(first_row + token) * width + place] = (u16)pack(value, 0.0f);
+        ((u16*)out)[(long long)row_at(token) * width + place] = (u16)pack(value, 0.0f);
     }
 #else
     const int width = num_tiles * 16;
     for (int i = threadIdx.x; i < ROWS * num_pairs; i += THREADS) {
         const int row = i % ROWS, token = i / ROWS, place = blockIdx.x * ROWS + row;
         if (place >= width) continue;
-        const int target = IS_LISTED ? own_order[token] : first_row;
-        store(out, (long long)target * width + place, whole_sum(shared, token, row));
+        store(out, (long long)pair_at(token) * width + place, whole_sum(shared, token, row));
     }
 #endif
 }

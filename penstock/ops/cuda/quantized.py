@@ -1,4 +1,5 @@
-"""Products with tiled rows: which kernel of `quantized.cu` a shape takes, its tiles, its launch.
+"""Products with tiled rows: which kernel a shape takes, its tiles, its launch. Kernels are those of
+`quantized.cu` and, of more than a few tokens, `quantized_gemm.cu` (tiles: `quantized_gemm.py`).
 
 Up to MAX_TOKENS tokens meet the codes as they are. For more, arithmetic sets the pace: rows are
 expanded first, into memory that is given back after the product.
@@ -6,6 +7,7 @@ expanded first, into memory that is given back after the product.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
@@ -14,22 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.ops.cuda.program import current_stream, is_available, num_processors, program
+from penstock.ops.cuda import quantized_gemm
+from penstock.ops.cuda.program import (
+    current_stream,
+    is_available,
+    most_shared_bytes,
+    num_processors,
+    program,
+)
 from penstock.ops.product import Product
 from penstock.ops.tiles import NO_TYPE, STEP, TILE_ROWS, TYPES, TiledRows
 from penstock.ops.weight import Part
 
 SOURCE = Path(__file__).with_name("quantized.cu")
+GEMM_SOURCE = Path(__file__).with_name("quantized_gemm.cu")
 LINEAR, GATE_UP, DOWN_PAIRS, DOWN_TOKEN, EXPAND = range(5)  # MODE
+EACH, SCANNED, LISTED = range(3)  # PAIRS
 TOKENS = 8  # of an instruction
 MAX_TOKENS = 64  # at a time
 MAX_LOGITS = 256  # tokens: codes of a head are read again for each 64, which expansion would exceed
-MAX_STAGED = 4  # tokens that blocks norm or activate themselves: of more, each would do too much
-STAGED_BYTES = 36 * 1024  # of them, beside a block's sums
-# Of each staged token, beside its columns: so that they start in different banks, and its squares.
+PAIR_TOKENS = 4  # whose experts are read for each token alone
+MAX_SCANNED, MAX_SCANNED_EXPERTS = 64, 512  # choices of experts, which every warp can sort itself
+MAX_STAGED = 2  # tokens that every block norms itself: for more, a launch costs less
+STAGED_BYTES = 36 * 1024  # of these tokens, beside a block's sums
+# Per staged token, beside its columns and its sums by group: padding, so that tokens start in
+# different banks, and squares.
 STAGED_MORE = 2 * 32 + 4 * 16
 SHARED = 48 * 1024  # bytes that a block may have
 MAX_WARPS = 16
+MAX_SHARE = 12  # tiles of rows for each processor: for more, blocks take turns
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -50,9 +65,11 @@ def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
 
 
 def can_stage(parts: tuple[Part, ...], product: Product) -> bool:
-    """Whether a norm or an activation may be left to `multiply_parts`: every launch must be one of
-    tiled rows whose columns are in order.
+    """Whether a norm may be left to `multiply_parts`: every launch must be one of tiled rows whose
+    columns are in order. An activation may not: it takes longer in every block than a launch.
     """
+    if product.is_swiglu:
+        return False
     num_tokens = product.num_tokens
     staged = 2 * product.shape[1] * _num_staged(num_tokens)
     launches = [part for part, plain in _launches(parts)]
@@ -101,7 +118,6 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
                 residual=None if residual is None else residual[some],
                 norm_weight=product.norm_weight,
                 eps=product.eps,
-                swiglu=product.is_swiglu,
             )
     return out
 
@@ -114,7 +130,7 @@ def expand_parts(parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
 
 
 def multiply(
-    x: Tensor,  # [T, K], or [T, 2K] with swiglu
+    x: Tensor,  # [T, K]
     rows: TiledRows,  # [N, K]
     out: Tensor,  # [T, N + plain rows], a part of a larger one or not
     *,
@@ -123,19 +139,25 @@ def multiply(
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    swiglu: bool = False,
-    tile: Tile | None = None,
+    tile: Tile | None = None,  # of either kernel, instead of the rules' own
 ) -> None:
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
+    if tile is None and quantized_gemm.is_faster(
+        rows.num_rows, num_tokens, num_processors(x.device)
+    ):
+        tile = quantized_gemm.gemm_rule(rows, num_tokens, card_of(x.device), num_plain)
+    if tile is not None and quantized_gemm.is_gemm(tile):
+        assert norm_weight is None, "tokens are prepared by others"
+        _multiply_gemm(x, rows, out, plain, bias, residual, tile)
+        return
     token_tiles = 1 << max(0, cdiv(num_tokens, TOKENS) - 1).bit_length()
-    is_staged = swiglu or norm_weight is not None
-    staged = staged_bytes(num_tokens, rows.num_columns) if is_staged else 0
+    is_staged = norm_weight is not None
+    staged = staged_bytes(num_tokens, rows.num_columns, rows.group) if is_staged else 0
     tile = tile or linear_rule(rows, token_tiles, num_processors(x.device), staged)
     constants = {
         "TOKEN_TILES": token_tiles,
-        "STAGED_TOKENS": _num_staged(num_tokens) if num_tokens <= MAX_STAGED else 1,
+        "STAGED_TOKENS": _num_staged(num_tokens) if is_staged else 1,
         "HAS_NORM": int(norm_weight is not None),
-        "IS_SWIGLU": int(swiglu),
         "HAS_BIAS": int(bias is not None),
         "HAS_RESIDUAL": int(residual is not None),
         "IS_OUT_FLOAT": int(out.dtype == torch.float32),
@@ -167,6 +189,45 @@ def multiply(
     )
 
 
+def _multiply_gemm(
+    x: Tensor, rows: TiledRows, out: Tensor, plain: Tensor | None, bias: Tensor | None,
+    residual: Tensor | None, tile: Tile,
+) -> None:  # fmt: skip
+    num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
+    constants = gemm_constants(rows, x.dtype, tile) | {
+        "HAS_PLAIN": int(plain is not None),
+        "HAS_BIAS": int(bias is not None),
+        "HAS_RESIDUAL": int(residual is not None),
+        "IS_OUT_FLOAT": int(out.dtype == torch.float32),
+    }
+    block_rows = quantized_gemm.block_rows(tile)
+    row_blocks = cdiv(rows.num_rows, block_rows) + cdiv(num_plain, block_rows)
+    pointers = (x, rows.codes, rows.records, plain, bias, residual, out)
+    kernel = (GEMM_SOURCE, "quantized_gemm", tuple(constants.items()), x.device)
+    program(*kernel, constants["SHARED_BYTES"]).launch(
+        row_blocks * tile["CLUSTER"],
+        32 * quantized_gemm.num_warps(tile),
+        current_stream(x.device),
+        *(_argument(one) for one in pointers),
+        c_int(num_tokens),
+        c_int(rows.num_rows),
+        c_int(num_plain),
+        c_int(out.stride(0)),
+        c_int(x.stride(0)),
+        c_int(0 if residual is None else residual.stride(0)),
+    )
+
+
+@functools.cache
+def card_of(device: torch.device) -> quantized_gemm.Card:
+    has_clusters = torch.cuda.get_device_capability(device) >= quantized_gemm.CLUSTER_CAPABILITY
+    return quantized_gemm.Card(
+        num_processors(device),
+        most_shared_bytes(device),
+        quantized_gemm.MAX_CLUSTER if has_clusters else 1,
+    )
+
+
 def linear_rule(
     rows: TiledRows, token_tiles: int, num_processors: int, staged_bytes: int = 0
 ) -> Tile:
@@ -175,14 +236,12 @@ def linear_rule(
     tiles, so that it reads tokens once for both, and holds one step of each.
     """
     steps, tiles = cdiv(rows.num_columns, STEP), cdiv(rows.num_rows, TILE_ROWS)
-    is_wide, is_widest = tiles >= 4 * num_processors, tiles >= 8 * num_processors
+    is_wide = tiles >= 4 * num_processors
     has_bytes = rows.bits == 8  # a step is twice as much then, and fewer are on their way
     if rows.group < STEP:
         return _small_group_rule(steps, tiles, token_tiles, num_processors)
     if is_wide and token_tiles == 1:
-        if steps % 8 == 0 and not is_widest:
-            return _tile(2, 8, 1, 1, 3)
-        return _tile(1, min(4, steps), 1, 2 if is_widest and not rows.is_float8 else 1, 6)
+        return _wide_rule(rows, steps, cdiv(tiles, num_processors), staged_bytes > 0)
     if is_wide and token_tiles <= 4:
         return _tile(2, min(4, steps), 1, 1, 3)
     if is_wide and has_bytes:
@@ -200,6 +259,24 @@ def linear_rule(
     if tiles <= 2 * num_processors and shared_bytes(half, token_tiles) <= SHARED - staged_bytes:
         return half
     return _tile(1, min(16, steps), 1, 1, 2)
+
+
+def _wide_rule(rows: TiledRows, steps: int, share: int, is_staged: bool) -> Tile:
+    """Up to 8 tokens and many rows, `share` tiles of them for each processor: so many blocks of so
+    many warps with rows of their own that all run at once and few are left over.
+    """
+    has_bytes = rows.bits == 8
+    if share > MAX_SHARE:
+        return _tile(1, min(4, steps), 1, 1 if rows.is_float8 else 2, 6)
+    blocks = cdiv(share, 2)
+    if not has_bytes and steps % 8 == 0 and blocks <= 3:
+        return _tile(2, 8, 1, 1, 3)
+    if not has_bytes and not is_staged:  # sums of tokens serve two row tiles
+        return _tile(2, min(4, steps), 1, 2 if blocks <= 3 else 1, blocks)
+    blocks = min((3, 2, 4, 5), key=lambda count: cdiv(share, count) * count)
+    row_warps = cdiv(share, blocks)
+    split = min(4 if row_warps * blocks <= 6 else 2, steps)
+    return _tile(1, row_warps * split, row_warps, 1 if has_bytes else 8 // split, blocks)
 
 
 def _small_group_rule(steps: int, tiles: int, token_tiles: int, num_processors: int) -> Tile:
@@ -222,9 +299,10 @@ def _num_staged(num_tokens: int) -> int:
     return 1 << max(0, num_tokens - 1).bit_length()
 
 
-def staged_bytes(num_tokens: int, num_columns: int) -> int:
-    """Of tokens that a block norms or activates itself."""
-    return _num_staged(num_tokens) * (2 * cdiv(num_columns, STEP) * STEP + STAGED_MORE)
+def staged_bytes(num_tokens: int, num_columns: int, group: int) -> int:
+    """Of tokens that a block norms itself."""
+    columns = cdiv(num_columns, STEP) * STEP
+    return _num_staged(num_tokens) * (2 * columns + 4 * columns // min(group, STEP) + STAGED_MORE)
 
 
 def shared_bytes(tile: Tile, token_tiles: int) -> int:
@@ -247,9 +325,9 @@ def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile
     if mode == DOWN_PAIRS:
         warps = min(4, max(1, steps // 4))
         return _tile(4, warps, 1, 1, 16 // warps)
-    if num_tokens > MAX_STAGED and has_small_groups:
+    if num_tokens > PAIR_TOKENS and has_small_groups:
         return _tile(2, min(4, steps), 1, 1, 6)
-    if num_tokens > MAX_STAGED:
+    if num_tokens > PAIR_TOKENS:
         return _tile(4, min(4, steps), 1, 1, 4)
     if has_bytes or has_small_groups:
         return _tile(2, min(8, steps), 1, 1, 3)
@@ -339,7 +417,7 @@ class Experts:
         """
         num_tokens = len(x)
         inner = x.new_empty(num_tokens * self.slots, self.inner_width)
-        self._multiply(GATE_UP, x, inner, num_tokens * self.slots, ids, ids, None)
+        self._multiply(GATE_UP, x, inner, num_tokens * self.slots, ids, num_tokens=num_tokens)
         tile = expert_rule(DOWN_TOKEN, self.down, self.slots, num_tokens)
         shared = self.shared_down
         _launch(
@@ -348,7 +426,7 @@ class Experts:
             x,
             (cdiv(self.width, TILE_ROWS * tile["ROW_TILES"]), num_tokens),
             tile,
-            self._constants(is_listed=False),
+            self._constants(EACH),
             inner,
             weights,
             ids,
@@ -362,6 +440,18 @@ class Experts:
             c_int(self.width // TILE_ROWS),
         )
 
+    def can_scan(self, ids: Tensor) -> bool:
+        """Whether blocks find an expert's pairs themselves: no expert has more than TOKENS."""
+        is_few = len(ids) <= TOKENS and ids.numel() <= MAX_SCANNED
+        return is_few and self.num_experts <= MAX_SCANNED_EXPERTS and ids.dtype == torch.int32
+
+    def run_scanned(self, x: Tensor, ids: Tensor, outputs: Tensor) -> None:
+        """outputs [T * slots, H]: of every pair, all pairs of an expert at a time."""
+        count = min(ids.numel(), self.num_experts) + int(self.has_shared)
+        inner = x.new_empty(len(outputs), self.inner_width)
+        self._multiply(GATE_UP, x, inner, count, ids, num_tokens=len(x))
+        self._multiply(DOWN_PAIRS, inner, outputs, count, ids, num_tokens=len(x))
+
     def run_listed(self, x: Tensor, order: Tensor, tiles: Tensor, outputs: Tensor) -> None:
         """outputs [T * slots, H]: of every pair, an expert's pairs TOKENS at a time."""
         inner = x.new_empty(len(outputs), self.inner_width)
@@ -370,15 +460,15 @@ class Experts:
 
     def _multiply(
         self, mode: int, source: Tensor, out: Tensor, count: int, ids: Tensor | None,
-        order: Tensor, tiles: Tensor | None,
+        order: Tensor | None = None, tiles: Tensor | None = None, num_tokens: int = MAX_TOKENS,
     ) -> None:  # fmt: skip
         is_gate_up = mode == GATE_UP
         rows = self.gate_up if is_gate_up else self.down
         shared = self.shared_gate_up if is_gate_up else self.shared_down
-        num_tokens = count // self.slots if tiles is None else MAX_TOKENS
         tile = expert_rule(mode, rows, self.slots, num_tokens)
         num_tiles = rows.num_rows // TILE_ROWS
-        constants = self._constants(is_listed=tiles is not None)
+        pairs = LISTED if tiles is not None else EACH if num_tokens <= PAIR_TOKENS else SCANNED
+        constants = self._constants(pairs)
         constants["IS_OUT_FLOAT"] = int(out.dtype == torch.float32)
         _launch(
             mode,
@@ -400,12 +490,12 @@ class Experts:
             c_int(num_tiles),
         )
 
-    def _constants(self, *, is_listed: bool) -> dict[str, int]:
+    def _constants(self, pairs: int) -> dict[str, int]:
         return {
             "NUM_EXPERTS": self.num_experts,
             "SLOTS": self.slots,
             "HAS_SHARED": int(self.has_shared),
-            "IS_LISTED": int(is_listed),
+            "PAIRS": pairs,
         }
 
 
@@ -414,25 +504,35 @@ SWITCHES = {  # as most kernels have them
     "STAGED_TOKENS": 1,
     "ROW_WARPS": 1,
     "HAS_NORM": 0,
-    "IS_SWIGLU": 0,
     "HAS_BIAS": 0,
     "HAS_RESIDUAL": 0,
     "IS_OUT_FLOAT": 0,
     "NUM_EXPERTS": 0,
     "SLOTS": 1,
     "HAS_SHARED": 0,
-    "IS_LISTED": 0,
+    "PAIRS": EACH,
 }
+
+GEMM_SWITCHES = dict.fromkeys(("HAS_PLAIN", "HAS_BIAS", "HAS_RESIDUAL", "IS_OUT_FLOAT"), 0)
 
 
 def kernel_constants(mode: int, rows: TiledRows, dtype: torch.dtype) -> dict[str, int]:
     """That a kernel is compiled for, beside its tile and its switches."""
+    return SWITCHES | {"MODE": mode} | _kind_constants(rows, dtype)
+
+
+def gemm_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
+    """Of `quantized_gemm.cu`, beside its switches."""
+    shared = {"SHARED_BYTES": quantized_gemm.gemm_shared_bytes(rows, tile)}
+    return GEMM_SWITCHES | _kind_constants(rows, dtype) | tile | shared
+
+
+def _kind_constants(rows: TiledRows, dtype: torch.dtype) -> dict[str, int]:
     fields = rows.fields
     coarse, coarse_offset, scale, offset = (
         NO_TYPE if type is None else TYPES[type] for type in fields.types
     )
-    return SWITCHES | {
-        "MODE": mode,
+    return {
         "COLUMNS": rows.num_columns,
         "BITS": rows.bits,
         "IS_FLOAT8": int(rows.is_float8),

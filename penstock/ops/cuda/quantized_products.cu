@@ -2,17 +2,16 @@
 // rows.
 //
 // Scales multiply the sums of a group of columns, not its weights. What is added to a group's
-// codes (a zero point, an offset, what 4 bits are made a number with) multiplies the sum of its
-// tokens' values, which an instruction with a left side of ones gives. Products are exact up to
-// float32's rounding of sums.
+// codes (a zero point, an offset, what 4 bits are made a number with) multiplies the sum of the
+// token's values in that group. An instruction whose left side is ones computes it or, where it
+// would serve one row tile only, staging. Products are exact up to float32's rounding of sums.
 //
-// A norm or an activation before the product is done once by a block, in shared memory
-// (IS_STAGED), and a norm's 1 / rms multiplies the sums at the end: bf16 has float32's range, so
-// nothing is lost. fp16 may overflow there, so with it 1 / rms comes first, which reads the tokens
-// once more.
+// A norm before the product is done by every block, in shared memory (HAS_NORM), and its 1 / rms
+// multiplies the sums at the end: bf16 has float32's range, so nothing is lost. fp16 may overflow
+// there, so with it 1 / rms comes first, which reads the tokens once more.
 //
 // Given when it is compiled, beside what rows take: MODE, WARPS, ROW_WARPS (with rows of their
-// own), HELD (steps on their way), STAGED_TOKENS, HAS_NORM, IS_SWIGLU, IS_OUT_FLOAT.
+// own), HELD (steps on their way), STAGED_TOKENS, HAS_NORM, IS_OUT_FLOAT.
 
 constexpr int TOKENS = 8 * TOKEN_TILES, THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS;                  // of a block
@@ -22,46 +21,32 @@ constexpr int OWN = (STEPS + SPLIT - 1) / SPLIT; // steps of one warp
 constexpr int HELD_STEPS = HELD < OWN ? HELD : OWN;
 constexpr int AHEAD = TOKEN_TILES == 1 ? 4 : 1; // runs of the tokens that are on their way
 
-#define IS_STAGED (HAS_NORM || IS_SWIGLU)
 #define IS_RMS_FIRST (HAS_NORM && !IS_BFLOAT)
-static_assert(!IS_STAGED || (TOKEN_TILES == 1 && STAGED_TOKENS <= 8),
+static_assert(!HAS_NORM || (TOKEN_TILES == 1 && STAGED_TOKENS <= 8),
               "more tokens are prepared by others");
-
-constexpr int OWN_COLUMNS = IS_NARROW      ? 4
-                            : IS_ROW_MAJOR ? 16
-                                           : 8; // of a thread, one after the other
-
-// The first column of a run.
-__device__ constexpr int run_start(int run) {
-    return IS_ROW_MAJOR ? run / 2 * 64 + run % 2 * 8 : run * 32;
-}
-
-// The thread's columns of a run: 8, or twice 4 of each 16. `p` is at its first ones.
-__device__ __forceinline__ Four load_columns(const u16* p, int step, int run) {
-    const int column = step * STEP + run_start(run), own = OWN_COLUMNS * (threadIdx.x % 4);
-    Four v = {};
-    if constexpr (IS_NARROW) {
-        if (IS_WHOLE || column + own < COLUMNS)
-            v.part[0] = load_word(p + column), v.part[1] = load_word(p + column + 2);
-        if (IS_WHOLE || column + 16 + own < COLUMNS)
-            v.part[2] = load_word(p + column + 16), v.part[3] = load_word(p + column + 18);
-    } else {
-        if (IS_WHOLE || column + own < COLUMNS) v = load_again(p + column);
-    }
-    return v;
-}
 
 // Tokens start in different banks.
 constexpr int STAGED_STRIDE = STEPS * STEP + (IS_ROW_MAJOR ? 8 : 32);
 
+constexpr bool STAGES_SUMS = NEEDS_SUMS && HAS_NORM && ROW_TILES == 1;
+#if HAS_NORM
+constexpr int SUMMED = GROUP < STEP ? GROUP : STEP; // columns that have one offset
+struct TokenSums {
+    float of[STAGED_TOKENS][STAGES_SUMS ? STEPS * STEP / SUMMED : 1];
+};
+#endif
+
 // The thread's own token of each tile of 8: in memory, or staged.
 struct Tokens {
     const u16* own[TOKEN_TILES];
+#if HAS_NORM
+    const TokenSums* sums;
+#endif
 
     __device__ __forceinline__ void load(Four (&values)[TOKEN_TILES], int step, int run) const {
 #pragma unroll
         for (int tile = 0; tile < TOKEN_TILES; ++tile) {
-#if IS_STAGED
+#if HAS_NORM
             const u16* p = own[tile] + step * STEP + run_start(run);
             if constexpr (IS_NARROW) {
                 const u32 *q = (const u32*)p, *r = (const u32*)(p + 16);
@@ -81,7 +66,20 @@ __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x));
 // An exact product with a power of two.
 __device__ __forceinline__ u32 raised(u32 pair) { return fma_pair(pair, 0x5d805d80u, 0x80008000u); }
 
-#if IS_STAGED
+#if HAS_NORM
+// Adds up what the threads of a group of columns hold; `values` are 8 columns of one thread.
+__device__ __forceinline__ void share_token_sum(TokenSums& shared, const Four& values, int token,
+                                                int column) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum += low(values.part[i]) + high(values.part[i]);
+    const u32 lanes = 0xffffu << (threadIdx.x & 16); // of 128 columns: others may have none left
+#pragma unroll
+    for (int distance = SUMMED / 16; distance; distance /= 2)
+        sum += __shfl_xor_sync(lanes, sum, distance);
+    if (column % SUMMED == 0) shared.of[token][column / SUMMED] = sum;
+}
+
 typedef float Squares[WARPS][STAGED_TOKENS];
 
 __device__ __forceinline__ void share_squares(Squares& shared, float own, int token) {
@@ -120,10 +118,10 @@ struct NormWeights {
     }
 };
 
-// Writes what the product multiplies: the tokens normed (but for 1 / rms), or activated.
-__device__ __forceinline__ void stage(u16* staged, Squares& square_sums, const u16* x,
-                                      int num_tokens, int x_stride, const NormWeights& norm,
-                                      float eps) {
+// Writes what the product multiplies: the tokens normed, but for 1 / rms.
+__device__ __forceinline__ void stage(u16* staged, TokenSums& token_sums, Squares& square_sums,
+                                      const u16* x, int num_tokens, int x_stride,
+                                      const NormWeights& norm, float eps) {
 #if IS_RMS_FIRST
 #pragma unroll
     for (int token = 0; token < STAGED_TOKENS; ++token) {
@@ -147,25 +145,15 @@ __device__ __forceinline__ void stage(u16* staged, Squares& square_sums, const u
             const int column = pass * STRIDE + 8 * threadIdx.x;
             if (column >= STEPS * STEP) break;
             Four values = column < COLUMNS ? load_again(own + column) : Four{};
-#if HAS_NORM
             squares = add_squares(squares, values);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 values.part[i] = pack(low(values.part[i]) * factor * norm.at(pass, 2 * i),
                                       high(values.part[i]) * factor * norm.at(pass, 2 * i + 1));
-#else
-            const Four up = column < COLUMNS ? load_again(own + COLUMNS + column) : Four{};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) // rounded first, as an activation in memory would be
-                values.part[i] = pack(silu(low(values.part[i])) * low(up.part[i]),
-                                      silu(high(values.part[i])) * high(up.part[i]));
-            if (RAISED != 1.0f)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) values.part[i] = raised(values.part[i]);
-#endif
             *(Four*)(staged + token * STAGED_STRIDE + column) = values;
+            if constexpr (STAGES_SUMS) share_token_sum(token_sums, values, token, column);
         }
-#if HAS_NORM && !IS_RMS_FIRST
+#if !IS_RMS_FIRST
         share_squares(square_sums, squares, token);
 #endif
     }
@@ -218,7 +206,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, cons
         for (int i = 0; i < TOKEN_TILES; ++i) token[i] = ahead[run % AHEAD][i];
         const int later = run + AHEAD;
         tokens.load(ahead[run % AHEAD], later < RUNS ? step : next_step, later % RUNS);
-#if !IS_STAGED
+#if !HAS_NORM
         if (ARE_RAISED)
 #pragma unroll
             for (int i = 0; i < TOKEN_TILES * 4; ++i)
@@ -241,15 +229,22 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, cons
                     multiply(raw[tile][i], a0, a1, a2, a3, token[i].part[2 * side],
                              token[i].part[2 * side + 1]);
             }
-            if constexpr (NEEDS_SUMS)
+            if constexpr (NEEDS_SUMS && !STAGES_SUMS)
 #pragma unroll
                 for (int i = 0; i < TOKEN_TILES; ++i)
                     multiply(x_sums[i], ONES, ONES, ONES, ONES, token[i].part[2 * side],
                              token[i].part[2 * side + 1]);
-            if (IS_NARROW)
-                apply_scales(sums, raw, x_sums, held, 2 * run + side);
-            else if (side == 1 && (run + 1) % RUNS_TO_APPLY == 0)
-                apply_scales(sums, raw, x_sums, held, GROUP >= STEP ? 0 : run / RUNS_TO_APPLY);
+            if (!IS_NARROW && (side == 0 || (run + 1) % RUNS_TO_APPLY != 0)) continue;
+            const int group = IS_NARROW ? 2 * run + side : GROUP >= STEP ? 0 : run / RUNS_TO_APPLY;
+#if HAS_NORM
+            if constexpr (STAGES_SUMS)
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    const int token = min(2 * ((int)threadIdx.x % 4) + odd, STAGED_TOKENS - 1);
+                    x_sums[0][odd] = tokens.sums->of[token][step * GROUPS + group];
+                }
+#endif
+            apply_scales(sums, raw, x_sums, held, group);
         }
     }
 }
@@ -316,7 +311,7 @@ __device__ __forceinline__ void multiply_plain(Sums& sums, const u16* plain, int
                                  token[i].part[2 * side + 1]);
         }
     }
-#if IS_STAGED
+#if HAS_NORM
 #pragma unroll
     for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; ++i) (&sums[0][0][0])[i] /= RAISED;
 #endif
@@ -345,12 +340,4 @@ __device__ __forceinline__ float whole_sum(const Shared& shared, int token, int 
 #pragma unroll
     for (int warp = 0; warp < SPLIT; ++warp) sum += shared[warp][token][row];
     return sum;
-}
-
-__device__ __forceinline__ void store(void* out, long long place, float value) {
-#if IS_OUT_FLOAT
-    ((float*)out)[place] = value;
-#else
-    ((u16*)out)[place] = (u16)pack(value, 0.0f);
-#endif
 }

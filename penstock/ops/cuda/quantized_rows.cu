@@ -1,5 +1,5 @@
-// Quantised rows as the kernels of `quantized.cu` read them: codes that become pairs of bf16 or
-// fp16 by bit operations, exactly, and records with their scales.
+// Quantised rows as `quantized.cu` and `quantized_gemm.cu` read them: codes that become pairs of
+// bf16 or fp16 by bit operations, exactly, and records with their scales.
 //
 // Codes lie in memory as a warp's threads read them (`ops/tiles.py`): 16 bytes of a thread hold
 // what its part of the tensor cores' operand needs, of row lane / 4 and of the row 8 below it.
@@ -16,7 +16,7 @@
 //
 // Given when it is compiled: COLUMNS, ROW_TILES (of 16), TOKEN_TILES (of 8), BITS, IS_FLOAT8,
 // IS_ROW_MAJOR, ZERO, GROUP, RECORD_BYTES, SCALE_TYPE, COARSE_TYPE, OFFSET_TYPE,
-// OFFSET_COARSE_TYPE, OFFSET_KIND, IS_BFLOAT.
+// OFFSET_COARSE_TYPE, OFFSET_KIND, IS_BFLOAT, IS_OUT_FLOAT.
 
 #include "tensor_cores.cu"
 
@@ -113,8 +113,25 @@ __device__ __forceinline__ u32 float8_pair(u32 word) { // the upper bytes of bot
     return IS_BFLOAT && !ARE_RAISED ? fma_pair(pair, 0x7b807b80u, 0x80008000u) : pair;
 }
 #else
-__device__ __forceinline__ float byte_value(u32 word, int place) {
-    return from_byte(word, place, NEEDS_SUMS ? 0 : ZERO);
+// Two bytes, less the zero. Below an exponent fp16 has room for a byte, bf16 for seven bits: there
+// the eighth chooses what is subtracted, if that is 128 of a signed byte; of others, each byte is
+// converted.
+__device__ __forceinline__ u32 byte_pair(u32 word, int first) {
+    constexpr int OWN_ZERO = NEEDS_SUMS ? 0 : ZERO;
+    constexpr u32 ONES = IS_BFLOAT ? 0x3f803f80u : 0x3c003c00u;
+    const int places = 0x4140 + 0x0202 * (first / 2);
+    if constexpr (!IS_BFLOAT) {
+        const u32 pair = __byte_perm(word, 0x64646464u, places); // 1024 + byte
+        return fma_pair(pair, ONES, (0xe400u + OWN_ZERO) * 0x10001u);
+    } else if constexpr (OWN_ZERO == 128) {
+        const u32 bytes = __byte_perm(word, 0, places);
+        u32 pair; // 128 + seven bits, as in four_bit_pair
+        asm("lop3.b32 %0, %1, %2, %3, 0xea;"
+            : "=r"(pair)
+            : "r"(bytes), "n"(0x7f007f), "n"(0x43004300));
+        return fma_pair(pair, ONES, (bytes & 0x00800080u) ^ 0xc380c380u); // -256, or -128
+    }
+    return pack(from_byte(word, first, OWN_ZERO), from_byte(word, first + 1, OWN_ZERO));
 }
 #endif
 
@@ -129,8 +146,8 @@ __device__ __forceinline__ void unpack(const Codes& codes, int i, u32& first, u3
     first = float8_pair(IS_ROW_MAJOR ? __byte_perm(word, 0, 0x1100) : word);
     second = float8_pair(IS_ROW_MAJOR ? __byte_perm(word, 0, 0x3322) : word << 8);
 #else
-    first = pack(byte_value(word, 0), byte_value(word, 1));
-    second = pack(byte_value(word, 2), byte_value(word, 3));
+    first = byte_pair(word, 0);
+    second = byte_pair(word, 2);
 #endif
 #endif
 }
@@ -221,3 +238,35 @@ struct RowTiles {
             }
     }
 };
+
+constexpr int OWN_COLUMNS = IS_NARROW      ? 4
+                            : IS_ROW_MAJOR ? 16
+                                           : 8; // of a thread, one after the other
+
+// The first column of a run.
+__device__ constexpr int run_start(int run) {
+    return IS_ROW_MAJOR ? run / 2 * 64 + run % 2 * 8 : run * 32;
+}
+
+// The thread's columns of a run: 8, or twice 4 of each 16. `p` is at its first ones.
+__device__ __forceinline__ Four load_columns(const u16* p, int step, int run) {
+    const int column = step * STEP + run_start(run), own = OWN_COLUMNS * (threadIdx.x % 4);
+    Four v = {};
+    if constexpr (IS_NARROW) {
+        if (IS_WHOLE || column + own < COLUMNS)
+            v.part[0] = load_word(p + column), v.part[1] = load_word(p + column + 2);
+        if (IS_WHOLE || column + 16 + own < COLUMNS)
+            v.part[2] = load_word(p + column + 16), v.part[3] = load_word(p + column + 18);
+    } else {
+        if (IS_WHOLE || column + own < COLUMNS) v = load_again(p + column);
+    }
+    return v;
+}
+
+__device__ __forceinline__ void store(void* out, long long place, float value) {
+#if IS_OUT_FLOAT
+    ((float*)out)[place] = value;
+#else
+    ((u16*)out)[place] = (u16)pack(value, 0.0f);
+#endif
+}

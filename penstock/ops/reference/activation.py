@@ -1,8 +1,8 @@
 """Smooth activations in float32. Knows no layer.
 
-torch's own CPU sigmoid, silu and softplus round differently in a vector's tail than inside it, so a
-value changes in its last bit with its place in the batch; `exp` and `log1p` do not. `deterministic`
-builds on these two alone, at several times the cost.
+torch's own CPU sigmoid, silu and softplus round differently in a vector's tail than inside it, so
+the last bit of a value depends on its position in the batch; `exp` and `log1p` do not have this
+problem. `deterministic` uses only these two, at several times the cost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SOFTPLUS_LINEAR_ABOVE = 20.0  # log(1 + exp(x)) is x in float32 from here on
+SOFTPLUS_LINEAR_ABOVE = 20.0  # from here on log(1 + exp(x)) is x in float32
 
 
 def sigmoid(x: Tensor, deterministic: bool) -> Tensor:

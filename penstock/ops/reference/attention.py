@@ -2,7 +2,7 @@
 
 Decode rows are one batched computation over their pages. Rows of several tokens are computed in
 blocks of 64 queries, aligned to absolute positions, so that a token has the same shapes and the
-same bits however its prompt was split. With `deterministic`, so are decode rows.
+same bits however its prompt was split. With `deterministic`, decode rows are too.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def rope_and_store(
     interleaved: bool = False,
     kv_scales: Tensor | None = None,  # [2, pages, page_size, Hkv] float32  written
 ) -> Tensor:  # [T, Hq, D]
-    """Head norms, rotation, and the keys and values into their pages; returns the queries.
+    """Head norms and rope; stores keys and values in their pages; returns the queries.
 
-    With scales, keys and values are stored as 8-bit codes (`kv_codes`).
+    With scales, keys and values are quantized to 8 bits (`kv_codes`).
     """
     assert (q_norm is None) == (k_norm is None)
     if kv_scales is None and cpu_attention.can_rotate(q, k, v, keys, positions, kv_index):
@@ -71,14 +71,14 @@ def paged_attention(
     spans: Sequence[Span],
     blocks: TokenBlocks,
     scale: float,
-    window: int = 0,  # keys a query sees, itself included; 0 is all of them
+    window: int = 0,  # keys a query sees, including itself; 0: all
     gate: Tensor | None = None,  # [T, Hq * D]
-    kv_scales: Tensor | None = None,  # [2, pages, page_size, Hkv] float32, of 8-bit codes
+    kv_scales: Tensor | None = None,  # [2, pages, page_size, Hkv] float32, of 8-bit KV
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
-    # query_start and blocks serve kernels; here the spans say the same on the host.
+    # query_start and blocks are for kernels; here the spans have the same information on the host.
     caches = _Caches(keys, values, *((None, None) if kv_scales is None else kv_scales))
     is_alone = decode.is_alone(q, deterministic) and len(spans) == 1
     are_few = not is_alone and decode.may_be_drafts(q, deterministic)
@@ -112,7 +112,7 @@ def paged_attention(
 
 
 def _are_one_sequence(spans: Sequence[Span], page_table: Tensor) -> bool:
-    """Whether all rows are decodes of one sequence, each a token behind the one before."""
+    """Whether all rows are consecutive decode tokens of one sequence."""
     first = spans[0].context_len
     are_in_turn = all(
         span.is_decode and span.num_tokens == 1 and span.context_len == first + place
@@ -140,7 +140,7 @@ def _decode(
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = caches.keys.shape[1:3]
     if not q.is_cuda:
-        # A captured graph may depend on shapes only, never on how long the rows are just now.
+        # A captured graph may depend only on shapes, never on the current lengths of rows.
         page_table = page_table[:, : -(-longest // page_size)]
     pages, shape = page_table.flatten(), (num_rows, -1, num_kv_heads, head_dim)  # [n, S, Hkv, D]
     k = kv_codes.read_pages(caches.keys, caches.key_scales, pages).view(shape)
@@ -150,7 +150,7 @@ def _decode(
     grouped = q.float().view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = torch.einsum("nhgd,nshd->nhgs", grouped, k) * scale
     weights = scores.masked_fill(unseen[:, None, None], -torch.inf).softmax(-1)
-    # Pages hold anything where nothing was written, and 0 * NaN is NaN.
+    # Unwritten page entries can hold anything, and 0 * NaN is NaN.
     v.masked_fill_(unseen[:, :, None, None], 0.0)
     return torch.einsum("nhgs,nshd->nhgd", weights, v).reshape(q.shape)
 
@@ -179,7 +179,7 @@ def _attend_row(
         visible = slice(
             _first_key(index, window) - first_key, (index + 1) * QUERY_BLOCK - first_key
         )
-        # [Hkv, G * 64, D]: the query heads that share a key head multiply it together
+        # [Hkv, G * 64, D]: the query heads that share a key head are multiplied together
         grouped = block.permute(1, 0, 2).reshape(num_kv_heads, -1, head_dim)
         scores = (grouped @ k[:, visible].transpose(1, 2)).unflatten(1, (-1, QUERY_BLOCK)) * scale
         unseen = _unseen(index, scores.shape[-1], window, q.device)

@@ -1,8 +1,8 @@
-"""The head and the tail of a decode step: from row numbers to all that a step of one token a row
-needs, and from the sampled tokens to where the next step starts.
+"""The start and the end of a decode step: from row numbers to the inputs of a step with one token
+per row, and from the sampled tokens to the start of the next step.
 
-What a row keeps between steps (its last token, how many tokens it has, its pages) stays in tables
-on the device; the host sends four integers a row.
+A row's state between steps (its last token, its length, its pages) stays in tables on the device;
+the host sends four integers per row.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import Tensor
 
 
 class PlacedDrafts(NamedTuple):
-    """Where the tokens of rows are that have W places each: the row's last token, and drafts.
+    """The positions of rows with W tokens each: the row's last token, and drafts.
 
-    A place that a row does not use has position 0, and key and value of page 0, which belongs to
-    nobody. What is computed there is never taken.
+    An unused position has position 0, and its key and value go to page 0, the padding page. Its
+    result is never used.
     """
 
-    rows: Tensor  # [R * W] int64  of the tables, of each place
+    rows: Tensor  # [R * W] int64  table row of each position
     positions: Tensor  # [R * W] int64
     kv_index: Tensor  # [R * W] int64
-    context_lens: Tensor  # [R * W] int64  tokens that each place sees
-    row_pages: Tensor  # [R * W, P] int32  zero behind what the row uses
-    by_place: Tensor  # [3, W, R] int64  positions, kv_index and context_lens, place after place
-    row_lens: Tensor  # [R] int64  tokens of the row, if every place were used
+    context_lens: Tensor  # [R * W] int64  tokens visible at each position
+    row_pages: Tensor  # [R * W, P] int32  zero after the pages that the row uses
+    by_place: Tensor  # [3, W, R] int64  positions, kv_index and context_lens, by position
+    row_lens: Tensor  # [R] int64  tokens of the row, if every position were used
     num_accepted: Tensor  # [R] int64
 
 
 def decode_rows(
-    rows: Tensor,  # [R] int64  of the tables
+    rows: Tensor,  # [R] int64  table rows
     last_token: Tensor,  # [rows] int64
-    context_len: Tensor,  # [rows] int64  tokens of the row, its last one included
+    context_len: Tensor,  # [rows] int64  tokens of the row, including its last one
     page_table: Tensor,  # [rows, P] int32
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -52,8 +52,8 @@ def decode_rows(
 
 
 def advance_rows(
-    rows: Tensor,  # [R] int64  of the tables; a row that gains tokens occurs once
-    num_new: Tensor,  # [R] int64  tokens that the row gains; 0 in a row that pads the step
+    rows: Tensor,  # [R] int64  table rows; a row that gains tokens occurs once
+    num_new: Tensor,  # [R] int64  tokens that the row gains; 0 for a padding row
     token_ids: Tensor,  # [R] int64  the last one of these
     last_token: Tensor,  # [rows] int64  written
     context_len: Tensor,  # [rows] int64  written
@@ -64,18 +64,19 @@ def advance_rows(
 
 
 def accept_drafts(
-    rows: Tensor,  # [R] int64  of the tables; a row that gains tokens occurs once
-    num_tokens: Tensor,  # [R] int64  that the row samples: 1, and its drafts; 0: it pads the step
-    sampled: Tensor,  # [L] int64  what the model says behind each of them, row after row
+    rows: Tensor,  # [R] int64  table rows; a row that gains tokens occurs once
+    num_tokens: Tensor,  # [R] int64  tokens to sample: 1 plus its drafts; 0: padding
+    sampled: Tensor,  # [L] int64  the model's tokens after each of them, row by row
     drafts: Tensor,  # [rows, n] int64
     last_token: Tensor,  # [rows] int64  written
     context_len: Tensor,  # [rows] int64  written
     num_accepted: Tensor,  # [rows] int64  written: entries of the journal to replay
-    forced: Tensor | None = None,  # [rows] int64  drafts to take, right or not; below 0: compare
-    width: int = 0,  # places that `sampled` has for every row; 0: those that it samples
-) -> Tensor:  # [R] int64  tokens that each row gains: drafts that were right, and one more
-    """A draft is right if the model says the same at its place, and all drafts before it are.
-    Measurements force what random weights would never accept."""
+    forced: Tensor | None = None,  # [rows] int64  drafts to accept, right or not; negative: compare
+    width: int = 0,  # positions per row in `sampled`; 0: those that it samples
+) -> Tensor:  # [R] int64  tokens that each row gains: accepted drafts, and one more
+    """A draft is accepted if the model samples the same token at its position, and all drafts
+    before it are accepted. Benchmarks force acceptance, which random weights would never reach.
+    """
     num_drafts = drafts.shape[1]
     place = torch.arange(num_drafts + 1, device=rows.device)
     firsts = num_tokens.cumsum(0) - num_tokens
@@ -97,10 +98,10 @@ def accept_drafts(
 
 
 def place_drafts(
-    rows: Tensor,  # [R] int64  of the tables
-    num_tokens: Tensor,  # [R] int64  places that the row uses; 0: it pads the step
+    rows: Tensor,  # [R] int64  table rows
+    num_tokens: Tensor,  # [R] int64  positions that the row uses; 0: padding
     width: int,  # W
-    context_len: Tensor,  # [rows] int64  tokens of the row, its last one included
+    context_len: Tensor,  # [rows] int64  tokens of the row, including its last one
     num_accepted: Tensor,  # [rows] int64
     page_table: Tensor,  # [rows, P] int32
     page_size: int,
@@ -129,10 +130,10 @@ def place_drafts(
 
 
 def draft_tokens(
-    rows: Tensor,  # [R] int64  of the tables
-    given: Tensor,  # [W - 1, R] int64  drafts of the host; below 0: the table's
+    rows: Tensor,  # [R] int64  table rows
+    given: Tensor,  # [W - 1, R] int64  the host's drafts; negative: the table's
     last_token: Tensor,  # [rows] int64
-    drafts: Tensor,  # [rows, n] int64  written where the host has drafts
+    drafts: Tensor,  # [rows, n] int64  written if the host has drafts
 ) -> Tensor:  # [R * W] int64  a row's last token, and its drafts
     num_drafts = len(given)
     known = drafts[rows, :num_drafts]  # [R, W - 1]

@@ -5,15 +5,15 @@ Rows of one token use the recurrence, all at once; rows of several tokens are co
 64 aligned to absolute positions, so that a prompt split at a multiple of 64 gives the same bits.
 With `deterministic` every row is computed alone, and a token at such a position always in a block.
 
-State is read from the initial slots and written to the state and checkpoint slots only; it is
-computed in float32 and rounded to the dtype of the slots. The inputs of the convolution are kept as
-a ring: the input of position p is at p % W, so a step writes only the entries of its own tokens,
+State is read from the initial slots and written only to the state and checkpoint slots; it is
+computed in float32 and rounded to the slots' dtype. The convolution's inputs are kept in a ring
+buffer: the input of position p is at p % W, so a step writes only the entries of its own tokens,
 unless the row moves to another slot. Positions before 0 count as zero, whatever the ring holds.
 
-With a journal, a decode may have drafts behind its token, and entries of earlier drafts to replay
+With a journal, a decode may have drafts after its token, and entries of earlier drafts to replay
 before it. State and ring stay in one slot: the slot gets the state after the decode's own token,
-the journal what its drafts add, and a ring of W >= Kc + n entries has room for the inputs of n
-drafts. Every token is computed as a decode of it alone would be.
+the journal gets what its drafts add, and a ring of W >= Kc + n entries has room for the inputs of n
+drafts. Every token is computed as if it were a decode of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def gated_delta_net(
     dt_bias: Tensor,  # [Hv] float32
     norm_weight: Tensor,  # [V] float32
     eps: float,
-    conv: Tensor,  # [slots, W, C]  rings of the convolution's inputs, W >= Kc
+    conv: Tensor,  # [slots, W, C]  ring buffers of the convolution's inputs, W >= Kc
     recurrent: Tensor,  # [slots, Hv, K, V] float32 or float16
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
@@ -56,7 +56,7 @@ def gated_delta_net(
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
     position = spans[0].context_len - spans[0].num_tokens if len(spans) == 1 else 0
-    is_one_row = len(spans) == 1 and not spans[0].checkpoints  # a decode, or a short prompt
+    is_one_row = len(spans) == 1 and not spans[0].checkpoints  # a decode, or a short prefill
     are_few = is_one_row and few_tokens.are_few(mixed, deterministic)
     if are_few and few_tokens.can_mix(conv_weight, conv, recurrent):
         row, *replayed = _numbers_of(replay)
@@ -89,7 +89,7 @@ def gated_delta_net(
     channels, z, b, a = mixed.split_with_sizes(sizes, dim=-1)
     beta = sigmoid(b, deterministic)  # [T, Hv]
     log_decay = -a_log.exp() * softplus(a.float() + dt_bias, deterministic)  # [T, Hv]
-    starts = context_lens - query_start.diff()  # [R]  tokens that came before this step
+    starts = context_lens - query_start.diff()  # [R]  tokens before this step
     out = torch.empty(
         len(mixed), num_value_heads, value_dim, dtype=torch.float32, device=mixed.device
     )
@@ -147,14 +147,14 @@ def gated_delta_net(
 
 
 def _numbers_of(replay: Replay | None) -> tuple[int, ...]:
-    """Of a step with one row."""
+    """For a step with one row."""
     return (0, 0, 0, 0) if replay is None else tuple([int(number) for number in replay])
 
 
 def _is_one_decode(
     mixed: Tensor, recurrent: Tensor, spans: Sequence[Span], deterministic: bool
 ) -> bool:
-    """Whether a step of one row may take the fast path of a CPU: one token, or a decode."""
+    """Whether a step of one row may take the CPU's fast path: one token, or a decode."""
     if len(spans) != 1 or spans[0].checkpoints or recurrent.dtype != torch.float32:
         return False
     has_drafts = spans[0].is_decode and decode.may_be_drafts(mixed, deterministic)
@@ -167,13 +167,13 @@ def _takes_blocks(span: Span | None) -> TypeGuard[Span]:
 
 
 def _initial(pool: Tensor, slots: Tensor, starts_empty: Tensor) -> Tensor:
-    """The rows' states, copied; zero where nothing came before, whatever the slot holds."""
+    """Copies of the rows' states; zero for rows at position 0, whatever the slot holds."""
     states = pool.index_select(0, slots).float()
     return states.masked_fill_(starts_empty.view(-1, *[1] * (pool.dim() - 1)), 0.0)
 
 
 def _rounded(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to the dtype of the slots, and clamped, since an infinity would stay."""
+    """Rounded to the slots' dtype, and clamped, since an infinity would never go away."""
     if dtype == torch.float32:
         return state
     largest = torch.finfo(dtype).max
@@ -191,7 +191,7 @@ def _history(rings: Tensor, starts: Tensor, num_inputs: int) -> Tensor:
 
 
 def _add_to_rings(rings: Tensor, inputs: Tensor, starts: Tensor) -> Tensor:
-    """rings [n, W, C] with inputs [n, t, C], from each row's start on, in their places."""
+    """Writes inputs [n, t, C], from each row's start on, to their entries in rings [n, W, C]."""
     num_tokens, width = inputs.shape[1], rings.shape[1]
     kept = torch.arange(max(0, num_tokens - width), num_tokens, device=rings.device)
     rows = torch.arange(len(rings), device=rings.device)[:, None]
@@ -217,7 +217,7 @@ def _split_heads(
     num_value_heads: int,
     value_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [n, t, Hk, K], [n, t, Hk, K], [n, t, Hv, V]
-    """Queries and keys have length one; the queries carry the scale K^-0.5."""
+    """Queries and keys are normalized to length one; the queries include the scale K^-0.5."""
     value_size = num_value_heads * value_dim
     key_size = (convolved.shape[-1] - value_size) // 2
     qk, v = convolved.split_with_sizes((2 * key_size, value_size), dim=-1)
@@ -247,7 +247,7 @@ def _recurrence(
 
 
 class _Decodes(NamedTuple):
-    """n rows of a step, each a token and drafts behind it."""
+    """n rows of a step, each a token followed by drafts."""
 
     channels: Tensor  # [T, C]
     log_decay: Tensor  # [T, Hv]
@@ -259,7 +259,7 @@ class _Decodes(NamedTuple):
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:  # [n, t] both
-        """Where the tokens of each row are among all; False where a row has fewer than others."""
+        """The indices of each row's tokens among all; False where a row has fewer than others."""
         lens = torch.tensor([span.num_tokens for span in self.spans], device=self.starts.device)
         place = torch.arange(int(lens.max()), device=lens.device)
         firsts = lens.cumsum(0) - lens
@@ -276,11 +276,12 @@ def _decode_with_drafts(
     replay: Replay,
     deterministic: bool,
 ) -> Tensor:  # [T, Hv, V]
-    """Rows take every step together; one that has nothing to do has a decay of 1 and a beta of 0,
-    which leave its state as it is."""
+    """All rows take every step together; an inactive row has a decay of 1 and a beta of 0, which
+    leave its state unchanged.
+    """
     starts, (places, exist) = decodes.starts, decodes.places
     num_value_heads, value_dim = recurrent.shape[1], recurrent.shape[3]
-    num_done = starts - replay.num_accepted  # [n]  tokens in the states of the slots
+    num_done = starts - replay.num_accepted  # [n]  tokens in the slots' states
     state = _initial(recurrent, decodes.initial_slots, starts == 0)
     rings = conv.index_select(0, decodes.initial_slots)
     num_entries = journal.keys.shape[1] if state.is_cuda else int(replay.num_accepted.max())
@@ -330,7 +331,7 @@ def _keep(
     starts: Tensor,  # [n]
     replay: Replay,
 ) -> None:
-    """Saves the states that are to be kept here; others go to slot 0, which is nobody's."""
+    """Saves the requested states; others go to slot 0, the padding slot."""
     is_here = (num_tokens == replay.keep_at) & (num_tokens <= starts) & (replay.keep_slots > 0)
     if state.is_cuda or bool(is_here.any()):
         slots = torch.where(is_here, replay.keep_slots, 0)
@@ -348,7 +349,7 @@ def _one_token(
     dtype: torch.dtype,  # of the slots
     position: int | None,  # None: never in a block
 ) -> tuple[Tensor, Tensor]:  # [n, Hv, V], [n, Hv, K, V]
-    """As a step of this token alone computes it, and rounds the state at its end."""
+    """Computes it like a step of this token alone, with the same rounding of the state."""
     span = None if position is None else _OneToken(position + 1)
     if _takes_blocks(span):
         out, states = _row_in_blocks(q, k, v, log_decay, beta, state[0], span, True)
@@ -368,12 +369,12 @@ class _OneToken(NamedTuple):
 class _Prepared(NamedTuple):
     """The state-independent part of a block; heads as [Hk, r] with r = Hv / Hk."""
 
-    q: Tensor  # [blocks, Hk, r, 64, K]  decayed since the block began
+    q: Tensor  # [blocks, Hk, r, 64, K]  decayed since the start of the block
     k: Tensor  # [blocks, Hk, 1, 64, K]
     attn: Tensor  # [blocks, Hk, r, 64, 64]  q k^T, causal, decayed between the two tokens
-    u: Tensor  # [blocks, Hk, r, 64, V]  values, corrected for the block's own earlier tokens
-    w: Tensor  # [blocks, Hk, r, 64, K]  what the corrections read from the state before the block
-    log_decay: Tensor  # [blocks, Hk, r, 64]  since the block began
+    u: Tensor  # [blocks, Hk, r, 64, V]  values, corrected for earlier tokens of the block
+    w: Tensor  # [blocks, Hk, r, 64, K]  reads from the state before the block
+    log_decay: Tensor  # [blocks, Hk, r, 64]  since the start of the block
 
 
 def _row_in_blocks(
@@ -413,7 +414,7 @@ def _row_in_blocks(
 
 
 def _in_blocks(x: Tensor, offset: int, num_key_heads: int) -> Tensor:
-    """[t, heads, W] -> [blocks, Hk, heads / Hk, 64, W]. Zeros before and after change no state."""
+    """[t, heads, W] -> [blocks, Hk, heads / Hk, 64, W]. Zero padding does not change the state."""
     after = -(offset + len(x)) % BLOCK_TOKENS
     blocks = F.pad(x, (0, 0, 0, 0, offset, after)).unflatten(0, (-1, BLOCK_TOKENS)).transpose(1, 2)
     return blocks.unflatten(1, (num_key_heads, -1)).contiguous()
@@ -423,7 +424,7 @@ def _prepare_blocks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Te
     """Within a block, token t's correction needs those of s < t: a unit lower-triangular system."""
     total = log_decay.squeeze(-1).cumsum(-1)  # [blocks, Hk, r, 64]
     later = torch.ones(BLOCK_TOKENS, BLOCK_TOKENS, dtype=torch.bool, device=q.device).triu(1)
-    # Masked before the exponential: the other half would overflow.
+    # Masked before the exponential: the upper triangle would overflow.
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
     growth = total.exp()[..., None]
     system = (beta * (k @ k.transpose(-1, -2)) * decay).tril(-1)

@@ -1,8 +1,8 @@
-"""Slots for the experts of a layer: those that a step needs, and copies of the missing ones.
+"""Slots for the experts of a layer: assigns slots to the experts of a step, and copies missing
+ones.
 
-The host does not take part: the device keeps the table of what its slots hold, chooses what to
-evict, and reads experts from the host's memory itself, so that a step is one graph whatever it
-misses.
+The host does not take part: the device keeps the table of its slots, chooses what to evict, and
+reads experts from host memory itself, so that a step is one graph whatever it misses.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ import torch
 from torch import Tensor
 
 MEMORY = 0.1  # weight of a layer's last step in its experts' scores
-NUM_COUNTS = 3  # hits, misses, and of those the ones that are fetched
+NUM_COUNTS = 3  # hits, misses, and fetched misses
 
 
 def take_slots(
     ids: Tensor,  # [T, k]  experts; those of a token differ
     weights: Tensor,  # [T, k] float32
     slot_of: Tensor,  # [E] int32  -1: no slot holds it; written
-    scores: Tensor,  # [E] float32  how often it was needed lately; written
+    scores: Tensor,  # [E] float32  how often it was needed recently; written
     marks: Tensor,  # [E] int32  zeros, before and after
     counts: Tensor,  # [NUM_COUNTS] int64  added to
-    host_share: Tensor,  # [1] float32  of the missing ones, those that the host multiplies
+    host_share: Tensor,  # [1] float32  share of missing experts that the host computes
     num_slots: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [T, k], [T, k], [T, k], [1 + 2 * n] int32
-    """Slots and weights in place of experts and weights; what is left to the host has slot
-    `num_slots`, which holds zeros, and weight 0 there, and its weight in the third. The last lists
-    what to fetch: how many, then an expert and its slot for each.
+    """Slots and weights in place of experts and weights. Experts left to the host get slot
+    `num_slots`, which holds zeros, and weight 0; their weights are in the third result. The last
+    one lists what to fetch: the count, then an expert and its slot for each.
 
-    The experts with the lowest scores are evicted, and of the missing ones left to the host. A step
-    that needs most experts says little about which are special, and moves scores as little.
+    The experts with the lowest scores are evicted; of the missing ones, those with the lowest
+    scores are left to the host. A step that needs most experts says little about which are popular,
+    and changes scores little.
     """
     num_experts = len(slot_of)
     needed = torch.zeros(num_experts, dtype=torch.bool, device=ids.device)
@@ -65,10 +66,10 @@ def take_slots(
 
 
 def fetch_experts(
-    wanted: Tensor,  # [1 + 2 * n] int32  of `take_slots`
-    sources: Sequence[Tensor],  # [E, ...]  in the host's memory, pinned
+    wanted: Tensor,  # [1 + 2 * n] int32  from `take_slots`
+    sources: Sequence[Tensor],  # [E, ...]  in host memory, pinned
     targets: Sequence[Tensor],  # [S, ...]  the slots
-    table: Tensor,  # [F, 4] int64  of `copy_table`
+    table: Tensor,  # [F, 4] int64  from `copy_table`
 ) -> None:
     """Copies every expert of the list into its slot."""
     count, *pairs = wanted.tolist()
@@ -78,12 +79,12 @@ def fetch_experts(
             target[slot] = source[expert]
 
 
-CHUNK = 4096  # words that a program copies at a time
+CHUNK = 4096  # words per program and iteration
 
 
 def copy_table(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:  # [F, 4] int64
-    """Of each field its address on the host and on the device, its words in an expert, and its
-    first chunk, for the kernel of `fetch_experts`.
+    """For each field its address on the host and on the device, its words per expert, and its first
+    chunk, for the kernel of `fetch_experts`.
     """
     rows, first = [], 0
     for source, target in zip(sources, targets, strict=True):

@@ -1,4 +1,4 @@
-"""Forbids tokens by a bitmap per row: what a grammar allows, computed while the logits were."""
+"""Forbids tokens by one bitmap per row: grammar masks, computed in parallel with the logits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ WORD_BITS = 32
 
 def mask_logits(
     logits: Tensor,  # [L, vocab] float32, changed in place
-    rows: Tensor,  # [N] int64  rows of the logits, each at most once; the others stay as they are
-    # [N, words] int32  token t of row i may come if bit t % 32 of allowed[i, t // 32] is 1
+    rows: Tensor,  # [N] int64  rows of the logits, each at most once; others are unchanged
+    # [N, words] int32 token t of row i is allowed if bit t % 32 of allowed[i, t // 32] is 1
     allowed: Tensor,
 ) -> Tensor:
     bit = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)

@@ -1,8 +1,8 @@
-"""Matrix products with what is fused to them: norm or activation before, residual after.
+"""GEMMs with fused operations: norm or activation before, residual after.
 
 With `deterministic` the result of a token does not depend on the other tokens of the step: rows are
 multiplied in tiles of one fixed height, because a BLAS picks its summation order by shape, and some
-by the position in it. Without `out_dtype`, results have the dtype of the inputs.
+by the position within it. Without `out_dtype`, results have the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from penstock.ops.tiles import TiledRows
 from penstock.ops.weight import Part, Weight
 
 TILE = 16
-WIDENED_ELEMENTS = 2**20  # of a weight, copied to a wider dtype at a time: 4 MB fit a cache
+WIDENED_ELEMENTS = 2**20  # of a weight, widened at a time: 4 MB fit a cache
 
 
 def linear(
     x: Tensor,  # [T, K]
     weight: Weight,  # [N, K]
     bias: Tensor | None = None,  # [N]
-    residual: Tensor | None = None,  # [T, N], given up: the result may take its place
+    residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
@@ -56,10 +56,10 @@ def multiply_parts(
     bias: Tensor | None = None,
     *,
     deterministic: bool = False,
-    rounds: bool = False,  # tokens, for rows that are quantised (`float8.py`)
+    rounds: bool = False,  # quantize the tokens too (`float8.py`)
 ) -> Tensor:  # [T, K] -> [T, N] float32
-    """Products with rows that are stored in different ways. For few tokens, quantised rows are
-    multiplied as they are; for many, a few rows at a time are expanded and stay in the cache.
+    """GEMM with rows in different formats. For few tokens, quantized rows are multiplied directly;
+    for many, a few rows at a time are dequantized and stay in the cache.
     """
     sizes = [part.shape[0] for part in parts]
     wide, first = round_tokens(x) if rounds else x.float(), 0
@@ -93,11 +93,11 @@ def multiply(
     x: Tensor,  # [T, K]
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,  # [N]
-    residual: Tensor | None = None,  # [T, N], given up
+    residual: Tensor | None = None,  # [T, N], consumed
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    """`linear` with a plain matrix."""
+    """`linear` with an unquantized matrix."""
     if deterministic:
         out = _tiled_linear(x, weight, bias)
     elif few_tokens.are_few(x, deterministic) and few_tokens.can_multiply(weight):
@@ -146,7 +146,7 @@ def norm_linear(
 def swiglu_linear(
     gate_up: Tensor,  # [T, 2F]  gate, then up
     weight: Weight,  # [N, F]
-    residual: Tensor | None = None,  # [T, N], given up: the result may take its place
+    residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
@@ -168,7 +168,7 @@ def swiglu(gate_up: Tensor, deterministic: bool) -> Tensor:
 def _widened_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, deterministic: bool
 ) -> Tensor:
-    """Widens a part of the weight at a time into the same memory, so that it stays in the cache."""
+    """Widens a part of the weight at a time into the same buffer, so that it stays in the cache."""
     wide_x = x.to(dtype)
     rows_at_once = max(1, min(len(weight), WIDENED_ELEMENTS // weight.shape[1]))
     wide = torch.empty(rows_at_once, weight.shape[1], dtype=dtype, device=weight.device)
@@ -181,7 +181,7 @@ def _widened_linear(
 
 
 def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if weight.is_mkldnn:  # a check of an engine that is not deterministic
+    if weight.is_mkldnn:  # a check in an engine that is not deterministic
         weight = weight.to_dense()
     num_tokens = x.shape[0]
     height = TILE if x.is_cuda else _tile_height(*weight.shape, weight.dtype)
@@ -192,7 +192,7 @@ def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def _tile_height(num_rows: int, num_columns: int, dtype: torch.dtype) -> int:
-    """TILE, or 1 if this CPU's BLAS rounds a token by its position in a tile; tried with equal
+    """TILE, or 1 if this CPU's BLAS rounds a token by its position in a tile; tested with equal
     tokens.
     """
     num_rows = min(num_rows, max(1, WIDENED_ELEMENTS // num_columns))

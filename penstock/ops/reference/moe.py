@@ -1,8 +1,8 @@
-"""Sparse feed-forward: chooses experts, and runs them; experts are matrices of a stack.
+"""Mixture of experts: routes tokens to experts, and runs them; experts are matrices of a stack.
 
-Two forms of one computation. Grouped, on a CPU: tokens are sorted by expert, and each expert in use
+Two forms of one computation. Grouped, on a CPU: tokens are sorted by expert, and each used expert
 runs once. Gathered, on CUDA: the experts of a few tokens at a time are copied and multiplied as a
-batch, which needs memory but no synchronisation.
+batch, which needs memory but no synchronization.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ def norm_route(
     k: int,
     normalize: bool = True,
     shared_gate: Weight | None = None,  # [1, H]
-    counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
-    slots: Tensor | None = None,  # [E] int32  the matrix that holds an expert; None: its own number
+    counters: Tensor | None = None,  # from `new_counters`; without them a kernel allocates its own
+    slots: Tensor | None = None,  # [E] int32  the matrix of each expert; None: in order
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # [T, H], [T, k], [T, k], [T, 1]
-    """The norm before the experts, and their choice: the normed tokens like hidden; the weights,
-    float32, and ids of the k most likely experts of each, or their slots; the shared expert's
-    weight, float32.
+    """The norm before the experts, and top-k routing. Returns the normed tokens like hidden; the
+    float32 weights and ids (or slots) of each token's k most likely experts; and the shared
+    expert's weight, float32.
 
-    `normalize` makes the k weights sum to one. The router reads the normed tokens as they were
-    rounded.
+    `normalize` makes the k weights sum to one. The router reads the normed tokens after rounding.
     """
     if few_tokens.are_few(hidden, deterministic) and few_tokens.can_multiply(router.values):
         gate = None if shared_gate is None else shared_gate.values
@@ -62,7 +61,7 @@ def norm_route(
     wide = x.float()
     logits = multiply(wide, router.values.float(), deterministic=deterministic)
     likeliest, ids = logits.topk(k, dim=-1)
-    # k weights of the softmax over all experts, normalised, are the softmax over these k.
+    # k weights of the softmax over all experts, normalized, are the softmax over these k.
     weights = likeliest.softmax(-1) if normalize else logits.softmax(-1).gather(-1, ids)
     if slots is not None:
         ids = slots[ids].long()
@@ -84,9 +83,9 @@ def own_experts(
     first: int,
     count: int,
 ) -> tuple[Tensor, Tensor]:  # [T, k], [T, k]
-    """For a rank that has the experts from `first` on, at least k of them: their numbers there.
+    """For a rank that has the experts from `first` on, at least k of them: their local ids.
 
-    Another rank's expert weighs nothing. In its place stands one that the token has not chosen,
+    Another rank's expert gets weight zero and is replaced by one that the token has not chosen,
     because those of a token must differ: the lowest, so that all tokens read the same few.
     """
     k = ids.shape[1]
@@ -94,7 +93,7 @@ def own_experts(
     is_own = (local >= 0) & (local < count)
     lowest = torch.arange(min(2 * k, count), device=ids.device)
     is_used = ((local.unsqueeze(-1) == lowest) & is_own.unsqueeze(-1)).any(1)  # [T, lowest]
-    spare = is_used.int().argsort(dim=-1, stable=True)  # those not chosen come first, in order
+    spare = is_used.int().argsort(dim=-1, stable=True)  # unused ones come first, in order
     place = ((~is_own).cumsum(-1) - 1).clamp(min=0)
     others = spare.gather(1, place)
     return weights.where(is_own, 0.0), local.where(is_own, others.to(local.dtype))
@@ -110,11 +109,13 @@ def sparse_mlp(
     shared_weight: Tensor | None = None,  # [T, 1] float32
     shared_gate_up: Weight | None = None,  # [2I', H]
     shared_down: Weight | None = None,  # [H, I']
-    counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
+    counters: Tensor | None = None,  # from `new_counters`; without them a kernel allocates its own
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, H]
-    """residual + the weighted sum of the chosen experts (+ the shared one), summed in float32."""
+    """residual + the weighted sum of the chosen experts (+ the shared one), accumulated in
+    float32.
+    """
     stored = (gate_up, down, shared_gate_up, shared_down)
     is_plain = not any(weight is not None and weight.parts for weight in stored)
     if is_plain and few_tokens.are_few(x, deterministic):
@@ -149,7 +150,7 @@ def sparse_mlp(
         rounded = rounded_experts(x, ids.numel(), (gate_up, down), shared_stored)
     if rounded:
         outputs = _run_experts_rounded(x, ids, *rounded[:2])
-        if shared_weight is not None and len(rounded) == 4:  # as one expert more
+        if shared_weight is not None and len(rounded) == 4:  # as one more expert
             shared = _run_experts_rounded(x, torch.zeros_like(ids[:, :1]), *rounded[2:])
             outputs = torch.cat([outputs, shared], dim=1)
             weights, shared_weight = torch.cat([weights, shared_weight], dim=1), None
@@ -176,7 +177,7 @@ def sparse_mlp(
 
 
 def _as_stored(weights: Sequence[Weight | None]) -> list[Tensor | None]:
-    """All in bf16 where all have that, otherwise all in float32."""
+    """All in bf16 if all have it, otherwise all in float32."""
     if all(weight is None or weight.short is not None for weight in weights):
         return [None if weight is None else weight.short for weight in weights]
     return [None if weight is None else weight.values for weight in weights]
@@ -207,7 +208,7 @@ def add_experts(
 def _run_experts_rounded(
     x: Tensor, ids: Tensor, gate_up: TiledRows, down: TiledRows
 ) -> Tensor:  # [T, k, H]
-    """With tokens, and what is between the products, in E4M3 (`float8.py`)."""
+    """With tokens, and the intermediate activations, quantized to E4M3 (`float8.py`)."""
     gates_ups, downs = (rows.dequantize().view(-1, *rows.shape[-2:]) for rows in (gate_up, down))
     rounded = round_tokens(x)
     outputs = x.new_empty(*ids.shape, down.num_rows)

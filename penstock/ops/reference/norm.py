@@ -1,5 +1,5 @@
 """Root-mean-square norms. The weights given here are final: a model whose checkpoint stores `w` of
-`1 + w` folds the one in when it loads.
+`1 + w` adds the one at load.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_tokens(x: Tensor, weight: Tensor, eps: float, deterministic: bool) -> Tensor:
-    """`rms_norm` of x [T, K] for ops that need not always give the same bits."""
+    """`rms_norm` of x [T, K] for ops that are not required to be bit-reproducible."""
     if decode.is_alone(x, deterministic):
         return decode.rms_norm(x, weight, eps)
     norm = decode.rms_norm_of_few if decode.are_few(x, deterministic) else rms_norm
@@ -27,7 +27,7 @@ def norm_tokens(x: Tensor, weight: Tensor, eps: float, deterministic: bool) -> T
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, deterministic: bool = False
 ) -> Tensor:
-    """x [.., D], gate [.., D], weight [D] float32 -> [.., D] like the gate: norm first, then
+    """x [.., D], gate [.., D], weight [D] float32 -> [.., D] like the gate: norm, then times
     silu(gate).
     """
     normed = F.rms_norm(x.float(), weight.shape, weight, eps)

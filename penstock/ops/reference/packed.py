@@ -1,9 +1,9 @@
-"""Products on a CPU by oneDNN, which multiplies a few tokens several times as fast as a BLAS.
+"""CPU GEMMs by oneDNN, which is several times as fast as a BLAS for a few tokens.
 
-A BLAS made for square matrices rearranges a weight for every product, which takes longer than
-reading it. So bf16 weights are kept in the layout of oneDNN (`pack`, once, after loading), unless
-`ops/cpu` has a kernel that reads them as they are. In float32 that is not faster for a single
-token. The summation order differs from a BLAS, so `deterministic` engines do not pack.
+A BLAS made for square matrices repacks a weight for every GEMM, which takes longer than reading it.
+So bf16 weights are kept in oneDNN's layout (`pack`, once, after loading), unless `ops/cpu` has a
+kernel that reads them directly. In float32 that is not faster for a single token. The summation
+order differs from a BLAS, so `deterministic` engines do not pack.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from penstock.ops.cpu import skinny_gemm
 
 LEAST_ELEMENTS = (
     1 << 19
-)  # of a weight: smaller ones stay in a cache, and the call costs more than it spares
-USUAL_TOKENS = 1  # that the layout is made for; others work too
-MOST_TOKENS = 64  # of a float32 product; for more, a BLAS is as fast
+)  # per weight: smaller ones stay in a cache, and the call costs more than it saves
+USUAL_TOKENS = 1  # that the layout is optimized for; others work too
+MOST_TOKENS = 64  # of a float32 GEMM; for more, a BLAS is as fast
 
 
 def pack(weight: Tensor) -> Tensor:  # [N, K] -> [N, K]
-    """The same matrix in the layout of oneDNN, or unchanged if that is slower or not possible."""
+    """The same matrix in oneDNN's layout, or unchanged if that is slower or impossible."""
     is_packed = weight.dtype == torch.bfloat16 and weight.numel() >= LEAST_ELEMENTS
     if not is_packed or skinny_gemm.is_available() or not _can_multiply(weight):
         return weight
@@ -32,7 +32,7 @@ def pack(weight: Tensor) -> Tensor:  # [N, K] -> [N, K]
 def is_better(x: Tensor, weight: Tensor) -> bool:
     """Whether `multiply` is faster for x [T, K] and a weight [N, K]; always for a packed weight.
 
-    For a single token only if the weight is wide: a BLAS is as fast for long sums.
+    For a single token only if N is large: a BLAS is as fast for large K.
     """
     if weight.is_mkldnn:
         return True

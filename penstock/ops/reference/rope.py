@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of angles, and the rotation of the first dimensions of a
+"""Rotary position embedding: the cos/sin table, and the rotation of the first dimensions of a
 head.
 """
 
@@ -21,7 +21,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x [T, H, D] float32, cos and sin [T, rot/2]: rotates the first `rot` of D dimensions in
     place.
 
-    A pair is (j, j + rot/2), or (2j, 2j + 1) when interleaved.
+    A pair is (j, j + rot/2), or (2j, 2j + 1) if interleaved.
     """
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]

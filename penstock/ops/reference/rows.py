@@ -1,8 +1,8 @@
-"""Cuts the rows of a step, for the reference ops and for kernels. On the host only.
+"""Groups the rows of a step, for the reference ops and for kernels. On the host only.
 
 Consecutive decodes form one group, so that a decode step is a fixed sequence of batched operations;
 any other row is its own group. Kernels see those rows as blocks. A decode is one token, or that
-token and drafts behind it.
+token followed by drafts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 BLOCK_TOKENS = 64
-LEAST_KEYS = 16  # of a page, read at once by attention kernels
+LEAST_KEYS = 16  # keys of a page that attention kernels read at once
 
 
 class Span(Protocol):
@@ -36,17 +36,17 @@ class Span(Protocol):
 
     @property
     def num_newest(self) -> int:
-        """Keys that a decode sees and that this step writes, at most."""
+        """The most keys visible to a decode that this step writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBlocks:
     """The rows that are not decodes as kernels see them: blocks of at most 64 tokens, in order.
 
-    A block crosses neither a position that is a multiple of 64 nor a checkpoint.
+    A block crosses neither a multiple of 64 nor a checkpoint position.
     """
 
-    # [n, 4] int32  row, first token in the step, tokens, slot to save the state in (0: none)
+    # [n, 4] int32 row, first token in the step, tokens, slot to save the state in (0: none)
     table: Tensor
     rows: Tensor  # [m, 2] int32  a row's first block, and the one past its last
 

@@ -1,9 +1,8 @@
-"""From logits to the next token, row by row: penalties, edits, filters, and a draw that can be
-repeated.
+"""From logits to the next token, row by row: penalties, biases, filters, and reproducible sampling.
 
-The noise of a draw is a function of (seed, position, token id) alone, so a row gives the same text
-whatever else is in its batch. No softmax is materialised: the largest of `logit / temperature +
-Gumbel noise` is a draw from the softmax.
+The noise depends only on (seed, position, token id), so a row gives the same text whatever else is
+in its batch. No softmax is materialized: the argmax of `logit / temperature + Gumbel noise` is a
+sample from the softmax.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def penalize_repeats(
     presence: Tensor,  # [L]
     frequency: Tensor,  # [L]
 ) -> Tensor:
-    """Repetition counts the prompt too; presence and frequency only what was generated."""
+    """Repetition counts the prompt too; presence and frequency only generated tokens."""
     factor = torch.where(in_prompt | (generated > 0), repetition[:, None], 1.0)
     logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
     logits -= frequency[:, None] * generated
@@ -31,18 +30,23 @@ def penalize_repeats(
 
 
 def bias_logits(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
-    """Adds bias [N] to single logits in place, once to each at most; -inf forbids a token."""
+    """Adds bias [N] to single logits in place, at most once to each; -inf forbids a token."""
     return logits.index_put_((rows, token_ids), logits[rows, token_ids] + bias)
+
+
+def likeliest(logits: Tensor) -> Tensor:  # [L, vocab] -> [L] int64
+    """The token with the largest logit, the lowest of several."""
+    return logits.argmax(-1)
 
 
 def sample(
     logits: Tensor,  # [L, vocab] float32
-    temperature: Tensor,  # [L]  0 is greedy
-    top_k: Tensor,  # [L] int64  0 keeps every token
+    temperature: Tensor,  # [L]  0: greedy
+    top_k: Tensor,  # [L] int64  0: all tokens
     top_p: Tensor,  # [L]
     min_p: Tensor,  # [L]
     seeds: Tensor,  # [L] int64
-    positions: Tensor,  # [L] int64  of the token that is drawn
+    positions: Tensor,  # [L] int64  of the sampled token
     filtered: bool,  # whether any row uses top_k, top_p or min_p
 ) -> Tensor:  # [L] int64
     greedy = logits.argmax(-1)
@@ -60,8 +64,8 @@ def keep_likely(
     logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[
     Tensor, Tensor
-]:  # both [L, vocab]: sorted logits with -inf for what is cut, and their token ids
-    """top_k first, then top_p of what is left, then min_p; the likeliest token always stays."""
+]:  # both [L, vocab]: sorted logits, -inf if filtered out, and their token ids
+    """top_k first, then top_p of the rest, then min_p; the most likely token always stays."""
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[-1], device=logits.device)
     ordered = ordered.masked_fill((top_k[:, None] > 0) & (rank >= top_k[:, None]), -torch.inf)
@@ -87,7 +91,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:  
         _scramble(_scramble(positions & _MASK) ^ (seeds & _MASK)) ^ ((seeds >> 32) & _MASK)
     )
     bits = _scramble((key[:, None] + token_ids * 0x9E3779B9) & _MASK)
-    # 23 bits and a half: the largest value is the float below 1, so neither logarithm is infinite.
+    # 23 bits plus a half: the largest value is the float below 1, so neither logarithm is infinite.
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     return -(-uniform.log()).log()
 

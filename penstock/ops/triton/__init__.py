@@ -1,4 +1,4 @@
-"""The kernels: the same files, functions and signatures as `ops/reference`, for a GPU."""
+"""GPU kernels: the same files, functions and signatures as `ops/reference`."""
 
 from penstock.ops.triton.launchers import keep_launchers_apart
 

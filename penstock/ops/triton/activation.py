@@ -14,9 +14,7 @@ def silu(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)). A sum with one drops what the logarithm would have kept; the quotient puts
-    it back.
-    """
+    """log(1 + exp(x)). Adding one rounds off low bits of exp(x); the quotient restores them."""
     small = tl.exp(-tl.abs(x))
     rounded = 1.0 + small
     kept = tl.where(rounded == 1.0, 1.0, rounded - 1.0)

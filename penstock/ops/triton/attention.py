@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention on a GPU: rotation and storing in one kernel; what attends is chosen by the rows.
-Decodes are in `decode_attention`, rows of several tokens in `prefill_attention`.
+"""Attention on a GPU: rope and KV stores in one kernel; the rows decide which attention kernel
+runs: `decode_attention` for decodes, `prefill_attention` for rows of several tokens.
 
-Positions, and where keys and values go, are read before the kernels ahead are complete: a step's
-inputs are written before its first kernel with an early start.
+Positions and KV indices are read before the preceding kernels are complete: a step's inputs are
+written before its first kernel with an early start.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def rope_and_store(
     interleaved: bool = False,
     kv_scales: Tensor | None = None,  # [2, pages, page_size, Hkv] float32  written
 ) -> Tensor:  # [T, Hq, D]
-    """Head norms, rotation, and the keys and values into their pages; returns the queries."""
+    """Head norms and rope; stores keys and values in their pages; returns the queries."""
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     q, k, v = (_with_heads_adjacent(heads) for heads in (q, k, v))
     # One tile for all sizes: a head norm sums in the same order in every step.
@@ -94,9 +94,9 @@ def paged_attention(
     spans: Sequence[Span],
     blocks: TokenBlocks,
     scale: float,
-    window: int = 0,  # keys a query sees, itself included; 0 is all of them
+    window: int = 0,  # keys a query sees, including itself; 0: all
     gate: Tensor | None = None,  # [T, Hq * D]
-    kv_scales: Tensor | None = None,  # [2, pages, page_size, Hkv] float32, of 8-bit codes
+    kv_scales: Tensor | None = None,  # [2, pages, page_size, Hkv] float32, of 8-bit KV
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hq * D]
@@ -142,23 +142,23 @@ def paged_attention(
 
 
 def _with_heads_adjacent(x: Tensor) -> Tensor:  # [T, heads, D]
-    """A head's numbers and a token's heads side by side; tokens may lie further apart."""
+    """A head's elements and a token's heads must be contiguous; tokens may be further apart."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def _rope_rule() -> Tile:
-    """A warp a head."""
+    """One warp per head."""
     return {"BLOCK_HEADS": 4, "num_warps": 4, "num_stages": 1}
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What `penstock tune` tries for a kernel of this op; nothing for others."""
+    """The tiles that `penstock tune` tries for a kernel of this op; none for others."""
     if kernel == "rope_and_store":
         return [{"BLOCK_HEADS": n, "num_warps": n, "num_stages": 1} for n in (1, 2, 4, 8)]
     return decodes.candidates(kernel, shape) + prefills.candidates(kernel, shape, num_tokens)
 
 
-@triton.jit(do_not_specialize=["p_positions", "p_kv_index"])  # parts of one buffer, aligned anyhow
+@triton.jit(do_not_specialize=["p_positions", "p_kv_index"])  # parts of one buffer, any alignment
 def _rope_and_store_kernel(
     p_q,
     p_k,
@@ -171,7 +171,7 @@ def _rope_and_store_kernel(
     p_out,
     p_keys,
     p_values,
-    p_key_scales,  # None: keys and values are stored as they are
+    p_key_scales,  # None: keys and values are not quantized
     p_value_scales,
     eps,
     q_stride,
@@ -187,7 +187,9 @@ def _rope_and_store_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token's query heads in groups, then its key heads in groups, with their values."""
+    """One program per group of a token's query heads, then per group of its key heads with their
+    values.
+    """
     let_next_start(PDL)
     NUM_QUERY_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     i_token = tl.program_id(0).to(tl.int64)
@@ -257,10 +259,9 @@ def _norm_and_rotate(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Heads of a token, [BLOCK_HEADS, BLOCK_D] float32, with their offsets in the token and which
-    exist.
+    """Heads of a token, [BLOCK_HEADS, BLOCK_D] float32, with their offsets in the token and a mask.
 
-    A dimension becomes x * cos + partner * sin; the partner is read once more instead of moved
+    A dimension becomes x * cos + partner * sin; the partner is loaded again instead of exchanged
     between threads. For the same reason every warp loads weights and angles for its own head.
     """
     dims = tl.broadcast_to(tl.arange(0, BLOCK_D)[None, :], (BLOCK_HEADS, BLOCK_D))

@@ -1,16 +1,15 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention of rows that have one new token each. Knows pages and lengths, not what else is in the
-step.
+"""Attention of rows with one new token each. Knows pages and lengths, not what else is in the step.
 
-A row's keys are cut into blocks and the blocks into splits, one program per key head and split; a
-second kernel merges the splits. How many there may be follows from shapes, which blocks each one
-takes from the length of the row as the device knows it: a captured step stays right as its rows
+A row's keys are divided into blocks and the blocks into splits, one program per key head and split;
+a second kernel merges the splits. The maximum number of splits follows from shapes; which blocks a
+split gets follows from the row's length on the device, so a captured step stays correct as its rows
 grow.
 
-Two things are read before the kernels ahead are complete. Lengths and pages of the rows: a step's
-inputs are written before its first kernel with an early start. And all keys and values but those of
-the newest token, or of as many as a step verifies: they are of earlier steps, or of a kernel that
-some plain launch has waited for since.
+Two things are read before the preceding kernels are complete. First, lengths and pages of the rows:
+a step's inputs are written before its first kernel with an early start. Second, all keys and values
+except those of the newest token, or of as many as a step verifies: earlier steps wrote them, or a
+kernel that some plain launch has waited for since.
 """
 
 from __future__ import annotations
@@ -35,17 +34,14 @@ from penstock.ops.triton.launch import (
 from penstock.ops.triton.tuning import Tile, bucket, choose
 
 LOG2_E = math.log2(math.e)
-BLOCK_BYTES = 16384  # of keys, and as much of values, that a program has under way
-BLOCK_PER_WARP = (
-    2048  # keys times dimensions: 64 registers of a thread hold its part of the keys and values
-)
-MERGE_ELEMENTS = 4096  # numbers of the splits that a program merges in one go
-LONGEST_WALK = 8192  # keys one program may have to go through, however many rows share the GPU
-WORTHWHILE_WALK = 1024  # keys that make a split worth its merging when the rows alone fill the GPU
+BLOCK_BYTES = 16384  # of keys, and as much of values, in flight per program
+BLOCK_PER_WARP = 2048  # keys times dimensions: 64 registers per thread for keys and values
+MERGE_ELEMENTS = 4096  # elements of the splits that a program merges at once
+LONGEST_WALK = 8192  # most keys per program, however many rows share the GPU
+WORTHWHILE_WALK = 1024  # fewest keys worth a split when the rows alone fill the GPU
 
-# The same for any batch. In a large one the splits' results are up to 6 % more traffic, in a small
-# one with short contexts most of the GPU has nothing to do: 12 programs for 1536 tokens and 2 key
-# heads.
+# The same for any batch. In a large one the splits' results are up to 6 % more traffic; in a small
+# one with short contexts most of the GPU is idle: 12 programs for 1536 tokens and 2 key heads.
 DETERMINISTIC_SPLITS = 64
 DETERMINISTIC_WALK = 256
 DETERMINISTIC_MERGE: Tile = {"BLOCK_SPLITS": 32, "BLOCK_D": 64, "num_warps": 4, "num_stages": 1}
@@ -56,20 +52,20 @@ def decode_attention(
     q: Tensor,  # [R, Hq, D]
     keys: Tensor,  # [pages, page_size, Hkv, D]
     values: Tensor,  # [pages, page_size, Hkv, D]
-    kv_scales: Tensor | None,  # [2, pages, page_size, Hkv] float32, of 8-bit codes
+    kv_scales: Tensor | None,  # [2, pages, page_size, Hkv] float32, of 8-bit KV
     page_table: Tensor,  # [R, P]
     context_lens: Tensor,  # [R]
     scale: float,
     window: int,
     gate: Tensor | None,  # [R, Hq * D]
     deterministic: bool,
-    num_newest: int = 1,  # keys of each row, at most, that this step writes
+    num_newest: int = 1,  # most keys per row that this step writes
 ) -> None:
-    """One token of every row: one launch, or two where rows are split."""
+    """One token of every row: one launch, or two if rows are split."""
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = keys.shape[1:3]
     shape = (num_heads, num_kv_heads, head_dim, page_size)
-    # Without tensor cores registers hold the keys in float32, however they are stored.
+    # Without tensor cores registers hold the keys in float32, whatever their storage format.
     dtype = q.dtype if q.dtype == torch.float32 else keys.dtype
     rule = _decode_rule(head_dim, page_size, dtype)
     tile = choose("paged_attention", shape, 1 if deterministic else num_rows, rule, q.device)
@@ -77,7 +73,7 @@ def decode_attention(
     num_splits, min_share = _plan_splits(
         num_rows * num_kv_heads, max_keys, tile, q.device, deterministic
     )
-    partial = log_sums = None  # the splits' results, and the logarithms of their sums
+    partial = log_sums = None  # the splits' results, and their log-sum-exp
     if num_splits > 1:
         partial = q.new_empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32)
         log_sums = q.new_empty((num_rows, num_heads, num_splits), dtype=torch.float32)
@@ -110,7 +106,7 @@ def decode_attention(
         BLOCK_M=max(16, next_power_of_2(num_heads // num_kv_heads)),
         BLOCK_D=max(16, next_power_of_2(head_dim)),
         num_warps=tile["num_warps"],
-        num_stages=1,  # the kernel itself asks for its next block while it works on one
+        num_stages=1,  # the kernel prefetches its next block itself
         **launch_options(q.device),
     )
     if partial is not None and log_sums is not None:
@@ -126,7 +122,7 @@ def _merge_splits(
     gate: Tensor | None,  # [R, Hq * D]
     blocks: tuple[
         int, int, int
-    ],  # min_share, window and BLOCK_KEYS: they say which splits were written
+    ],  # min_share, window and BLOCK_KEYS: they determine which splits were written
     deterministic: bool,
 ) -> None:
     num_rows, num_heads, num_splits, head_dim = partial.shape
@@ -157,14 +153,12 @@ def _merge_splits(
 
 def _plan_splits(
     num_walks: int,  # rows times key heads
-    max_keys: int,  # that the page table has room for
+    max_keys: int,  # capacity of the page table
     tile: Tile,
     device: torch.device,
     deterministic: bool,
 ) -> tuple[int, int]:
-    """How many splits a row may have, and how many blocks each has at least. Depends on shapes
-    only.
-    """
+    """The most splits of a row, and the fewest blocks of a split. Depends only on shapes."""
     if deterministic:
         num_splits, min_keys = DETERMINISTIC_SPLITS, DETERMINISTIC_WALK
     else:
@@ -172,21 +166,19 @@ def _plan_splits(
         num_splits = max(filling, cdiv(max_keys, LONGEST_WALK))
         min_keys = WORTHWHILE_WALK // filling
     min_share = max(1, min_keys // tile["BLOCK_KEYS"])
-    # Fewer where the table is short: the shares are then min_share, as they would be with more.
+    # Fewer if the table is short: the shares are then min_share, as they would be with more splits.
     return min(num_splits, cdiv(max_keys, min_share * tile["BLOCK_KEYS"])), min_share
 
 
 def _decode_rule(head_dim: int, page_size: int, dtype: torch.dtype) -> Tile:
-    """Blocks lie within a page; keys and values of one are what a program's registers have room
-    for.
-    """
+    """A block lies within a page; its keys and values must fit into a program's registers."""
     fitting = BLOCK_BYTES // (next_power_of_2(head_dim) * dtype.itemsize)
     block_keys = math.gcd(page_size, min(max(fitting, 16), 64))
     return {"BLOCK_KEYS": block_keys, "num_warps": 4, "programs_per_processor": 2}
 
 
 def _merge_rule(num_merges: int, num_splits: int, head_dim: int, device: torch.device) -> Tile:
-    """Many splits in one go, and few dimensions where only that makes enough programs."""
+    """Many splits at once, and few dimensions only if needed for enough programs."""
     block_d = next_power_of_2(head_dim) if num_merges >= 2 * num_processors(device) else 32
     block_splits = min(bucket(num_splits), max(1, MERGE_ELEMENTS // block_d))
     num_warps = max(1, min(block_splits * block_d // 512, 4))
@@ -199,7 +191,7 @@ def _merge_rule(num_merges: int, num_splits: int, head_dim: int, device: torch.d
 
 
 def candidates(kernel: str, shape: tuple[int, ...]) -> list[Tile]:
-    """What `penstock tune` tries for a kernel of this file; nothing for others."""
+    """The tiles that `penstock tune` tries for a kernel of this file; none for others."""
     if kernel == "paged_attention":
         _, _, head_dim, page_size = shape
         choices = itertools.product((16, 32, 64), (2, 4, 8), (1, 2, 4))
@@ -223,8 +215,8 @@ def candidates(kernel: str, shape: tuple[int, ...]) -> list[Tile]:
 def _share_blocks(
     p_context_lens, i_row, min_share, num_splits, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr
 ):
-    """The row's length, the first block of keys that it sees, their number, and how many a split
-    takes.
+    """The row's length, the first visible block of keys, the number of visible blocks, and the
+    blocks per split.
     """
     context_len = tl.load(p_context_lens + i_row).to(tl.int32)
     first_block = tl.maximum(context_len - WINDOW, 0) // BLOCK_KEYS if WINDOW else 0
@@ -244,7 +236,7 @@ def _find_block(
     PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Where the block's first key lies in the cache."""
+    """The offset of the block's first key in the cache."""
     position = block * BLOCK_KEYS
     page = tl.load(p_pages + position // PAGE_SIZE, mask=block < end_block, other=0).to(tl.int64)
     return ((page * PAGE_SIZE + position % PAGE_SIZE) * NUM_KV_HEADS + i_kv_head) * HEAD_DIM
@@ -252,7 +244,7 @@ def _find_block(
 
 @triton.jit
 def _see_keys(positions, context_len, end_block, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Which keys the newest token sees, of those before end_block."""
+    """Which keys before end_block the newest token sees."""
     is_seen = (positions < context_len) & (positions < end_block * BLOCK_KEYS)
     if WINDOW:
         is_seen = is_seen & (positions >= context_len - WINDOW)
@@ -264,7 +256,7 @@ def _decode_kernel(
     p_q,
     p_keys,
     p_values,
-    p_key_scales,  # None: keys and values are stored as they are
+    p_key_scales,  # None: keys and values are not quantized
     p_value_scales,
     p_pages,
     p_context_lens,
@@ -291,8 +283,8 @@ def _decode_kernel(
 ):
     """The query heads of one key head against one split of the row's keys.
 
-    The next block's keys are asked for when this one's are used up, and so are its values: a
-    program always waits for one of the two while the other is on its way.
+    The next block's keys are loaded once this block's are used, and so are its values: the program
+    always waits for one of the two while the other is in flight.
     """
     let_next_start(PDL)
     i_kv_head, i_row, i_split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -309,7 +301,7 @@ def _decode_kernel(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     members, dims, keys = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_KEYS)
     is_dim = (dims < HEAD_DIM)[None, :]
-    # Codes are read as words of four.
+    # 8-bit KV is read as words of four elements.
     WIDTH: tl.constexpr = 1 if STORED == "plain" else 4
     STORED_DIM: tl.constexpr = HEAD_DIM // WIDTH
     stored_dims = tl.arange(0, BLOCK_D // WIDTH)
@@ -331,8 +323,8 @@ def _decode_kernel(
     )
     positions = first_block * BLOCK_KEYS + keys
     is_seen = _see_keys(positions, context_len, end_block, WINDOW, BLOCK_KEYS)
-    # Everything unseen is loaded as zero: pages hold anything where nothing was written, and 0 *
-    # NaN is NaN.
+    # Invisible keys are loaded as zero: unwritten page entries can hold anything, and 0 * NaN is
+    # NaN.
     is_old_key = is_seen & (positions < context_len - NUM_NEWEST)
     is_older = is_old_key[:, None] & is_stored
     b_k = tl.load(p_keys + place + in_block, mask=is_older, other=0.0)
@@ -429,7 +421,7 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The splits of one query head of one row, each weighted with its share of the sum."""
+    """Merges the splits of one query head of one row, each weighted by its share of the sum."""
     let_next_start(PDL)
     i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, _, num_blocks, share = _share_blocks(

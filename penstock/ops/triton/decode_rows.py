@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The head and the tail of a decode step, each in one launch: they are all integers, and small.
+"""The start and the end of a decode step, each in one launch: small integer kernels.
 
-Which rows run, and what follows, is the business of others; a row that pads a graph has row, length
-and pages like any other, but gains no token, so programs never write the same entry.
+They do not decide which rows run; a padding row has a row number, length and pages like any other,
+but gains no token, so programs never write the same entry.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ADVANCE_TILE: Tile = {"BLOCK": 128, "num_warps": 4}
 
 
 def decode_rows(
-    rows: Tensor,  # [R] int64  of the tables
+    rows: Tensor,  # [R] int64  table rows
     last_token: Tensor,  # [rows] int64
-    context_len: Tensor,  # [rows] int64  tokens of the row, its last one included
+    context_len: Tensor,  # [rows] int64  tokens of the row, including its last one
     page_table: Tensor,  # [rows, P] int32
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -57,8 +57,8 @@ def decode_rows(
 
 
 def advance_rows(
-    rows: Tensor,  # [R] int64  of the tables; a row that gains tokens occurs once
-    num_new: Tensor,  # [R] int64  tokens that the row gains; 0 in a row that pads the step
+    rows: Tensor,  # [R] int64  table rows; a row that gains tokens occurs once
+    num_new: Tensor,  # [R] int64  tokens that the row gains; 0 for a padding row
     token_ids: Tensor,  # [R] int64  the last one of these
     last_token: Tensor,  # [rows] int64  written
     context_len: Tensor,  # [rows] int64  written
@@ -140,16 +140,16 @@ def advance_rows_kernel(
 
 
 def accept_drafts(
-    rows: Tensor,  # [R] int64  of the tables; a row that gains tokens occurs once
-    num_tokens: Tensor,  # [R] int64  that the row samples: 1, and its drafts; 0: it pads the step
-    sampled: Tensor,  # [L] int64  what the model says behind each of them, row after row
+    rows: Tensor,  # [R] int64  table rows; a row that gains tokens occurs once
+    num_tokens: Tensor,  # [R] int64  tokens to sample: 1 plus its drafts; 0: padding
+    sampled: Tensor,  # [L] int64  the model's tokens after each of them, row by row
     drafts: Tensor,  # [rows, n] int64
     last_token: Tensor,  # [rows] int64  written
     context_len: Tensor,  # [rows] int64  written
     num_accepted: Tensor,  # [rows] int64  written: entries of the journal to replay
-    forced: Tensor | None = None,  # [rows] int64  drafts to take, right or not; below 0: compare
-    width: int = 0,  # places that `sampled` has for every row; 0: those that it samples
-) -> Tensor:  # [R] int64  tokens that each row gains: drafts that were right, and one more
+    forced: Tensor | None = None,  # [rows] int64  drafts to accept, right or not; negative: compare
+    width: int = 0,  # positions per row in `sampled`; 0: those that it samples
+) -> Tensor:  # [R] int64  tokens that each row gains: accepted drafts, and one more
     num_new = torch.empty_like(num_tokens)
     if len(rows):
         accept_drafts_kernel[(len(rows),)](
@@ -209,7 +209,7 @@ def accept_drafts_kernel(
     said = tl.load(p_sampled + first + place, mask=place < num_tokens, other=0)
     is_draft = place < num_tokens - 1
     draft = tl.load(p_drafts + row * NUM_DRAFTS + place, mask=is_draft, other=0)
-    # The first place whose draft is wrong, or which has none.
+    # The first position whose draft is wrong, or which has none.
     num_right = tl.min(tl.where(is_draft & (said == draft), BLOCK_N, place), axis=0).to(tl.int64)
     if p_forced is not None:
         wanted = tl.minimum(tl.load(p_forced + row), num_tokens - 1)
@@ -224,10 +224,10 @@ def accept_drafts_kernel(
 
 
 def place_drafts(
-    rows: Tensor,  # [R] int64  of the tables
-    num_tokens: Tensor,  # [R] int64  places that the row uses; 0: it pads the step
+    rows: Tensor,  # [R] int64  table rows
+    num_tokens: Tensor,  # [R] int64  positions that the row uses; 0: padding
     width: int,  # W
-    context_len: Tensor,  # [rows] int64  tokens of the row, its last one included
+    context_len: Tensor,  # [rows] int64  tokens of the row, including its last one
     num_accepted: Tensor,  # [rows] int64
     page_table: Tensor,  # [rows, P] int32
     page_size: int,
@@ -320,10 +320,10 @@ def place_drafts_kernel(
 
 
 def draft_tokens(
-    rows: Tensor,  # [R] int64  of the tables
-    given: Tensor,  # [W - 1, R] int64  drafts of the host; below 0: the table's
+    rows: Tensor,  # [R] int64  table rows
+    given: Tensor,  # [W - 1, R] int64  the host's drafts; negative: the table's
     last_token: Tensor,  # [rows] int64
-    drafts: Tensor,  # [rows, n] int64  written where the host has drafts
+    drafts: Tensor,  # [rows, n] int64  written if the host has drafts
 ) -> Tensor:  # [R * W] int64  a row's last token, and its drafts
     num_rows, width = len(rows), 1 + len(given)
     token_ids = torch.empty(num_rows * width, dtype=torch.int64, device=rows.device)

@@ -2,15 +2,15 @@
 """The Gated DeltaNet mixer on a GPU: the kernel for rows of one token. `delta_net_blocks` has the
 others.
 
-A program of the kernel is one value head of one row with its whole state [K, V], 64 KB in registers
-for K = V = 128: read once and written once, which is nearly all the traffic there is. A warp has
-columns of its own, so that only the norm at the end makes warps wait for each other. The program
-asks for the state and the ring before the projection ahead of it is complete, since no other kernel
-of a step writes them; the rows' slots and lengths, which say where they are, must stand before a
-step's first layer is launched.
+A program computes one value head of one row with its whole state [K, V], 64 KB in registers for K =
+V = 128: it is read once and written once, nearly all of the traffic. Each warp has its own columns,
+so warps synchronize only for the norm at the end. The program prefetches the state and the ring
+before the preceding projection is complete, since no other kernel of a step writes them; the rows'
+slots and lengths, which determine their addresses, must be written before a step's first layer is
+launched.
 
-A row's bits depend on the tile alone, never on what else is in the step. A single token is always
-the recurrence here, also where the reference in its deterministic form would open a block with it.
+A row's bits depend only on the tile, never on what else is in the step. A single token always uses
+the recurrence here, even where the deterministic reference would start a block with it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from penstock.ops.triton.launch import (
 from penstock.ops.triton.tuning import Tile, choose
 
 L2_EPS = tl.constexpr(reference.L2_EPS)
-STATE_REGISTERS = 128  # a thread's share of the state
-MAX_REGISTERS = 255  # of a thread
+STATE_REGISTERS = 128  # per thread, for the state
+MAX_REGISTERS = 255  # per thread
 
 
 def gated_delta_net(
@@ -48,7 +48,7 @@ def gated_delta_net(
     dt_bias: Tensor,  # [Hv] float32
     norm_weight: Tensor,  # [V] float32
     eps: float,
-    conv: Tensor,  # [slots, W, C]  rings of the convolution's inputs, W >= Kc
+    conv: Tensor,  # [slots, W, C]  ring buffers of the convolution's inputs, W >= Kc
     recurrent: Tensor,  # [slots, Hv, K, V] float32 or float16
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
@@ -148,8 +148,9 @@ def _decode(
 
 
 def _choose_tile(recurrent: Tensor, num_rows: int, deterministic: bool) -> Tile:
-    """Another number of warps sums in another order: in deterministic mode it may not depend on
-    what else is in the step."""
+    """Another number of warps sums in another order: in deterministic mode it must not depend on
+    what else is in the step.
+    """
     _, num_value_heads, key_dim, value_dim = recurrent.shape
     shape, tile_rows = (num_value_heads, key_dim, value_dim), 1 if deterministic else num_rows
     rule = _rule(key_dim, value_dim)
@@ -157,7 +158,7 @@ def _choose_tile(recurrent: Tensor, num_rows: int, deterministic: bool) -> Tile:
 
 
 def _rule(key_dim: int, value_dim: int) -> Tile:
-    """As many warps as give every thread its share of the state: on an H200 the best from 1 row to
+    """As many warps as give every thread its share of the state: the best on an H200 from 1 row to
     64.
     """
     elements = next_power_of_2(key_dim) * next_power_of_2(value_dim)
@@ -170,7 +171,9 @@ def _tile(value_dim: int, num_warps: int, registers: int) -> Tile:
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What `penstock tune` tries: more warps, and registers for more programs on a processor."""
+    """The tiles that `penstock tune` tries: more warps, and fewer registers for more programs per
+    SM.
+    """
     if kernel != "gated_delta_net":
         return delta_net_blocks.candidates(kernel, shape, num_tokens)
     _, key_dim, value_dim = shape
@@ -179,7 +182,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     return [_tile(value_dim, warps, registers) for warps, registers in sizes if warps <= 16]
 
 
-# Rows are cut anywhere out of a step's tensors: another alignment must not ask for another kernel.
+# Rows are slices of a step's tensors: another alignment must not require another kernel.
 @triton.jit(do_not_specialize=["context_lens", "state_slots", "initial_slots"])
 def _decode_kernel(
     mixed,
@@ -222,7 +225,7 @@ def _decode_kernel(
     p_old_ring = conv + initial_slot * conv_stride
     p_ring = conv + state_slot * conv_stride
 
-    # Channels of the convolution, as one vector for the query and the key, and one for the value.
+    # Channels of the convolution, as one vector for query and key, and one for the value.
     i_qk = tl.arange(0, 2 * BLOCK_K)
     i_v = tl.arange(0, BLOCK_V)
     in_qk, in_v = i_qk % BLOCK_K < KEY_DIM, i_v < VALUE_DIM
@@ -240,9 +243,8 @@ def _decode_kernel(
     rate = tl.load(a_log + i_head)
     step_bias = tl.load(dt_bias + i_head)
     b_norm = tl.load(norm_weight + i_v, mask=in_v, other=0.0)
-    # The state as [LANES_K, V / WARP_V, K / LANES_K, WARP_V]. Of this the compiler gives a thread
-    # 16 bytes of columns and every warp WARP_V of its own, so that a sum over the keys stays within
-    # a warp.
+    # The state as [LANES_K, V / WARP_V, K / LANES_K, WARP_V]: the compiler gives a thread 16 bytes
+    # of columns and every warp its own WARP_V, so a sum over the keys stays within a warp.
     NUM_PARTS: tl.constexpr = BLOCK_V // WARP_V
     COLUMNS: tl.constexpr = 128 // recurrent.dtype.element_ty.primitive_bitwidth
     LANES_K: tl.constexpr = min(32 * COLUMNS // WARP_V, BLOCK_K)
@@ -270,15 +272,16 @@ def _decode_kernel(
     step = tl.load(p_gates + VALUE_SIZE + NUM_VALUE_HEADS + i_head).to(tl.float32)
     decay = tl.exp(-tl.exp(rate) * softplus(step + step_bias))
 
-    # Query and key stay one vector up to here: no smaller than the program, so that each is loaded
-    # only once.
+    # Query and key are one vector up to here: no smaller than the program, so that each element is
+    # loaded only once.
     b_qk = tl.reshape(silu(qk_past + qk_tap * qk_input.to(tl.float32)), (2, BLOCK_K))
     b_v = silu(v_past + v_tap * v_input.to(tl.float32))
     b_q, b_k = tl.split(tl.permute(b_qk, (1, 0)))
     s_q = tl.reshape(b_q, (LANES_K, GROUPS_K))[:, None, :, None]
     s_key = tl.reshape(b_k, (LANES_K, GROUPS_K))[:, None, :, None]
-    # One look at the old state gives all that is read: with S' = decay S + k c, q S' = decay q S +
-    # (q k) c. Lengths are taken meanwhile and divided out after, so that no sum waits for another.
+    # One pass over the old state computes all reads: with S' = decay S + k c, q S' = decay q S + (q
+    # k) c. Norms are computed meanwhile and divided out afterwards, so that no sum waits for
+    # another.
     q_part, k_part = tl.reduce((s_q * b_state, s_key * b_state), 2, add_pairs)
     q_held, k_held = tl.reduce((q_part, k_part), 0, add_pairs)
     q_square, k_square, q_k = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, add_triples)
@@ -325,9 +328,7 @@ def _convolve_past(
     NUM_TAPS: tl.constexpr,
     RING: tl.constexpr,
 ):
-    """What the inputs before `position` add to the convolution of the one there; none came before
-    0.
-    """
+    """The contribution of inputs before `position` to its convolution; there are none before 0."""
     total = tl.zeros(channels.shape, dtype=tl.float32)
     for i in tl.static_range(NUM_TAPS - 1):
         age = NUM_TAPS - 1 - i
@@ -349,7 +350,7 @@ def _copy_past(
     RING: tl.constexpr,
     BLOCK_RING: tl.constexpr,
 ):
-    """The inputs before `position`, as far as the ring reaches, from another ring."""
+    """Copies the inputs before `position`, as far as the ring reaches, from another ring."""
     i_entry = tl.arange(0, BLOCK_RING)[:, None]
     age = (position % RING + RING - i_entry) % RING
     is_past = mask & (i_entry < RING) & (age > 0) & (age <= position)

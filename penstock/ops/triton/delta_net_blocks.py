@@ -2,13 +2,13 @@
 """The Gated DeltaNet mixer for rows of several tokens: the delta rule in its block-wise form.
 
 Four launches, or three. The first convolves (delta_net_convolve), the second prepares the blocks of
-all rows at once (delta_net_prepare). The third walks along each row, block after block, a program
-for a value head and BLOCK_V of its columns, whose state stays in registers. Where a program has all
-columns of a head it also norms and gates what it read; else the fourth launch does.
+all rows at once (delta_net_prepare). The third scans each row, block by block, with one program per
+value head and BLOCK_V of its columns, whose state stays in registers. If a program has all columns
+of a head it also applies the gated norm; otherwise the fourth launch does.
 
-Rings and states are written by the third launch alone, each entry by the program that may have read
-it: the slot a row goes to may be the one it came from. A row's bits depend on the tiles and on
-where its blocks begin and end, never on what else is in the step.
+Only the third launch writes rings and states, each entry by the program that may have read it: a
+row's target slot may be its initial slot. A row's bits depend on the tiles and on where its blocks
+begin and end, never on what else is in the step.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ Shape = tuple[int, int, int, int]  # Hk, Hv, K, V
 
 CONVOLVE_TILE: Tile = {"RUN": 8, "num_warps": 4, "num_stages": 1}
 PREPARE_TILE: Tile = {"num_warps": 4, "num_stages": 1}
-# Where tensor cores read both operands from shared memory, so few registers are enough: four
-# programs share a processor, and while one waits the others compute.
+# Hopper's tensor cores read both operands from shared memory, so few registers are enough: four
+# programs share an SM, and while one waits the others compute.
 HOPPER_PREPARE_TILE: Tile = {**PREPARE_TILE, "maxnreg": 128}
-SCAN_COLUMNS = 64  # of a head, for a program of the scan: best for one row and for many on an H200
+SCAN_COLUMNS = 64  # of a head per scan program: best for one row and for many on an H200
 
 
 def mix_blocks(
-    out: Tensor,  # [T, Hv * V]  the tokens of these rows are written, no others
+    out: Tensor,  # [T, Hv * V]  only the tokens of these rows are written
     mixed: Tensor,  # [T, C + Hv * V + 2 * Hv]  conv channels (q, k, v), z, b, a
     conv_weight: Tensor,  # [Kc, C]  the newest input last
     a_log: Tensor,  # [Hv] float32
     dt_bias: Tensor,  # [Hv] float32
     norm_weight: Tensor,  # [V] float32
     eps: float,
-    conv: Tensor,  # [slots, W, C]  rings of the convolution's inputs, W >= Kc
+    conv: Tensor,  # [slots, W, C]  ring buffers of the convolution's inputs, W >= Kc
     recurrent: Tensor,  # [slots, Hv, K, V] float32 or float16
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
@@ -119,31 +119,31 @@ def _head_constants(shape: Shape) -> dict[str, int]:
 
 
 def _padded(width: int) -> int:
-    """Of a head, to what a product on tensor cores can be made of."""
+    """Pads a head's width to what tensor cores support."""
     return max(next_power_of_2(width), 16)
 
 
 def _prepare_rule(element_size: int, device: torch.device) -> Tile:
-    if element_size == 4:  # multiplied without tensor cores: operands are in registers too
+    if element_size == 4:  # without tensor cores, operands are in registers too
         return {"num_warps": 8, "num_stages": 1}
     return HOPPER_PREPARE_TILE if has_dependent_launch(device) else PREPARE_TILE
 
 
 def _scan_rule(shape: Shape, element_size: int, memory: int) -> Tile:
-    """With three stages the next blocks are on their way while one is computed; they need room for
+    """With three stages the next blocks are loaded while one is computed; this needs memory for
     three.
     """
     _, _, key_dim, value_dim = shape
     block_v = min(SCAN_COLUMNS, _padded(value_dim))
     shared = rows.BLOCK_TOKENS * (3 * _padded(key_dim) + rows.BLOCK_TOKENS)
     own = rows.BLOCK_TOKENS * block_v
-    # Three buffers of what all columns share, two of the values; and one to write outputs through.
+    # Three buffers of what all columns share, two of the values; and one for the outputs.
     has_room = element_size == 2 and element_size * (3 * shared + 3 * own) + 1024 <= memory
     return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": 3 if has_room else 1}
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What is worth a try; shape is (Hk, Hv, K, V), and for the scan num_tokens is the number of
+    """The tiles worth trying; shape is (Hk, Hv, K, V), and for the scan num_tokens is the number of
     rows.
     """
     if kernel == "delta_net_convolve":
@@ -233,8 +233,8 @@ def _scan_kernel(
     p_state = recurrent + i_head * (KEY_DIM * VALUE_DIM) + i_k[None, :] * VALUE_DIM + i_v[:, None]
     wait_for_previous(PDL)
 
-    # The state is held transposed, [BLOCK_V, K]: it and the corrections are then the left operands
-    # of all products, which tensor cores take from the registers they leave their sums in.
+    # The state is transposed, [BLOCK_V, K]: it and the corrections are then the left operands of
+    # all MMAs, which tensor cores can read from the registers of their accumulators.
     held = tl.load(
         p_state + initial_slot * recurrent_stride,
         mask=tl.where(start > 0, in_state, False),
@@ -242,8 +242,7 @@ def _scan_kernel(
     ).to(tl.float32)
     num_done = tl.zeros([], tl.int32)
     for i_block in range(first_block, past_last_block):
-        # No address depends on another load: the next blocks are then on their way while one is
-        # computed.
+        # No address depends on another load, so the next blocks are loaded while one is computed.
         i_block_64 = tl.cast(i_block, tl.int64)
         p_queries = (
             convolved + i_block_64 * (BLOCK_TOKENS * NUM_CHANNELS) + i_head // HEADS_A_KEY * KEY_DIM
@@ -291,7 +290,7 @@ def _scan_kernel(
                 KEY_DIM, VALUE_DIM, RING, BLOCK_RING,
             )  # fmt: skip
 
-    # the slot may be the one it all came from: every thread has read its part of it
+    # the target slot may be the initial one: wait until every thread has read its part
     tl.debug_barrier()
     if num_done > 0:
         b_saved = rounded(held, recurrent.dtype.element_ty)
@@ -305,7 +304,9 @@ def _scan_kernel(
 
 @triton.jit
 def rounded(b_state, DTYPE: tl.constexpr):
-    """As slots hold it: of what is too large, the largest number, as infinity would stay."""
+    """Rounded to the slots' dtype; clamped to its largest value, since infinity would never go
+    away.
+    """
     if tl.float16 == DTYPE:
         b_state = tl.clamp(b_state, -65504.0, 65504.0)
     return b_state.to(DTYPE)
@@ -332,7 +333,7 @@ def _save_rings(
     RING: tl.constexpr,
     BLOCK_RING: tl.constexpr,
 ):
-    """The program's channels of the ring as it stands after num_tokens of the row."""
+    """The program's channels of the ring after num_tokens of the row."""
     KEY_SIZE: tl.constexpr = NUM_KEY_HEADS * KEY_DIM
     NUM_CHANNELS: tl.constexpr = 2 * KEY_SIZE + NUM_VALUE_HEADS * VALUE_DIM
     HEADS_A_KEY: tl.constexpr = NUM_VALUE_HEADS // NUM_KEY_HEADS
@@ -344,7 +345,7 @@ def _save_rings(
         p_ring, p_old_ring, p_mixed, v_channels, i_v < VALUE_DIM, start, num_tokens, has_moved,
         mixed_stride, NUM_CHANNELS, RING, BLOCK_RING,
     )  # fmt: skip
-    if (i_head % HEADS_A_KEY == 0) & (i_part == 0):  # of those that share a key head, the first
+    if (i_head % HEADS_A_KEY == 0) & (i_part == 0):  # the first of those that share a key head
         for i in tl.static_range(2):
             k_channels = i * KEY_SIZE + i_head // HEADS_A_KEY * KEY_DIM + i_k
             _save_ring(
@@ -368,8 +369,8 @@ def _save_ring(
     RING: tl.constexpr,
     BLOCK_RING: tl.constexpr,
 ):
-    """An entry holds the newest position that falls on it: of this step, or of the past if the row
-    moved.
+    """An entry holds the newest position that maps to it: from this step, or from the old ring if
+    the row moved.
     """
     i_entry = tl.arange(0, BLOCK_RING)
     newest = start + num_tokens - 1
@@ -420,9 +421,7 @@ def _norm_kernel(
     PADDED_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (h, p): what value head h has read for the tokens of block p, normed and gated in its
-    place.
-    """
+    """Program (h, p): applies the gated norm in place to the output of value head h for block p."""
     let_next_start(PDL)
     NUM_CHANNELS: tl.constexpr = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM
     i_head = tl.program_id(0)

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The causal convolution of prompts: what it makes of every token's channels, all blocks at once.
+"""The causal convolution of prefills: convolves the channels of every token, all blocks at once.
 
-A program takes a block, which is up to 64 tokens of one row, and the channels of one head: of a
-query or a key, which it brings to length one, or of a value. It writes them to the block's own 64
-rows, [64, channels], and zeros after the last token, so that readers need to know neither tokens
-nor rows. It knows nothing of the delta rule. Of the state it reads only the ring, where the
-first tokens of a row look behind themselves; it does not write it.
+A program takes a block, up to 64 tokens of one row, and the channels of one head: of a query or a
+key, which it normalizes to length one, or of a value. It writes them to the block's own 64 rows,
+[64, channels], and zeros after the last token, so that readers need to know neither tokens nor
+rows. It knows nothing of the delta rule. Of the state it reads only the ring, for the inputs before
+a row's first tokens; it does not write it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def convolve_kernel(
     """Program (h, p): head h of the queries, then of the keys, then of the values, for the tokens
     of block p.
 
-    By runs of neighbouring tokens: what one loads is an input of the others too. An input has the
-    same value whether it comes from the step or from the ring, so a sum has the same bits however a
-    row is cut.
+    Processes runs of adjacent tokens, which share their inputs. An input has the same value whether
+    it comes from the step or from the ring, so a sum has the same bits however a row is split.
     """
     let_next_start(PDL)
     KEY_SIZE: tl.constexpr = NUM_KEY_HEADS * KEY_DIM
@@ -87,7 +86,7 @@ def convolve_kernel(
         b_input = tl.load(p_mixed + step * mixed_stride, mask=mask, other=0.0).to(
             conv.dtype.element_ty
         )
-        if num_ahead + step < 0:  # some lie before this step
+        if num_ahead + step < 0:  # some are from before this step
             is_past = ((i_t + num_ahead < 0) & (i_t + position >= 0))[:, None] & in_head[None, :]
             p_past = p_ring + (tl.maximum(i_t + position, 0) % RING * NUM_CHANNELS)[:, None]
             b_input = tl.where(is_past, tl.load(p_past, mask=is_past, other=0.0), b_input)

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Decodes of a mixer that has a journal: a token, drafts behind it, and earlier drafts to replay.
+"""Decodes with a journal: a token, drafts after it, and earlier drafts to replay.
 
-As in `delta_net`, a program is one value head of one row with its whole state in registers, in the
-same layout and with the same sums in the same order. It reads the state once, replays the entries
-of the drafts that were right, and writes the state once, behind the row's own token; drafts go on
-from there in registers, and only their entries are written. A state is rounded to the dtype of its
-slot after every token, as a step of that token alone would do.
+As in `delta_net`, a program computes one value head of one row with its whole state in registers,
+in the same layout and with the same sums in the same order. It reads the state once, replays the
+entries of the accepted drafts, and writes the state once, after the row's own token; drafts
+continue from there in registers, and only their entries are written. The state is rounded to its
+slot's dtype after every token, as a step of that token alone would do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def decode_with_drafts(
     eps: float,
     conv: Tensor,
     recurrent: Tensor,
-    query_start: Tensor,  # [R + 1]  of these rows, among the tokens of the step
+    query_start: Tensor,  # [R + 1]  of these rows, in the step's tokens
     context_lens: Tensor,  # [R]
     state_slots: Tensor,
     initial_slots: Tensor,
@@ -155,13 +155,13 @@ def drafts_kernel(
     p_values = values + first_entry * VALUE_SIZE + i_head * VALUE_DIM
     p_gates = gates + first_entry * (NUM_GATES * NUM_VALUE_HEADS) + i_head
 
-    # Channels and layout of `delta_net`: query and key are one vector, a sum over the keys of the
-    # state stays within a warp.
+    # Channels and layout of `delta_net`: query and key are one vector, and a sum over the keys of
+    # the state stays within a warp.
     i_qk, i_k, i_v = tl.arange(0, 2 * BLOCK_K), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     in_qk, in_key, in_v = i_qk % BLOCK_K < KEY_DIM, i_k < KEY_DIM, i_v < VALUE_DIM
     qk_channels = i_qk // BLOCK_K * KEY_SIZE + i_head // HEADS_A_KEY * KEY_DIM + i_qk % BLOCK_K
     v_channels = 2 * KEY_SIZE + i_head * VALUE_DIM + i_v
-    writes_qk = tl.where(i_head % HEADS_A_KEY == 0, in_qk, False)  # heads of a key share it
+    writes_qk = tl.where(i_head % HEADS_A_KEY == 0, in_qk, False)  # value heads share their key
     NUM_PARTS: tl.constexpr = BLOCK_V // WARP_V
     COLUMNS: tl.constexpr = 128 // recurrent.dtype.element_ty.primitive_bitwidth
     LANES_K: tl.constexpr = min(32 * COLUMNS // WARP_V, BLOCK_K)
@@ -184,7 +184,7 @@ def drafts_kernel(
     b_norm = tl.reshape(b_norm, (NUM_PARTS, WARP_V))
 
     wait_for_previous(PDL)  # nothing is written before
-    # A state that is passed here is kept with its ring: inputs before it are still there.
+    # A state to keep is saved with its ring: the inputs before it are still there.
     num_done = start - num_right
     for entry in range(num_right + 1):
         if (keep_slot > 0) & (num_done + entry == kept_at):
@@ -229,7 +229,7 @@ def drafts_kernel(
         log_decay = -tl.exp(rate) * softplus(step + step_bias)
         decay = tl.exp(log_decay)
 
-        # As in `delta_net`, in the same order: one look at the old state gives all that is read.
+        # As in `delta_net`, in the same order: one pass over the old state computes all reads.
         b_q, b_k = tl.split(tl.permute(tl.reshape(b_qk, (2, BLOCK_K)), (1, 0)))
         s_q = tl.reshape(b_q, (LANES_K, GROUPS_K))[:, None, :, None]
         s_key = tl.reshape(b_k, (LANES_K, GROUPS_K))[:, None, :, None]
@@ -264,7 +264,7 @@ def drafts_kernel(
             tl.store(p_gate + NUM_VALUE_HEADS, beta)
             tl.store(p_gate + 2 * NUM_VALUE_HEADS, k_scale)
 
-    # The ring has room for what it read and for what is written now, see the reference.
+    # The ring has room for what was read and for what is written now, see the reference.
     if initial_slot != state_slot:
         for i in tl.static_range(NUM_TAPS - 1):
             position = start - 1 - i
@@ -301,9 +301,7 @@ def _convolve(
     NUM_TAPS: tl.constexpr,
     RING: tl.constexpr,
 ):
-    """silu of the convolution at a token: inputs of this step, and before them those of the
-    ring.
-    """
+    """silu of the convolution at a token: inputs of this step, preceded by those of the ring."""
     total = tl.zeros(channels.shape, dtype=tl.float32)
     for i in tl.static_range(NUM_TAPS):
         source = token - (NUM_TAPS - 1 - i)

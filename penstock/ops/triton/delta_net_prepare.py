@@ -1,18 +1,17 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The state-independent part of the delta rule: one kernel prepares all blocks of a prompt at once.
+"""The state-independent part of the delta rule: one kernel prepares all blocks of a step at once.
 
 A block is up to 64 tokens of one row. A program takes a block and a value head: it solves the unit
-lower-triangular system that says how a token's correction depends on those of the tokens before it.
+lower-triangular system by which a token's correction depends on those of the tokens before it.
 It reads the output of the convolution, knows no state, and writes only its scratch.
 
 The scratch of a block, in the model's dtype, padded with zeros to 64 tokens and to whole blocks:
 
-    of every value head  w [64, K] | u [V, 64] | attn [64, 64]
+    for every value head  w [64, K] | u [V, 64] | attn [64, 64]
 
-w and u are the WY representation: `u - (w @ state)^T` are the corrections. attn are the products of
-queries and keys, causal and decayed between the two tokens. The logarithms of the decay since the
-block began are stored beside them, in float32, and stay constant after the last token of a short
-block.
+w and u are the WY representation: `u - (w @ state)^T` are the corrections. attn is q k^T, causal
+and decayed between the two tokens. The log decay since the start of the block is stored beside
+them, in float32, and stays constant after the last token of a short block.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from penstock.ops.triton.activation import softplus
 from penstock.ops.triton.launch import let_next_start, wait_for_previous
 
 BLOCK_TOKENS = tl.constexpr(rows.BLOCK_TOKENS)
-SUBBLOCK = tl.constexpr(8)  # tokens of the system that are solved one by one
+SUBBLOCK = tl.constexpr(8)  # tokens of the system solved sequentially
 NUM_LEVELS = tl.constexpr(
     (rows.BLOCK_TOKENS // SUBBLOCK.value).bit_length() - 1
 )  # from these blocks to all tokens
@@ -100,14 +99,14 @@ def prepare_kernel(
     for i in tl.static_range(len(keys)):
         attn = tl.dot(queries[i], tl.trans(keys[i]), attn, input_precision="ieee")
         system = tl.dot(keys[i], tl.trans(keys[i]), system, input_precision="ieee")
-    # Masked before the exponential: the other half would overflow.
+    # Masked before the exponential: the upper triangle would overflow.
     is_causal = i_t[:, None] >= i_t[None, :]
     decay = tl.exp(tl.where(is_causal, log_decay[:, None] - log_decay[None, :], float("-inf")))
     tl.store(p_attn + i_t[:, None] * BLOCK_TOKENS + i_t[None, :], (attn * decay).to(dtype))
     system = tl.where(i_t[:, None] > i_t[None, :], system * decay * beta[:, None], 0.0)
-    # Factors of the tokens go to the inverse: values and keys are then operands as they are. Where
-    # similar tokens follow each other the terms nearly cancel: what the inverse loses when narrow
-    # is multiplied too.
+    # Token factors go into the inverse, so values and keys are operands without scaling. For
+    # similar consecutive tokens the terms nearly cancel, so the rounding error of the inverse is
+    # multiplied too.
     inverse = _invert(system, dtype) * beta[None, :]
     high, low = _split(inverse, dtype)
     for i in tl.static_range(len(values)):
@@ -127,7 +126,7 @@ def prepare_kernel(
 
 @triton.jit
 def _load_parts(p_tokens, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
-    """Channels of all tokens as tiles of at most 64: what is summed over one then fits in
+    """Channels of all tokens as tiles of at most 64, so that a tile to be reduced fits in
     registers.
     """
     PART: tl.constexpr = min(PADDED_WIDTH, 64)
@@ -148,14 +147,14 @@ def _gates(
     mixed_stride,
     NUM_VALUE_HEADS: tl.constexpr,
 ):
-    """beta [64], and the logarithm of the decay since the block began [64]."""
+    """beta [64], and the log decay since the start of the block [64]."""
     is_token = i_t < num_tokens
     p_tokens = p_beta + i_t.to(tl.int64) * mixed_stride
     b = tl.load(p_tokens, mask=is_token, other=0.0).to(tl.float32)
     a = tl.load(p_tokens + NUM_VALUE_HEADS, mask=is_token, other=0.0).to(tl.float32)
     log_decay = -tl.exp(tl.load(p_rate)) * softplus(a + tl.load(p_bias))
-    # beta goes with the sums unchanged: the compiler then hands it on, and does not load and
-    # compute it anew for every column of a thread.
+    # beta passes through the scan unchanged: the compiler then reuses it, instead of loading and
+    # computing it again for every column of a thread.
     parts = (tl.where(is_token, log_decay, 0.0), tl.sigmoid(b))
     log_decay, beta = tl.associative_scan(parts, 0, _add_first)
     return beta, log_decay
@@ -170,10 +169,10 @@ def _add_first(a, b, c, d):
 def _invert(system, dtype):
     """The inverse of one plus a strictly lower-triangular [64, 64].
 
-    Blocks of 8 on the diagonal, all at once, one column of the system after the other; then twice
-    as large blocks from pairs of them: below the diagonal, the inverse is -(lower inverse) link
-    (upper inverse). Powers of the system would be fewer steps, but for similar keys they grow
-    beyond what float32 can cancel.
+    Blocks of 8 on the diagonal, all at once, one column of the system after the other; then pairs
+    are merged into blocks of twice the size: below the diagonal, the inverse is -(lower inverse)
+    link (upper inverse). Powers of the system would take fewer steps, but for similar keys they
+    grow beyond what float32 can cancel.
     """
     BLOCKS: tl.constexpr = BLOCK_TOKENS // SUBBLOCK
     i_block = tl.arange(0, BLOCKS)
@@ -194,9 +193,9 @@ def _invert(system, dtype):
     for level in tl.static_range(NUM_LEVELS):
         i_pair = i_t // (SUBBLOCK << level)
         is_link = (i_pair[:, None] == i_pair[None, :] + 1) & (i_pair % 2 == 1)[:, None]
-        # Blocks stay among themselves in the product: what is no link can be dropped after it.
-        # Links and steps are rounded, which is felt once; the inverse, which goes through all
-        # levels, is not.
+        # Blocks do not mix in the product: everything that is not a link can be dropped after it.
+        # Links and steps are rounded, which has one effect only; the inverse, which passes through
+        # all levels, is not.
         high, low = _split(inverse, dtype)
         step = tl.where(is_link, tl.dot(high, links, input_precision="ieee"), 0.0).to(dtype)
         inverse -= tl.dot(step, high, input_precision="ieee")
@@ -207,6 +206,6 @@ def _invert(system, dtype):
 
 @triton.jit
 def _split(x, dtype):
-    """x in a narrow dtype, and what is lost by that in the same."""
+    """x in a narrow dtype, and its rounding error in the same dtype."""
     high = x.to(dtype)
     return high, (x - high.to(tl.float32)).to(dtype)

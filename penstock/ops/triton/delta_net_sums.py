@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Several sums in one reduction, so that threads wait for each other once."""
+"""Several sums in one reduction, so that threads synchronize only once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Slots for the experts of a layer, kept by the device: a program chooses, many copy.
+"""Expert slots of a layer, managed on the device: one program chooses, many copy.
 
-The copies are loads from the host's pinned memory, which the link answers as fast as it copies if
-enough of them are on their way. They must be complete before any kernel reads a slot, also one
-that starts early: `fetch_experts` lets nothing start before its end.
+The copies are loads from pinned host memory, which run at the link's copy speed if enough of them
+are in flight. They must be complete before any kernel reads a slot, even one that starts early:
+`fetch_experts` lets no kernel start before its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 
-PROGRAMS = 2  # for each multiprocessor
+PROGRAMS = 2  # per SM
 
 NOTHING = tl.constexpr(3.0e38)
 
@@ -33,10 +33,10 @@ def take_slots(
     ids: Tensor,  # [T, k]  experts; those of a token differ
     weights: Tensor,  # [T, k] float32
     slot_of: Tensor,  # [E] int32  -1: no slot holds it; written
-    scores: Tensor,  # [E] float32  how often it was needed lately; written
+    scores: Tensor,  # [E] float32  how often it was needed recently; written
     marks: Tensor,  # [E] int32  zeros, before and after
     counts: Tensor,  # [NUM_COUNTS] int64  added to
-    host_share: Tensor,  # [1] float32  of the missing ones, those that the host multiplies
+    host_share: Tensor,  # [1] float32  share of missing experts that the host computes
     num_slots: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [T, k], [T, k], [T, k], [1 + 2 * n] int32
     num_pairs, num_experts = ids.numel(), len(slot_of)
@@ -61,17 +61,17 @@ def take_slots(
         SHARE=MEMORY,
         BLOCK_E=next_power_of_2(num_experts),
         BLOCK_P=next_power_of_2(num_pairs),
-        num_warps=1,  # of one warp no thread waits for another
+        num_warps=1,  # with one warp, no barriers are needed
         **launch_options(ids.device),
     )
     return slots, slot_weights, host_weights, wanted
 
 
 def fetch_experts(
-    wanted: Tensor,  # [1 + 2 * n] int32  of `take_slots`
-    sources: Sequence[Tensor],  # [E, ...]  in the host's memory, pinned
+    wanted: Tensor,  # [1 + 2 * n] int32  from `take_slots`
+    sources: Sequence[Tensor],  # [E, ...]  in host memory, pinned
     targets: Sequence[Tensor],  # [S, ...]  the slots
-    table: Tensor,  # [F, 4] int64  of `copy_table`
+    table: Tensor,  # [F, 4] int64  from `copy_table`
 ) -> None:
     num_words = [source[0].nbytes // 4 for source in sources]
     _fetch_experts_kernel[(PROGRAMS * num_processors(wanted.device),)](
@@ -171,7 +171,7 @@ def _fetch_experts_kernel(
     CHUNK: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ):
-    """A program takes every so many-th chunk of all experts of the list."""
+    """A program copies every num_programs-th chunk of all experts in the list."""
     words = tl.arange(0, CHUNK)
     num_wanted = tl.load(wanted)
     for chunk in range(tl.program_id(0), num_wanted * CHUNKS, tl.num_programs(0)):

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Products of many tokens with E4M3 rows: both sides in 8 bits, on tensor cores that take them.
+"""GEMMs of many tokens with E4M3 weights: both operands in 8 bits, on tensor cores that support it.
 
-`ops/float8.py` says how tokens are rounded, and when. A product of one block of columns is scaled
-by the block of the token and by that of the rows, and added in float32. Rows have a scale for each
-block of 128 x 128, which the library multiplies on Hopper, or one each, which multiplies the sums.
+`ops/float8.py` defines how tokens are quantized, and when. The partial sum of each block of columns
+is scaled by the token's block scale and by the weight's, and accumulated in float32. Weights have
+one scale per 128 x 128 block, which cuBLAS supports on Hopper, or one per row, which is applied to
+the final sums.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.matmul_product import load_activations
+from penstock.ops.triton.matmul_small_gemm import multiply_small_gemm, small_gemm_rule
 from penstock.ops.triton.tuning import Tile
 from penstock.ops.weight import Part
 
 LARGEST, LEAST = tl.constexpr(float8.LARGEST), tl.constexpr(float8.LEAST)
-TOKEN_MULTIPLE = 4  # of which there are scales, and so codes: the library reads 16 bytes of them
+TOKEN_MULTIPLE = 4  # scales, and so tokens, are padded to this: the library reads 16 bytes
 TILE: Tile = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
-COLUMN_TILES = 8  # that are computed for neighbouring tokens before the next ones
+PLAIN_TOKENS = 256  # above, the library multiplies unquantized rows
+COLUMN_TILES = 8  # tiles of N computed for adjacent tokens before the next ones
 
 
 def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
@@ -48,23 +51,35 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
         residual = None if product.residual is None else product.residual[:, own]
         if isinstance(part, Tensor):
             assert x is not None
-            found = F.linear(x, part, bias)
-            out[:num_tokens, own] = found if residual is None else found + residual
+            plain = Product(x, part, product.out_dtype, bias=bias, residual=residual)
+            _multiply_plain(plain, out[:num_tokens, own])
         else:
             assert isinstance(part, TiledRows)
             multiply(codes, scales, part, out[:, own], bias, residual)
     return out[:num_tokens]
 
 
+def _multiply_plain(product: Product, out: Tensor) -> None:
+    """A few unquantized rows next to many quantized ones. For up to a batch of tokens this avoids
+    the copy into `out` that the library would need.
+    """
+    if product.num_tokens <= PLAIN_TOKENS:
+        rule = small_gemm_rule(product.shape, product.num_tokens, out.device)
+        multiply_small_gemm(product, rule, out)
+        return
+    found = F.linear(product.x, product.weight, product.bias)
+    out.copy_(found if product.residual is None else found + product.residual)
+
+
 def multiply(
     codes: Tensor,  # [T rounded up, K]
     scales: Tensor,  # [K / 128, T rounded up]
     rows: TiledRows,  # [N, K]
-    out: Tensor,  # [T rounded up, N], a part of a larger one or not
+    out: Tensor,  # [T rounded up, N], may be a slice of a larger tensor
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N]
 ) -> None:
-    """What is computed for tokens that are not there means nothing."""
+    """Results for the padding tokens are meaningless."""
     if not float8.can_use_library(rows, out.dtype, out.device) or out.stride(0) % 8:
         multiply_by_kernel(codes, scales, rows, out, bias, residual)
         return
@@ -88,7 +103,9 @@ def codes_of(rows: TiledRows) -> Tensor:  # [..., N rounded up, K] float8_e4m3fn
 
 
 def scales_of(rows: TiledRows) -> Tensor:
-    """Of blocks [..., N / 128, K / 128], or of rows [..., tiles, steps, 16], the same in each."""
+    """Of blocks [..., N / 128, K / 128], or of rows [..., tiles, steps, 16], the same in each
+    step.
+    """
     if rows.block_scales is not None:
         return rows.block_scales
     return rows.records.view(rows.fields.scale).squeeze(-1)
@@ -100,11 +117,11 @@ def quantize_tokens(
     eps: float = 0.0,
     is_swiglu: bool = False,
     *,
-    for_tiles: bool = False,  # columns in the order that tiles have
+    for_tiles: bool = False,  # columns in the order of tiles
     keeps_values: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """codes [T rounded up, K], scales [K / 128, T rounded up] float32, and what was quantised, if
-    that is kept.
+    """codes [T rounded up, K], scales [K / 128, T rounded up] float32, and the unquantized values,
+    if `keeps_values`.
     """
     num_tokens, width = x.shape[0], x.shape[1] // (2 if is_swiglu else 1)
     num_rows = cdiv(num_tokens, TOKEN_MULTIPLE) * TOKEN_MULTIPLE
@@ -143,7 +160,7 @@ def to_codes(values):
 
 @triton.jit
 def column_in_tile(places):
-    """The column, of 128, at a place of a tile's row (`tiles.py`: `_order`)."""
+    """The column, of 128, at a position in a tile's row (`tiles.py`: `_order`)."""
     instructions = places // 64 * 4 + places % 16 // 4
     quarters = places % 64 // 16
     return instructions // 2 * 32 + quarters * 8 + instructions % 2 * 4 + (places % 4 * 3 + 2) % 5
@@ -184,7 +201,7 @@ def _quantize_kernel(
     if HAS_NORM:
         mean_square = tl.sum(tl.sum(b_x * b_x, axis=1), axis=0) / WIDTH
         b_x = b_x * tl.rsqrt(mean_square + eps) * b_weight
-    b_rounded = b_x.to(x.dtype.element_ty)  # as a kernel of its own would leave it
+    b_rounded = b_x.to(x.dtype.element_ty)  # rounded as a separate kernel would
     if KEEPS_VALUES:
         tl.store(values + token * WIDTH + columns, b_rounded, mask=is_column)
     b_codes, b_scales = to_codes(b_rounded.to(tl.float32))
@@ -235,19 +252,17 @@ def multiply_steps(
     scale_stride,
     is_token,  # [M]
     p_row_codes,  # [1, N]
-    p_block,  # one: the scale of the rows in the first block of columns
-    p_odd_block,  # that of the odd ones
+    p_block,  # scalar: the rows' scale in the first block of columns
+    p_odd_block,  # the same for odd rows
     K: tl.constexpr,
     BY_BLOCK: tl.constexpr,
-    ARE_PAIRED: tl.constexpr,  # the odd rows are in a block of their own
-    ARE_TILED: tl.constexpr,  # rows, in tiles whose columns the tokens follow
-    STEP: tl.constexpr,  # columns with a scale of their own
+    ARE_PAIRED: tl.constexpr,  # odd rows have their own block
+    ARE_TILED: tl.constexpr,  # rows are tiled, and tokens have the same column order
+    STEP: tl.constexpr,  # columns per scale
 ):
-    """[M, N] float32: the sum over blocks of columns of what tokens and rows give there, without
-    the scales of rows that have one each.
+    """[M, N] float32: the sum over blocks of columns of tokens times rows, without per-row scales.
 
-    One or two numbers of the rows are loaded in the loop: with one for each row it takes twice as
-    long.
+    The loop loads one or two scales of the rows: loading one per row would take twice as long.
     """
     columns = tl.arange(0, STEP)
     # 64 columns of a tile's 16 rows, then the other 64.
@@ -273,7 +288,7 @@ def multiply_steps(
 
 @triton.jit
 def load_row_scales(p_rows, rows, K: tl.constexpr, STEP: tl.constexpr, TILE_ROWS: tl.constexpr):
-    """[N] float32, of rows that have one scale each, from the records of their tiles."""
+    """[N] float32, for rows with one scale each, from the records of their tiles."""
     STEPS: tl.constexpr = K // STEP
     places = rows // TILE_ROWS * (STEPS * TILE_ROWS) + rows % TILE_ROWS
     return tl.load(p_rows + places).to(tl.float32)
@@ -304,8 +319,9 @@ def _multiply_kernel(
     COLUMN_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Neighbouring programs share rows or tokens: COLUMN_TILES tiles of rows for every tile of
-    tokens, then the next ones."""
+    """Adjacent programs share rows or tokens: COLUMN_TILES tiles of rows for every tile of tokens,
+    then the next ones.
+    """
     let_next_start(PDL)
     wait_for_previous(PDL)
     tl.static_assert(not BY_BLOCK or STEP % BLOCK_N == 0, "a tile of rows is in one block")

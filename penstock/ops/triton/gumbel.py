@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What sampling kernels share: the noise of a draw, and one integer that orders tokens like the
+"""Shared by sampling kernels: the Gumbel noise, and an integer key that orders tokens like the
 reference.
 
 The noise is bit for bit the reference's hash of (seed, position, token id); only the last bit of a
-logarithm may differ. Filters are the business of `sampling_filters`.
+logarithm may differ. `sampling_filters` implements the filters.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-(2**62) - 1)  # before every token's order
+LOWEST = tl.constexpr(-(2**62) - 1)  # below every token's key
 
 
 @triton.jit
 def order_of(b_value, b_token):
     """An int64 that grows with the value and, between equal values, falls with the token id.
 
-    Its upper 32 bits are the float's, turned so that they compare as an integer; 31 bits are the
+    Its upper 32 bits are the float's, mapped so that they compare as an integer; 31 bits are the
     id's.
     """
     bits = (b_value + 0.0).to(tl.int32, bitcast=True)  # -0 is 0
@@ -47,8 +47,8 @@ def noise_key_of(seed, position):
 
 @triton.jit
 def perturbed(b_logit, b_token, temperature, noise_key):
-    """The largest of these over a row is a draw from the softmax. Division as the reference rounds
-    it.
+    """The argmax of these over a row is a sample from the softmax. The division rounds like the
+    reference.
     """
     bits = _scramble(noise_key + b_token.to(tl.uint32) * 0x9E3779B9)
     uniform = ((bits >> 9).to(tl.int32).to(tl.float32) + 0.5) * (2.0**-23)

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Codes of keys and values inside kernels: written from float32, widened to what dots multiply.
+"""8-bit KV inside kernels: quantizes from float32, and widens to the dtype of the dot products.
 
-`ops/reference/kv_codes` says what they are. Kernels see E4M3 as uint8 and do the conversion with
-integers: cards before sm_89 have no instruction for it, and where there is one, it is slower.
+`ops/reference/kv_codes` is the specification. Kernels see E4M3 as uint8 and convert with integer
+instructions: GPUs before sm_89 have no conversion instruction, and where there is one, it is
+slower.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from torch import Tensor
 from penstock.ops.reference import kv_codes as reference
 
 LEAST_AMAX = tl.constexpr(reference.LEAST_AMAX)
-# Weights meet the scales of values times this, and results its inverse: the products are then as
-# large as the values, where float16 has not yet run out of exponents.
+# Value scales are multiplied by this, and results by its inverse: the products are then as large as
+# the values, within float16's exponent range.
 SCALE_UNIT = tl.constexpr(256.0)
 
 # A word of four codes becomes two words of two bf16 each.
 #
 # E4M3: a code moved to the high byte of a bf16 and shifted by 4 has its exponent and mantissa in
-# place; what is missing is a factor of 2^(127 - 7). The zero that is added keeps its sign.
+# place; what is missing is a factor of 2^(127 - 7). Adding -0 keeps the sign of zero.
 _E4M3_TO_BF16 = tl.constexpr("""
 {
     .reg .b32 low, high, low_magnitude, high_magnitude, factor, zero;
@@ -40,8 +41,8 @@ _E4M3_TO_BF16 = tl.constexpr("""
     fma.rn.bf16x2 $1, high, factor, zero;
 }
 """)
-# int8: a code plus 128 is the last byte of a float32 between 2^23 and 2^23 + 255. What is left when
-# that is subtracted needs no more than the upper half of the float32.
+# int8: a code plus 128 is the last byte of a float32 between 2^23 and 2^23 + 255. After subtracting
+# 2^23 + 128, the upper half of the float32 holds the exact value.
 _INT8_TO_BF16 = tl.constexpr("""
 {
     .reg .b32 codes, a, b, c, d;
@@ -61,13 +62,14 @@ _INT8_TO_BF16 = tl.constexpr("""
 
 
 def stored_as(cache: Tensor) -> str:
-    """The constexpr that tells kernels how a cache is stored."""
+    """The constexpr that tells kernels the storage format of a cache."""
     return {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}.get(cache.dtype, "plain")
 
 
 def view_codes(cache: Tensor, dtype: torch.dtype) -> Tensor:
-    """A cache as kernels take it: codes are written as bytes, and read as words of four. What a
-    loop carries is then a register for each word, not for each code."""
+    """A cache as kernels access it: written as bytes, and read as words of four. A loop then
+    carries one register per word, not per element.
+    """
     return cache if stored_as(cache) == "plain" else cache.view(dtype)
 
 
@@ -76,7 +78,7 @@ def encode(b_x, STORED: tl.constexpr):
     """[heads, D] float32 -> its codes, uint8, and the scales [heads]."""
     LARGEST: tl.constexpr = 448.0 if STORED == "e4m3" else 127.0
     b_amax = tl.maximum(tl.max(tl.abs(b_x), axis=1), LEAST_AMAX)
-    # Exact divisions: a kernel writes the codes that the reference does.
+    # Exact divisions, so that the kernel writes the same codes as the reference.
     b_x = b_x * tl.div_rn(tl.full(b_amax.shape, LARGEST, tl.float32), b_amax)[:, None]
     if STORED == "e4m3":
         b_codes = _encode_e4m3(b_x)
@@ -88,7 +90,7 @@ def encode(b_x, STORED: tl.constexpr):
 
 @triton.jit
 def _encode_e4m3(b_x):
-    """Numbers up to 448, rounded half to even."""
+    """Values up to 448, rounded half to even."""
     b_bits = b_x.to(tl.uint32, bitcast=True)
     b_sign = (b_bits >> 24) & 0x80
     b_bits = b_bits & 0x7FFFFFFF
@@ -104,7 +106,8 @@ def _encode_e4m3(b_x):
 @triton.jit
 def widen(b_stored, DTYPE: tl.constexpr, STORED: tl.constexpr):
     """Keys or values [n, D] as DTYPE: codes, [n, D // 4] words, without their scales. Every code is
-    exact there."""
+    represented exactly.
+    """
     if STORED == "plain":
         return b_stored.to(DTYPE)
     else:
@@ -138,10 +141,10 @@ def _half_of(b_words, SHIFT: tl.constexpr):
 
 @triton.jit
 def _code_of(b_words, SHIFT: tl.constexpr, STORED: tl.constexpr):
-    """The code at a bit of each word, as float32."""
+    """The code at this bit position of each word, as float32."""
     if STORED == "int8":
         return ((b_words << (24 - SHIFT)) >> 24).to(tl.float32)
-    else:  # a float16 has its exponent and mantissa 7 bits further left, and the bias 15
+    else:  # float16 has exponent and mantissa 7 bits further left, and bias 15
         b_bits = (b_words >> SHIFT).to(tl.uint16)
         b_half = (((b_bits & 0x80) << 8) | ((b_bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         return b_half.to(tl.float32) * 256.0

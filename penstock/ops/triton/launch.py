@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""How every kernel is launched: what the device can do, and the hand-over from one kernel to the
-next.
+"""How every kernel is launched: device properties, and the hand-over from one kernel to the next.
 
-On cards that have it (sm_90 and later) a kernel starts while the one before it still runs
+On GPUs that support it (sm_90 and later) a kernel starts while the one before it still runs
 ("programmatic dependent launch"). The contract, which every kernel of this folder keeps:
 
     let_next_start(PDL)      first of all: the next kernel may take SMs as they become free
@@ -10,11 +9,11 @@ On cards that have it (sm_90 and later) a kernel starts while the one before it 
     wait_for_previous(PDL)   everything the kernels before have written is visible from here on
     ... read activations, write results ...
 
-Nothing is written before the wait, and every program waits, also one that has nothing to do: so a
-kernel that is complete implies that all before it are.
+Nothing is written before the wait, and every program waits, even one that has nothing to do: so
+when a kernel is complete, all before it are too.
 
-The numbers of a step's rows (positions, slots, lengths, pages) may be read early too: between the
-kernel that writes them and the first layer stands the embedding, a plain launch, which waits for
+The integers of a step's rows (positions, slots, lengths, pages) may be read early too: between the
+kernel that writes them and the first layer there is the embedding, a plain launch, which waits for
 all before it.
 """
 
@@ -43,9 +42,10 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def arrives_last(arrived, num_programs):
-    """Whether all other programs have stored what they had to, which is then visible here.
+    """Whether all other programs have stored their results, which are then visible here.
 
-    The barrier puts the stores of all threads before the one thread's atomic, which releases them.
+    The barrier orders the stores of all threads before the one thread's atomic, which releases
+    them.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_programs - 1
@@ -56,9 +56,7 @@ def arrives_last(arrived, num_programs):
 
 @triton.jit
 def prefetch_l2(pointers, PDL: tl.constexpr):
-    """Brings the 128-byte lines of pointers (a block of them) towards the L2 cache; waits for
-    nothing.
-    """
+    """Prefetches the 128-byte lines of a block of pointers into L2; does not wait."""
     if PDL:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -71,7 +69,7 @@ def prefetch_l2(pointers, PDL: tl.constexpr):
 
 
 def cdiv(a: int, b: int) -> int:
-    """On the host, where Triton's own, made for kernels too, takes ten times as long."""
+    """For the host, where Triton's own, made for kernels too, takes ten times as long."""
     return -(-a // b)
 
 
@@ -99,9 +97,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors: what a grid should fill. The interpreter pretends to have a
-    few.
-    """
+    """The number of SMs, which a grid should fill. The interpreter pretends to have a few."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -109,13 +105,13 @@ def num_processors(device: torch.device) -> int:
     )
 
 
-SMALL_MEMORY = 99 * 1024  # bytes of shared memory that a program may have on every card
-LARGE_MEMORY = 227 * 1024  # on the cards of data centres
+SMALL_MEMORY = 99 * 1024  # bytes of shared memory available to a program on every GPU
+LARGE_MEMORY = 227 * 1024  # on data center GPUs
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have."""
+    """Bytes that one program may use."""
     if device.type != "cuda":
         return SMALL_MEMORY
     properties: Any = torch.cuda.get_device_properties(device)

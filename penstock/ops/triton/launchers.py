@@ -1,9 +1,8 @@
-"""Lets threads load the launchers of kernels at the same time.
+"""Lets threads load kernel launchers concurrently.
 
 Triton compiles one small extension module for the launches of each signature, and all of them have
-one name. Python gives modules of one name one namespace when it loads a file again, so that a
-thread may read the launcher that another thread has just loaded: one of a kernel with other
-arguments.
+the same name. Python gives modules of one name one namespace when it loads a file again, so a
+thread may get the launcher that another thread has just loaded, for a kernel with other arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from triton.runtime import build
 
 
 def keep_launchers_apart() -> None:
-    """From here on, each load gives a namespace of its own. Called twice, it changes nothing."""
+    """From here on, each load gets its own namespace. Calling it again has no effect."""
     load = getattr(build, "_load_module_from_path", None)
     if load is None or getattr(load, "keeps_apart", False):
         return

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Forbids tokens by a bitmap: reads the bits and writes -inf where one is 0. The logits are never
-read.
+"""Forbids tokens by a bitmap: reads the bits and writes -inf where one is 0. Never reads the
+logits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TILE: Tile = {"BLOCK": 4096, "num_warps": 4}
 
 def mask_logits(
     logits: Tensor,  # [L, vocab] float32, changed in place
-    rows: Tensor,  # [N] int64  rows of the logits, each at most once; the others stay as they are
-    # [N, words] int32  token t of row i may come if bit t % 32 of allowed[i, t // 32] is 1
+    rows: Tensor,  # [N] int64  rows of the logits, each at most once; others are unchanged
+    # [N, words] int32 token t of row i is allowed if bit t % 32 of allowed[i, t // 32] is 1
     allowed: Tensor,
 ) -> Tensor:
     num_rows, vocab = len(rows), logits.shape[1]
@@ -41,7 +41,7 @@ def mask_logits(
     return logits
 
 
-# Of all arguments only the number of rows differs between steps, and it is the grid's.
+# Only the number of rows differs between steps, and it is in the grid.
 @triton.jit(do_not_specialize_on_alignment=["p_rows", "p_allowed"])
 def mask_logits_kernel(
     p_logits,  # [L, vocab]

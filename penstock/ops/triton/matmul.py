@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Products of activations and a dense weight: picks the kernel that suits the number of tokens.
+"""GEMMs of activations and a dense weight: picks the kernel by the number of tokens.
 
 GEMV multiplies up to 4 tokens in registers. SKINNY, CUDA C++ that not every machine can compile
-(`ops/cuda`), feeds tensor cores straight from memory for 3 or 4. SMALL_GEMM runs a batch on tensor
-cores while the weight's bytes set the pace; CUBLAS takes over where arithmetic does. GEMV and
-SKINNY include the norm or activation before the product, because their activations are in registers
-anyway. For SMALL_GEMM and CUBLAS it is a kernel of its own: tensor cores would wait while each tile
-of activations passes through registers.
+(`ops/cuda`), feeds tensor cores directly from memory for 3 or 4. SMALL_GEMM runs a batch on tensor
+cores while it is bound by memory; CUBLAS takes over where arithmetic is the bound. GEMV and SKINNY
+fuse the norm or activation before the GEMM, because their activations are in registers anyway. For
+SMALL_GEMM and CUBLAS it is a separate kernel: tensor cores would wait while each tile of
+activations passes through registers.
 
-Quantised weights have kernels of their own (`ops/cuda/quantized.py`) for up to 64 tokens; for more
-they are expanded first, or meet tokens in 8 bits where tensor cores take those (`fp8.py`).
+Quantized weights have separate kernels (`ops/cuda/quantized.py`) for up to 64 tokens; for more they
+are dequantized first, or multiplied with 8-bit tokens if tensor cores support it (`fp8.py`).
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from penstock.ops.triton.norm import rms_norm
 from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
-GEMV, SMALL_GEMM, CUBLAS, SKINNY = 0, 1, 2, 3  # the "form" of a tile
+GEMV, SMALL_GEMM, CUBLAS, SKINNY = 0, 1, 2, 3  # the "form" field of a tile
 
 GEMV_TOKENS = 4
-SKINNY_TOKENS = 4  # or three: for fewer, GEMV is as fast as the weight can be read
-# From N of a head on, GEMV takes longer than reading the weight for three tokens or more.
+SKINNY_TOKENS = 4  # or three: for fewer, GEMV reaches memory bandwidth
+# For an N as large as a head's, GEMV is no longer memory-bound from three tokens on.
 LARGE_N = 1 << 16
-SMALL_N = 1 << 12  # up to here the columns are split over programs
-SMALL_GEMM_TOKENS = 64  # above, CUBLAS is faster, unless N is small or a head's
+SMALL_N = 1 << 12  # up to here K is split over programs
+SMALL_GEMM_TOKENS = 64  # above, CUBLAS is faster, unless N is small or that of a head
 SWIGLU_COLUMNS = 1024
 
 
@@ -71,7 +71,7 @@ def linear(
     x: Tensor,  # [T, K]
     weight: Weight,  # [N, K]
     bias: Tensor | None = None,  # [N]
-    residual: Tensor | None = None,  # [T, N], given up: the result may take its place
+    residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
@@ -98,7 +98,7 @@ def norm_linear(
 def swiglu_linear(
     gate_up: Tensor,  # [T, 2F]  gate, then up
     weight: Weight,  # [N, F]
-    residual: Tensor | None = None,  # [T, N], given up: the result may take its place
+    residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
@@ -169,7 +169,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 
 
 def _prepare(product: Product) -> Product:
-    """The same product after its norm or activation was computed."""
+    """The same GEMM after its norm or activation was computed."""
     if product.norm_weight is not None:
         return replace(
             product, x=rms_norm(product.x, product.norm_weight, product.eps), norm_weight=None
@@ -181,7 +181,7 @@ def _multiply_by_cublas(product: Product) -> Tensor:
     if product.residual is not None and product.bias is None:
         return product.residual.addmm_(
             product.x, product.weight.t()
-        )  # anywhere else it would be copied first
+        )  # anything else would be copied first
     if product.out_dtype == product.x.dtype:
         out = F.linear(product.x, product.weight, product.bias)
     else:
@@ -194,7 +194,7 @@ def _multiply_by_cublas(product: Product) -> Tensor:
 
 
 def _multiply_unrounded(product: Product) -> Tensor:
-    """cuBLAS with float32 output: rounded to the inputs' dtype first, near logits would tie."""
+    """cuBLAS with float32 output: rounded to the inputs' dtype, close logits would tie."""
     if product.x.is_cuda:
         return torch.mm(product.x, product.weight.t(), out_dtype=product.out_dtype)
     return F.linear(product.x.to(product.out_dtype), product.weight.to(product.out_dtype))

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
-"""Products of very few tokens: every weight is read once, into registers, and multiplied with each
+"""GEMV for very few tokens: every weight is read once, into registers, and multiplied with each
 token.
 
-A program owns a few rows of the weight and walks them in blocks of columns. The first `held` blocks
-are loading before the kernel waits for the one before it, and as many stay in flight. Only the last
+A program owns a few rows of the weight and iterates over blocks of columns. The first `held` blocks
+are loaded before the kernel waits for its predecessor, and as many stay in flight. Only the last
 sums pass through shared memory: a block is at least as wide as the 16-byte loads of all threads
-together, so activations arrive in the same layout as the weights.
+together, so activations have the same layout as the weights.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from penstock.ops.triton.matmul_product import (
 from penstock.ops.triton.tuning import Tile, bucket
 
 MAX_TOKENS = 8
-WARP_COLUMNS = 256  # of a row, loaded by a warp at once: 32 threads, 16 bytes each, 16-bit type
-# Weights a thread has in flight, by tokens: two a register, beside the tokens' sums.
+WARP_COLUMNS = 256  # of a row per warp load: 32 threads, 16 bytes each, 16-bit type
+# Weights in flight per thread, by tokens: two per register, next to the tokens' sums.
 HELD_ELEMENTS = {1: 160, 2: 160, 4: 128, 8: 64}
 
 
 @triton.jit
 def _load_block(p_rows, columns, K: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Weights, which a step reads once: they must not evict from L1 what is read again."""
+    """Loads weights, which a step reads once: they must not evict reused data from L1."""
     if IS_WHOLE:
         return tl.load(p_rows + columns, eviction_policy="evict_first")
     else:
@@ -143,7 +143,7 @@ def gemv_kernel(
             if p_norm is not None:
                 norms = next_norms
 
-    # All tokens at once: a sum across the program's threads takes them to a barrier.
+    # All tokens at once: a sum across the program's threads needs a barrier.
     b_out = tl.trans(
         tl.sum(tl.reshape(_stack(sums, BLOCK_M), [BLOCK_N, NUM_GROUPS, BLOCK_M]), axis=1)
     )
@@ -186,7 +186,7 @@ def multiply_gemv(product: Product, tile: Tile) -> Tensor:
 
 def gemv_rule(shape: tuple[int, ...], num_tokens: int, device: torch.device) -> Tile:
     """Many rows per program reuse activations; fewer if all of the weight can be held, or to fill
-    the device with at least three programs per multiprocessor.
+    the device with at least three programs per SM.
     """
     N, K = shape
     tiles = [_tile(block_n, _block_width(K), K, num_tokens) for block_n in (8, 4, 2, 1)]
@@ -215,7 +215,7 @@ def gemv_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
 
 
 def _block_width(K: int) -> int:
-    """A width that divides K, if one does that is neither narrow nor leaves too many blocks."""
+    """A width that divides K, if there is one that is neither narrow nor leaves too many blocks."""
     if K % 1024 == 0 or K > 4096:
         return 1024
     return 512 if K % 512 == 0 else min(1024, max(64, next_power_of_2(K)))
@@ -224,7 +224,7 @@ def _block_width(K: int) -> int:
 def _tile(block_n: int, block_k: int, K: int, num_tokens: int) -> Tile:
     num_warps = min(4, max(1, block_k // WARP_COLUMNS))
     num_blocks = cdiv(K, block_k)
-    elements = block_n * block_k // (32 * num_warps)  # of a block, in one thread
+    elements = block_n * block_k // (32 * num_warps)  # of a block, per thread
     most = min(max(1, HELD_ELEMENTS[bucket(num_tokens)] // elements), num_blocks)
     held = min(
         range(most, most // 2, -1), key=lambda held: -num_blocks % held

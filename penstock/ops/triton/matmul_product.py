@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""How kernels read the activations of a `Product`. How it is computed is not known here."""
+"""How kernels load the activations of a `Product`. Does not know how it is computed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from penstock.ops.triton.activation import silu
 
 
 def columns_of(block_k: int, dtype: torch.dtype) -> int:
-    """Tiles count in 16-bit elements; a wider type gets as many bytes."""
+    """Tiles are in 16-bit elements; a wider type gets the same number of bytes."""
     return block_k * 2 // dtype.itemsize
 
 
 @triton.jit
 def load_inside(pointers, inside, IS_WHOLE: tl.constexpr):
-    """Zeros outside; without a mask where all of the block is inside."""
+    """Zeros outside; without a mask if the whole block is inside."""
     if IS_WHOLE:
         return tl.load(pointers)
     else:

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Products on tensor cores, for a batch of tokens: the weight still sets the pace.
+"""GEMMs on tensor cores for a batch of tokens, still bound by reading the weight.
 
-A program owns a block of weight rows and a block of tokens and walks the columns in a pipelined
-loop. The weight is the left operand, so that its rows fill an instruction whose other side is as
-narrow as the batch. Where the rows make too few programs for the device the columns are split, and
-a second kernel adds the parts, always in the same order.
+A program owns a block of weight rows and a block of tokens and iterates over K in a pipelined loop.
+The weight is the left operand, so that its rows fill an instruction whose other side is as narrow
+as the batch. If the rows give too few programs for the device, K is split, and a second kernel adds
+the partial sums, always in the same order.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from penstock.ops.triton.matmul_product import (
 )
 from penstock.ops.triton.tuning import Tile, bucket
 
-OTHER_BYTES = 3 * 1024  # of shared memory, kept free of the stages of the loop
+OTHER_BYTES = 3 * 1024  # of shared memory not used for pipeline stages
 MAX_STAGES = 8
-PREFETCHED_BYTES = 1024  # of every row, prefetched to L2 while the kernel before still runs
-SUMMED_COLUMNS = 512  # of a token, in one program of the second kernel
+PREFETCHED_BYTES = 1024  # of every row, prefetched into L2 while the preceding kernel runs
+SUMMED_COLUMNS = 512  # per token and program of the second kernel
 
-# The sums of a token are the same in every batch, because none of these depends on the batch.
+# A token's sums are the same in every batch, because none of these depends on the batch.
 FIXED_TILE: Tile = {
     "block_m": 16,
     "block_n": 32,
@@ -59,6 +59,7 @@ def small_gemm_kernel(
     N,
     x_stride,
     residual_stride,
+    out_stride,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -67,7 +68,7 @@ def small_gemm_kernel(
     PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """With several splits the output is one part each, [NUM_SPLITS, T, N]."""
+    """With several splits the output is one partial sum each, [NUM_SPLITS, T, N]."""
     let_next_start(PDL)
     IS_WHOLE: tl.constexpr = K % BLOCK_K == 0
     SPLIT: tl.constexpr = (K + NUM_SPLITS * BLOCK_K - 1) // (NUM_SPLITS * BLOCK_K) * BLOCK_K
@@ -99,7 +100,7 @@ def small_gemm_kernel(
         p_taken = p_residual + tokens[None, :].to(tl.int64) * residual_stride + rows[:, None]
         b_sums += tl.load(p_taken, mask=is_stored, other=0.0).to(tl.float32)
     i_token = tl.program_id(2) * num_tokens + tokens
-    p_stored = p_out + i_token[None, :].to(tl.int64) * N + rows[:, None]
+    p_stored = p_out + i_token[None, :].to(tl.int64) * out_stride + rows[:, None]
     tl.store(p_stored, b_sums.to(p_out.dtype.element_ty), mask=is_stored)
 
 
@@ -112,6 +113,7 @@ def sum_parts(
     num_tokens,
     N,
     residual_stride,
+    out_stride,
     NUM_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -130,14 +132,16 @@ def sum_parts(
         b_sums += tl.load(p_residual + i_token * residual_stride + rows, mask=inside, other=0.0).to(
             tl.float32
         )
-    tl.store(p_out + i_token * N + rows, b_sums.to(p_out.dtype.element_ty), mask=inside)
+    tl.store(p_out + i_token * out_stride + rows, b_sums.to(p_out.dtype.element_ty), mask=inside)
 
 
-def multiply_small_gemm(product: Product, tile: Tile) -> Tensor:
-    """tile: block_m, block_n, block_k, num_splits, num_warps, num_stages."""
-    assert product.norm_weight is None, "a norm is a kernel of its own before this one"
+def multiply_small_gemm(product: Product, tile: Tile, out: Tensor | None = None) -> Tensor:
+    """tile: block_m, block_n, block_k, num_splits, num_warps, num_stages. out: [T, N], may be
+    a slice of wider rows.
+    """
+    assert product.norm_weight is None, "a norm is a separate kernel before this one"
     assert not product.is_swiglu, "an activation too"
-    out = product.new_out()  # [T, N]
+    out = product.new_out() if out is None else out
     num_splits = tile["num_splits"]
     if num_splits == 1:
         _launch(product, tile, out, product.bias, product.residual)
@@ -153,6 +157,7 @@ def multiply_small_gemm(product: Product, tile: Tile) -> Tensor:
         num_tokens,
         N,
         product.row_strides[1],
+        out.stride(0) if num_tokens > 1 else N,
         NUM_SPLITS=num_splits,
         BLOCK_N=SUMMED_COLUMNS,
         num_warps=4,
@@ -181,6 +186,7 @@ def _launch(
         N,
         x_stride,
         residual_stride,
+        out.stride(-2) if product.num_tokens > 1 else N,
         K=K,
         BLOCK_M=tile["block_m"],
         BLOCK_N=tile["block_n"],
@@ -200,14 +206,14 @@ def small_gemm_rule(shape: tuple[int, ...], num_tokens: int, device: torch.devic
     num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_m)
     most_splits = max(1, K // (4 * block_k))  # fewer than four steps do not fill a pipeline
     num_splits = min(max(1, round(num_processors(device) / num_programs)), most_splits)
-    # A program alone on a multiprocessor may use all of its shared memory for stages.
+    # A single program on an SM may use all of its shared memory for stages.
     memory = shared_memory(device)
     is_shared = num_programs * num_splits > num_processors(device) and memory >= 2 * SMALL_MEMORY
     return _tile(block_m, block_n, block_k, num_splits, memory // 2 if is_shared else memory)
 
 
 def small_gemm_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """With loops as deep as every card can hold, and a few of the deepest."""
+    """With pipelines as deep as every GPU supports, and a few of the deepest."""
     N, K = shape
     block_m = min(max(16, bucket(num_tokens)), 128)
     tiles = []

@@ -1,4 +1,4 @@
-"""Sparse feed-forward on a GPU: picks the kernels of the experts by the number of tokens."""
+"""MoE on a GPU: picks the expert kernels by the number of tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from penstock.ops.weight import Weight
 
 __all__ = ["candidates", "norm_route", "own_experts", "sparse_mlp"]
 
-GEMV, SMALL_GEMM, GROUPED_GEMM = 0, 1, 2  # the "form" of a tile
+GEMV, SMALL_GEMM, GROUPED_GEMM = 0, 1, 2  # the "form" field of a tile
 
-GEMV_TOKENS = 4  # of more, so many choose the same experts that reading those once is better
-SMALL_GEMM_PAIRS = 16  # of an expert, on average: more fill tiles whose height is theirs
-MAX_TOKENS = 32768  # at a time: what the pairs leave in between stays below two GB
+# With more tokens, so many share experts that reading those once is faster.
+GEMV_TOKENS = quantized.PAIR_TOKENS
+SMALL_GEMM_PAIRS = 16  # per expert, on average: with more, tall tiles are full
+MAX_TOKENS = 32768  # at a time: intermediate activations stay below two GB
 
 
 def sparse_mlp(
@@ -37,7 +38,7 @@ def sparse_mlp(
     shared_weight: Tensor | None = None,  # [T, 1] float32
     shared_gate_up: Weight | None = None,  # [2I', H]
     shared_down: Weight | None = None,  # [H, I']
-    counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
+    counters: Tensor | None = None,  # from `new_counters`; without them a kernel allocates its own
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, H]
@@ -71,7 +72,7 @@ def sparse_mlp(
         experts = None if rounded else _quantized_experts(x, ids, *stored)
         if rounded or experts is not None:
             has_shared = len(rounded) == 4 or (experts is not None and experts.has_shared)
-            if shared_weight is not None and not has_shared:  # stored in another way
+            if shared_weight is not None and not has_shared:  # stored in another format
                 residual = _add_shared(x, residual, shared_weight, shared_gate_up, shared_down)
                 shared_weight = None
             if experts is None:
@@ -82,7 +83,7 @@ def sparse_mlp(
     form = SMALL_GEMM if deterministic else _choose_form(x, ids, down)
     plain = [_plain_values(weight, x.dtype) for weight in (shared_gate_up, shared_down)]
     shared = (shared_weight, plain[0], plain[1])
-    if form == GROUPED_GEMM:  # which expands packed experts itself, some at a time
+    if form == GROUPED_GEMM:  # which dequantizes experts itself, a few at a time
         moe_grouped_gemm.run(out, x, weights, ids, gate_up, down, residual, *shared, counters)
         return out
     values = [_plain_values(weight, x.dtype) for weight in (gate_up, down)]
@@ -117,8 +118,9 @@ def _quantized_experts(
     shared_gate_up: Weight | None,
     shared_down: Weight | None,
 ) -> quantized.Experts | None:
-    """With the shared one, if it is stored as they are. None: they are expanded, because tokens are
-    many or an expert's rows are stored in several ways."""
+    """With the shared one, if it has the same format. None: they are dequantized, because there are
+    many tokens or an expert's rows have several formats.
+    """
     (num_tokens, k), num_experts = ids.shape, down.shape[0]
     if num_tokens * k > FEW_PAIRS * num_experts or x.dtype not in quantized.DTYPES:
         return None
@@ -143,16 +145,20 @@ def _run_quantized(
     if len(x) <= GEMV_TOKENS:
         experts.run_pairs(out, x, weights, ids, residual, shared_weight)
         return
-    order, tiles = list_pairs(ids, experts.num_experts, experts.slots, quantized.TOKENS, counters)
-    outputs = torch.empty(
-        len(x) * experts.slots, experts.width, dtype=torch.float32, device=x.device
-    )
-    experts.run_listed(x, order, tiles, outputs)
+    slots, num_experts = experts.slots, experts.num_experts
+    outputs = torch.empty(len(x) * slots, experts.width, dtype=torch.float32, device=x.device)
+    if experts.can_scan(ids):
+        experts.run_scanned(x, ids, outputs)
+    else:
+        order, tiles = list_pairs(ids, num_experts, slots, quantized.TOKENS, counters)
+        experts.run_listed(x, order, tiles, outputs)
     moe_grouped_gemm.add_pairs(out, outputs, weights, shared_weight, residual)
 
 
 def _choose_form(x: Tensor, ids: Tensor, down: Weight) -> int:
-    """Of experts in plain numbers. Packed ones of many tokens are never expanded all at once."""
+    """For unquantized experts. Quantized ones with many tokens are never dequantized all at
+    once.
+    """
     num_experts, width, inner_width = down.shape
     num_tokens, k = ids.shape
     rule = SMALL_GEMM if bucket(num_tokens) * k <= SMALL_GEMM_PAIRS * num_experts else GROUPED_GEMM
@@ -165,15 +171,15 @@ def _choose_form(x: Tensor, ids: Tensor, down: Weight) -> int:
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What `penstock tune` tries: shape is (E, H) for the router, (E, k, I, H) for experts. Nothing
-    for the kernels of other files.
+    """The tiles that `penstock tune` tries: shape is (E, H) for the router, (E, k, I, H) for
+    experts. None for the kernels of other files.
     """
     if kernel == "sparse_mlp":
         return [
             {"form": form}
             for form in ((GEMV, SMALL_GEMM) if num_tokens <= 64 else (SMALL_GEMM, GROUPED_GEMM))
         ]
-    if kernel in ("route_gemv", "route_tile", "route_whole"):
+    if kernel in ("route_gemv", "route_split", "route_whole"):
         return moe_route.candidates(kernel, shape, num_tokens)
     if kernel in ("moe_gate_up_gemv", "moe_down_gemv"):
         return moe_gemv.candidates(kernel, shape, num_tokens)

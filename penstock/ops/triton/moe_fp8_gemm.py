@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The chosen experts of many tokens, their rows and the tokens in E4M3 (`fp8.py`).
+"""The chosen experts of many tokens, with weights and tokens in E4M3 (`fp8.py`).
 
-As `moe_grouped_gemm.py`, whose list of pairs and last sum these are too. Gate and up leave what is
-between the products in E4M3 as well, with a scale for the 128 columns that a program computes.
-Rows are in tiles, where few tokens read them faster; tokens have their columns in that order.
-On Hopper a kernel in CUDA C++ multiplies (`ops/cuda/fp8_experts.cu`), elsewhere the one below.
+Like `moe_grouped_gemm.py`, with the same list of pairs and final sum. The gate/up kernel writes the
+intermediate activations in E4M3 as well, with one scale per 128 columns of a program. Weights are
+in tiles, which few tokens read faster; tokens have the same column order. On Hopper a CUDA C++
+kernel is used (`ops/cuda/fp8_experts.cu`), elsewhere the one below.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from penstock.ops.triton.moe_grouped_gemm import add_pairs
 from penstock.ops.triton.moe_permute import list_pairs, load_tile
 from penstock.ops.triton.tuning import Tile
 
-BLOCK_M = 64  # pairs of a tile: taller ones leave no registers for the sums of a block of columns
+BLOCK_M = 64  # pairs per tile: taller ones leave no registers for a block's sums
 GATE_UP: Tile = {"BLOCK_N": 256, "num_warps": 8, "num_stages": 3}
 SMALL_GATE_UP: Tile = {"BLOCK_N": 256, "num_warps": 8, "num_stages": 2}  # with less shared memory
 DOWN: Tile = {"BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
@@ -84,7 +84,7 @@ def _multiply(
     shared: TiledRows | None,  # [N, K]
     result: Tensor,  # [pairs, N], or codes [pairs, N / 2] by expert
     result_scales: Tensor,  # [N / 2 / 128, pairs]  of codes
-    slots: int,  # pairs of a token
+    slots: int,  # pairs per token
     *,
     is_down: bool,
 ) -> None:
@@ -148,7 +148,7 @@ def _grouped_kernel(
     PDL: tl.constexpr,
 ):
     """Program (n, i): for tile i, BLOCK_N rows of its expert's `down`, or of its `gate_up`: gates,
-    and the ups of the same columns, which are neighbours as in `moe_grouped_gemm.py`.
+    and the ups of the same columns, interleaved as in `moe_grouped_gemm.py`.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -156,7 +156,7 @@ def _grouped_kernel(
     if count == 0:
         return
     STEPS: tl.constexpr = K // STEP
-    SCALES: tl.constexpr = N // STEP * STEPS if BY_BLOCK else N * STEPS  # of a matrix
+    SCALES: tl.constexpr = N // STEP * STEPS if BY_BLOCK else N * STEPS  # per matrix
     HALF: tl.constexpr = N // 2
     row_codes, row_scales = expert_codes + expert * (N * K), expert_scales + expert * SCALES
     if HAS_SHARED:
@@ -165,13 +165,13 @@ def _grouped_kernel(
     places, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     is_pair = places < count
     pairs = tl.load(order + place + places, mask=is_pair, other=0)
-    own = (first_pair + places).to(tl.int64)  # rows of what is between the products
+    own = (first_pair + places).to(tl.int64)  # rows of the intermediate activations
     if IS_DOWN:
         first_row = tl.program_id(0) * BLOCK_N
         rows, tokens = first_row + lanes, own
     else:
         first_row = tl.program_id(0) * (BLOCK_N // 2)
-        rows = first_row + column_in_tile(lanes // 2) + lanes % 2 * HALF  # as `down` has columns
+        rows = first_row + column_in_tile(lanes // 2) + lanes % 2 * HALF  # in the order of `down`
         tokens = (pairs // SLOTS).to(tl.int64)
     p_block = row_scales + first_row // STEP * STEPS
     total = multiply_steps(

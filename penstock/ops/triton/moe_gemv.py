@@ -1,11 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The chosen experts of a few tokens, as matrix-vector products in two launches. Chooses nothing
-itself.
+"""The chosen experts of a few tokens, as GEMVs in two launches. Does no routing itself.
 
 Every expert of every token is read for that token alone: with few tokens, hardly any expert is
-chosen twice, and no tensor core has to be filled. A program loads all its weights at once, and
-takes enough of them that a multiprocessor has some 100 KB in flight. The shared expert counts as
-one more slot of a token, after its k.
+chosen twice, and no tensor core has to be filled. A program loads all its weights at once, enough
+that an SM has about 100 KB in flight. The shared expert is one more slot of a token, after its k.
 """
 
 from __future__ import annotations
@@ -72,19 +70,19 @@ def run(
 
 
 def _gate_up_rule(width: int) -> Tile:
-    """As many rows of gate, and as many of up, as make 16 KB in bf16: 128 bytes a thread."""
+    """As many rows of gate, and as many of up, as make 16 KB in bf16: 128 bytes per thread."""
     return {"ROWS": max(1, 4096 // next_power_of_2(width)), "num_warps": 4, "num_stages": 1}
 
 
 def _down_rule(k: int, inner_width: int) -> Tile:
-    """As many rows, of all k experts, as make 16 KB in bf16: 128 bytes a thread."""
+    """As many rows, of all k experts, as make 16 KB in bf16: 128 bytes per thread."""
     block_i = next_power_of_2(inner_width)
     rows = max(1, 8192 // (next_power_of_2(k) * block_i))
     return {"ROWS": rows, "num_warps": min(max(block_i // 128, 1), 8), "num_stages": 1}
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What `penstock tune` tries for a kernel; shape is (E, k, I, H)."""
+    """The tiles that `penstock tune` tries for a kernel; shape is (E, k, I, H)."""
     rows = {"moe_gate_up_gemv": (1, 2, 4, 8), "moe_down_gemv": (1, 2, 4, 8, 16)}[kernel]
     return [
         {"ROWS": n, "num_warps": warps, "num_stages": 1} for n in rows for warps in (1, 2, 4, 8)
@@ -108,9 +106,9 @@ def _gate_up_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (n, p): the n-th ROWS inner values of pair p.
+    """Program (n, p): the n-th ROWS intermediate values of pair p.
 
-    Pairs: the shared expert's first, one a token, then slot j of token t at t * TOP_K + j. The
+    Pairs: the shared expert's first, one per token, then slot j of token t at t * TOP_K + j. The
     shared weights do not depend on the routing, so their loads start at once.
     """
     let_next_start(PDL)

@@ -1,17 +1,17 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The chosen experts of many tokens, as products of tall tiles. Chooses nothing itself.
+"""The chosen experts of many tokens, as a grouped GEMM with tall tiles. Does no routing itself.
 
 Four launches: the list of pairs (a token with one of its experts) by expert, gate and up, down, and
-the weighted sum of every token. A program of the two products looks its tile of pairs up in the
-list: the host never learns what was chosen, so there are as many programs as the worst routing
-needs, and those past the list's end are done at once. Tiles of an expert are neighbours, so that
-its weights come from memory once. A tile of few pairs, as most experts' last one is, takes a lower
-product in the same program.
+the weighted sum of every token. A program of the two GEMMs looks up its tile of pairs in the list:
+the host does not know the routing, so there are as many programs as the worst case needs, and those
+past the list's end exit at once. Tiles of an expert are adjacent, so that its weights are read from
+memory once. A tile of few pairs, as most experts' last one is, uses a shorter tile in the same
+program.
 
-Packed experts are expanded a group at a time, and each group's products launched by themselves: all
+Quantized experts are dequantized a group at a time, and each group's GEMMs launched separately: all
 of a layer would take gigabytes.
 
-A pair's numbers do not depend on which pairs share its tile, nor on groups, and no sum depends on
+A pair's results do not depend on which pairs share its tile, nor on groups, and no sum depends on
 the order of programs.
 """
 
@@ -39,9 +39,9 @@ from penstock.ops.triton.moe_permute import list_pairs, load_tile
 from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight, map_part
 
-MOST_EXPANDED = 1200 * 10**6  # bytes of packed experts at a time
+MOST_EXPANDED = 1200 * 10**6  # bytes of dequantized experts at a time
 LOW_PAIRS = tl.constexpr(64)  # rows of a warp group; fewer leave tensor cores idle
-TALL_PAIRS = 64  # per expert, on average: above, tiles of twice the height read weights less often
+TALL_PAIRS = 64  # per expert, on average: above, tiles twice as tall read weights less often
 
 
 def run(
@@ -90,7 +90,7 @@ def run(
         grid = (cdiv(num_columns, tile["BLOCK_N"]), len(tiles))
         for first, values in _groups(experts, x.dtype):
             last, is_part = first + len(values), len(values) < num_experts
-            last += last == num_experts  # with the shared one
+            last += last == num_experts  # including the shared one
             given = (source, order, tiles, values, values if shared is None else shared, result)
             grouped_kernel[grid](*given, first, last, IS_PART=is_part, **constants)
 
@@ -98,7 +98,7 @@ def run(
 
 
 def _groups(experts: Weight, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Experts in plain numbers, with the number of the first: all of them, or some at a time."""
+    """Dequantized experts, with the number of the first: all of them, or a few at a time."""
     if not experts.parts:
         yield 0, experts.values
         return
@@ -113,7 +113,7 @@ def _groups(experts: Weight, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]
 def add_pairs(
     out: Tensor, outputs: Tensor, weights: Tensor, shared_weight: Tensor | None, residual: Tensor
 ) -> None:
-    """The residual and what a token's pairs gave, by their weights."""
+    """The residual plus the weighted outputs of a token's pairs."""
     (num_tokens, k), width = weights.shape, residual.shape[1]
     block = min(1024, next_power_of_2(width))
     _add_pairs_kernel[num_tokens, cdiv(width, block)](
@@ -132,9 +132,8 @@ def add_pairs(
 
 
 def _rules(mean_pairs: int, element_size: int, is_hopper: bool) -> dict[str, Tile]:
-    """Two programs on a multiprocessor while weights set the pace, and in the short products of
-    down: one starts or stores while the other multiplies. One of the largest tile where arithmetic
-    sets it.
+    """Two programs per SM while memory is the bound, and in the short GEMMs of down: one starts or
+    stores while the other multiplies. One of the largest tile where arithmetic is the bound.
     """
     is_tall = mean_pairs > TALL_PAIRS and element_size < 4
     height = {"BLOCK_M": 128 if is_tall else 64}
@@ -150,7 +149,7 @@ def _rules(mean_pairs: int, element_size: int, is_hopper: bool) -> dict[str, Til
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What is worth measuring for a kernel; shape is (E, k, I, H)."""
+    """The tiles worth measuring for a kernel; shape is (E, k, I, H)."""
     if kernel == "moe_permute":
         return [{"BLOCK_M": 64}, {"BLOCK_M": 128}]
     assert kernel in ("moe_gate_up_grouped_gemm", "moe_down_grouped_gemm")
@@ -199,10 +198,10 @@ def _multiply(
 
 @triton.jit
 def _multiply_tile(
-    source,  # x, or the tile's own inner activations
+    source,  # x, or the tile's own intermediate activations
     order,  # the tile's own
     weights,
-    result,  # the tile's own inner activations, or the outputs
+    result,  # the tile's own intermediate activations, or the outputs
     num_pairs,
     width,
     IS_DOWN: tl.constexpr,
@@ -214,9 +213,7 @@ def _multiply_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A gate and the up of the same column are neighbours: a thread that holds one holds the
-    other.
-    """
+    """A gate and the up of the same column are adjacent: the same thread holds both."""
     HALF: tl.constexpr = BLOCK_N // 2
     places, lanes = tl.arange(0, M), tl.arange(0, BLOCK_N)
     is_pair = places < num_pairs

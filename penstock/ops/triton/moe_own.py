@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The experts of one rank among those that tokens have chosen. Knows nothing of weights."""
+"""Maps the chosen experts to those of one rank. Knows nothing of weights."""
 
 from __future__ import annotations
 

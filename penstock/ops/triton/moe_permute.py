@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Sorts pairs by expert and cuts them into tiles. Knows nothing of weights.
+"""Sorts pairs by expert and divides them into tiles. Knows nothing of weights.
 
 A pair is a token with one of its experts: pair t * slots + j is slot j of token t. A shared expert
-is the last slot of every token, and counts as expert E. The list is made on the device, in one
+is the last slot of every token, and counts as expert E. The list is built on the device, in one
 launch; the host knows only how many tiles the worst routing needs.
 """
 
@@ -28,9 +28,9 @@ from penstock.ops.triton.tuning import bucket
 def list_pairs(
     ids: Tensor, num_experts: int, slots: int, height: int, counters: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """order [(E + 1) * T]: the pairs of expert e are those from place e * T on. tiles [n, 4]: an
-    expert, the place of its first pair there, the row of that pair among all by expert, and how
-    many pairs: none in the last tiles, since n is what the worst routing needs.
+    """order [(E + 1) * T]: the pairs of expert e start at index e * T. tiles [n, 4]: an expert, the
+    index of its first pair there, the row of that pair among all by expert, and the number of
+    pairs: 0 in the last tiles, since n is what the worst routing needs.
     """
     num_tokens, k = ids.shape
     num_tiles = num_tokens * k // height + min(num_experts, num_tokens * k)
@@ -41,7 +41,7 @@ def list_pairs(
     block = 256 if bucket(num_tokens) <= 2048 else 1024
     _list_tiles_kernel[cdiv(num_tokens * slots, block),](
         ids,
-        # the pairs of every expert, and programs that are done
+        # the number of pairs of every expert, and of finished programs
         zeroed(counters, num_experts + 1, ids.device),
         order,
         tiles,
@@ -75,7 +75,7 @@ def _list_tiles_kernel(
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program b: lists the b-th BLOCK pairs, in whatever order they come; the last program cuts the
+    """Program b: lists the b-th BLOCK pairs, in any order; the last program divides them into
     tiles.
     """
     let_next_start(PDL)
@@ -106,7 +106,7 @@ def _cut_tiles(
 ):
     """The shared expert's tiles, then those of experts 0, 1, ..., then empty ones."""
     experts = tl.arange(0, BLOCK_E)
-    # Past the first-level cache: other multiprocessors counted these.
+    # Bypasses L1: other SMs counted these.
     sizes = tl.load(counts + experts, mask=experts < E, other=0, cache_modifier=".cg")
     sizes = tl.minimum(sizes, num_tokens)
     tl.store(counts + experts, 0, mask=experts < E)

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Norm, router and choice of experts in one launch. Knows nothing of what the experts do.
+"""Norm, router and top-k. Knows nothing of what the experts do.
 
-Few tokens take the GEMV form: a program multiplies a few router rows, which it asks for before
-the kernel ahead is complete, with one token. More tokens take the tile form: tensor-core tiles of
-16 or more tokens. In both every program norms its tokens itself, the shared expert's gate counts as
-a last group of router rows, and the last program to arrive with a token's logits chooses that
-token's experts. Many tokens take the whole form: a program has all of the router for its tokens, so
-it norms them once and chooses from registers.
+A few tokens use the GEMV form, one launch: a program loads a few router rows before the preceding
+kernel is complete, norms one token itself and multiplies; the last program of a token chooses its
+experts. A batch uses the split form, three launches: the norm, the logits on tensor cores with K
+split over programs so that each waits for memory once, and top-k, one warp per token. Many tokens
+use the whole form, one launch: a program holds all logits of its tokens in registers. In all forms
+the gate of the shared expert counts as a last group of router rows.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from penstock.ops.triton.launch import (
     launch_options,
     let_next_start,
     next_power_of_2,
+    prefetch_l2,
     wait_for_previous,
 )
+from penstock.ops.triton.norm import rms_norm
 from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
-GEMV_TOKENS = 16  # more than these share the router's rows in tiles
-TILE_TOKENS = (
-    256  # more than these keep all multiprocessors busy without dividing the router among them
-)
-# Also for results that do not depend on the batch.
-TILE: Tile = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
-CHOOSE_TOKENS = tl.constexpr(
-    16
-)  # of a tile, chosen for at a time: what the registers of a program hold
+GEMV_TOKENS = 16  # above, tokens share the router's rows
+SPLIT_TOKENS = 1024  # above, tokens alone give enough programs for all SMs
+# Another tile sums in another order: with `deterministic` this one serves every number of tokens.
+FIXED_TILE: Tile = {
+    "BLOCK_M": 16,
+    "BLOCK_N": 16,
+    "BLOCK_K": 128,
+    "NUM_SPLITS": 4,
+    "num_warps": 4,
+    "num_stages": 4,
+}
 
 LOWEST_RANK = tl.constexpr(-(1 << 31))
-LOWEST = tl.constexpr(
-    -3.0e38
-)  # stands for NaN: such a token gets experts that exist, like any other
+LOWEST = tl.constexpr(-3.0e38)  # stands for NaN, so that such a token gets valid experts
 
 
 def norm_route(
@@ -54,8 +56,8 @@ def norm_route(
     k: int,
     normalize: bool = True,
     shared_gate: Weight | None = None,  # [1, H]
-    counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
-    slots: Tensor | None = None,  # [E] int32  the matrix that holds an expert; None: its own number
+    counters: Tensor | None = None,  # from `new_counters`; without them a kernel allocates its own
+    slots: Tensor | None = None,  # [E] int32  the matrix of each expert; None: in order
     *,
     deterministic: bool = False,
 ) -> tuple[
@@ -64,7 +66,6 @@ def norm_route(
     (num_tokens, width), num_experts = hidden.shape, router.shape[0]
     has_shared = shared_gate is not None
     assert hidden.is_contiguous()
-    x = torch.empty_like(hidden)
     weights = hidden.new_empty(num_tokens, k, dtype=torch.float32)
     ids = hidden.new_empty(num_tokens, k, dtype=torch.int32)
     shared_weight = (
@@ -93,31 +94,69 @@ def norm_route(
         ids if slots is None else slots,
     )
     shape = (num_experts, width)
-    if num_tokens > TILE_TOKENS and not deterministic:
+    if num_tokens > SPLIT_TOKENS and not deterministic:
+        x = torch.empty_like(hidden)
         _route_whole(given, x, chosen, eps, constants)
         return x, weights, ids, shared_weight
 
+    if num_tokens > GEMV_TOKENS or deterministic:
+        x = rms_norm(hidden, norm_weight, eps)
+        tile = FIXED_TILE
+        if not deterministic:
+            tile = choose("route_split", shape, num_tokens, _split_rule(num_tokens), x.device)
+        _route_split(x, *given[2:], chosen, tile, constants)
+        return x, weights, ids, shared_weight
+    x = torch.empty_like(hidden)
     logits = hidden.new_empty(num_tokens, num_experts + 1, dtype=torch.float32)
-    # Programs that have brought their logits, by token in the GEMV form and else by tile.
-    num_counted = max(GEMV_TOKENS, cdiv(num_tokens, TILE["BLOCK_M"]))
-    arrivals = zeroed(counters, num_counted, hidden.device)
-    tensors = (*given, x, logits, arrivals, *chosen)
-    if num_tokens <= GEMV_TOKENS and not deterministic:
-        tile = choose("route_gemv", shape, num_tokens, _gemv_rule(width), hidden.device)
-        grid = (cdiv(num_experts, tile["ROWS"]) + has_shared, num_tokens)
-        block_h = next_power_of_2(width)
-        _route_gemv_kernel[grid](*tensors, eps, **constants, BLOCK_H=block_h, **tile)
-    else:
-        # Another tile sums in another order: it may not depend on what else is in the step.
-        tile = (
-            TILE if deterministic else choose("route_tile", shape, num_tokens, TILE, hidden.device)
-        )
-        grid = (
-            cdiv(num_experts, tile["BLOCK_N"]) + has_shared,
-            cdiv(num_tokens, tile["BLOCK_M"]),
-        )
-        _route_tile_kernel[grid](*tensors, num_tokens, eps, **constants, **tile)
+    arrivals = zeroed(counters, GEMV_TOKENS, hidden.device)  # programs done with a token
+    tile = choose("route_gemv", shape, num_tokens, _gemv_rule(width), hidden.device)
+    grid = (cdiv(num_experts, tile["ROWS"]) + has_shared, num_tokens)
+    _route_gemv_kernel[grid](
+        *given,
+        x,
+        logits,
+        arrivals,
+        *chosen,
+        eps,
+        **constants,
+        BLOCK_H=next_power_of_2(width),
+        **tile,
+    )
     return x, weights, ids, shared_weight
+
+
+def _route_split(
+    x: Tensor,  # [T, H]  normed
+    router: Tensor,
+    shared_gate: Tensor,
+    chosen: tuple[Tensor, ...],
+    tile: Tile,
+    constants: dict[str, Any],
+) -> None:
+    (num_tokens, width), num_experts = x.shape, constants.pop("E")
+    del constants["H"]
+    num_splits = tile["NUM_SPLITS"]
+    logits = torch.empty(
+        num_splits, num_tokens, num_experts + 1, dtype=torch.float32, device=x.device
+    )
+    options = launch_options(x.device)
+    grid = (
+        cdiv(num_experts, tile["BLOCK_N"]) + constants["HAS_SHARED"],
+        cdiv(num_tokens, tile["BLOCK_M"]),
+        num_splits,
+    )
+    _route_logits_kernel[grid](
+        x, router, shared_gate, logits, num_tokens, E=num_experts, H=width, **tile, **options
+    )
+    _choose_kernel[(num_tokens,)](
+        logits,
+        *chosen,
+        num_tokens,
+        E=num_experts,
+        NUM_SPLITS=num_splits,
+        num_warps=1,
+        **constants,
+    )
 
 
 def _route_whole(
@@ -137,25 +176,28 @@ def _route_whole(
 
 
 def zeroed(counters: Tensor | None, num_needed: int, device: torch.device) -> Tensor:
-    """The caller's counters, or new ones, which cost a launch, where it has none or too few."""
+    """The caller's counters, or new ones, which cost a launch, if it has none or too few."""
     if counters is not None and len(counters) >= num_needed:
         return counters
     return torch.zeros(num_needed, dtype=torch.int32, device=device)
 
 
 def _gemv_rule(width: int) -> Tile:
-    """A warp and 8 KB of bf16 router rows a program: warps of one program would wait for each
+    """One warp and 8 KB of bf16 router rows per program: several warps would wait for each
     other.
     """
     return {"ROWS": max(1, 4096 // next_power_of_2(width)), "num_warps": 1, "num_stages": 1}
 
 
+def _split_rule(num_tokens: int) -> Tile:
+    """All tokens of up to 64 in one program, so that the router is read once."""
+    return {**FIXED_TILE, "BLOCK_M": max(32, min(bucket(num_tokens), 64))}
+
+
 def _whole_rule(
     num_tokens: int, shape: tuple[int, int], element_size: int, is_hopper: bool
 ) -> Tile:
-    """Some 128 programs, one for a multiprocessor of a large card, as long as their logits fit
-    registers.
-    """
+    """About 128 programs, one per SM of a large GPU, as long as their logits fit in registers."""
     num_experts, width = (next_power_of_2(size) for size in shape)
     height = max(16, min(bucket(num_tokens) // 128, 16384 // num_experts, 64))
     block_k = (128 if num_experts <= 256 else 64) // element_size
@@ -170,7 +212,7 @@ def _whole_rule(
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What `penstock tune` tries for a kernel; shape is (E, H)."""
+    """The tiles that `penstock tune` tries for a kernel; shape is (E, H)."""
     if kernel == "route_gemv":
         return [
             {"ROWS": rows, "num_warps": warps, "num_stages": 1}
@@ -185,14 +227,20 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
             for k, stages in ((64, 3), (64, 4), (128, 2))
             for warps in (4, 8)
         ]
-    assert kernel == "route_tile"
-    heights = (16,) if num_tokens <= 128 else (16, 32, 64)
+    assert kernel == "route_split"
+    heights = (16, 32) if num_tokens <= 32 else (16, 32, 64)
     return [
-        {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
+        {
+            "BLOCK_M": m,
+            "BLOCK_N": n,
+            "BLOCK_K": k,
+            "NUM_SPLITS": splits,
+            "num_warps": 4,
+            "num_stages": stages,
+        }
         for m in heights
-        for n in (16, 32, 64)
-        for k, stages in ((64, 4), (128, 3), (256, 2))
-        for warps in (4, 8)
+        for n in (16, 32)
+        for k, splits, stages in ((128, 4, 4), (128, 8, 2), (64, 8, 4), (128, 16, 1))
     ]
 
 
@@ -200,7 +248,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 def _router_rows(
     router, shared_gate, i_group, E: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Where a group of rows starts, which logits it gives, and if they exist. The last is the
+    """The start of a group of rows, the indices of its logits, and a mask. The last group is the
     shared gate.
     """
     first = i_group * ROWS
@@ -212,7 +260,7 @@ def _router_rows(
 
 @triton.jit
 def _ordered(x):
-    """Float32 to int32 of the same order, or the bits of such an integer back."""
+    """Float32 to an int32 with the same order, or the bits of such an integer back."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -242,8 +290,8 @@ def _choose_experts(
 
     chosen = tl.zeros([NUM_TOKENS, BLOCK_TOP_K], tl.int32)
     chosen_logits = tl.full([NUM_TOKENS, BLOCK_TOP_K], float("-inf"), tl.float32)
-    # As integers of the same order a warp finds the largest in one instruction.
-    ranks = _ordered(left + 0.0)  # of the two zeros there is one left
+    # As integers of the same order, a warp finds the largest in one instruction.
+    ranks = _ordered(left + 0.0)  # -0 becomes 0
     for slot in range(TOP_K):
         best = tl.max(ranks, axis=1)
         expert = tl.min(tl.where(ranks == best[:, None], experts, left.shape[1]), axis=1)
@@ -272,23 +320,31 @@ def _choose_from_memory(
     slots_of,
     tokens,  # [M] int64
     is_token,  # [M]
+    split_stride,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
 ):
+    """Logits come as NUM_SPLITS parts, [NUM_SPLITS, T, E + 1], which are added first."""
     experts = tl.arange(0, BLOCK_E)[None, :]
     own = logits + tokens * (E + 1)
-    # Past the first-level cache: other multiprocessors wrote these.
     is_logit = is_token[:, None] & (experts < E)
-    b_logits = tl.load(own[:, None] + experts, mask=is_logit, other=0.0, cache_modifier=".cg")
+    b_logits = tl.zeros([tokens.shape[0], BLOCK_E], tl.float32)
+    gate = tl.zeros([tokens.shape[0]], tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        part = own + split * split_stride
+        # Bypasses L1: other SMs wrote these.
+        b_logits += tl.load(part[:, None] + experts, mask=is_logit, other=0.0, cache_modifier=".cg")
+        if HAS_SHARED:
+            gate += tl.load(part + E, mask=is_token, other=0.0, cache_modifier=".cg")
     _choose_experts(
         b_logits, weights, ids, slots_of, tokens, is_token, E, TOP_K, NORMALIZE, HAS_SLOTS
     )
     if HAS_SHARED:
-        gate = tl.load(own + E, mask=is_token, other=0.0, cache_modifier=".cg")
         tl.store(shared_weight + tokens, 1.0 / (1.0 + tl.exp(-gate)), mask=is_token)
 
 
@@ -348,100 +404,103 @@ def _route_gemv_kernel(
             slots_of,
             tokens,
             is_token,
+            0,
             E,
             TOP_K,
             NORMALIZE,
             HAS_SHARED,
             HAS_SLOTS,
             BLOCK_E,
+            1,
         )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_tile_kernel(
-    hidden,
-    norm_weight,
+def _route_logits_kernel(
+    x,
     router,
     shared_gate,
-    x,
-    logits,
-    arrivals,
+    logits,  # [NUM_SPLITS, T, E + 1]
+    num_tokens,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (g, b, s): router rows of group g, tokens of block b, columns of split s."""
+    let_next_start(PDL)
+    SPLIT: tl.constexpr = (H + NUM_SPLITS * BLOCK_K - 1) // (NUM_SPLITS * BLOCK_K) * BLOCK_K
+    LINE: tl.constexpr = 1024 // router.dtype.element_ty.primitive_bitwidth  # of 128 bytes
+    LINES: tl.constexpr = SPLIT // LINE
+    i_group, i_block, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start, rows, is_row = _router_rows(router, shared_gate, i_group, E, H, BLOCK_N)
+    own_rows = tl.where(is_row, tl.arange(0, BLOCK_N), 0)
+    first_column = i_split * SPLIT
+    if LINES & (LINES - 1) == 0:
+        lines = tl.minimum(first_column + tl.arange(0, LINES) * LINE, H - 1)
+        prefetch_l2(start + own_rows[:, None] * H + lines[None, :], PDL)
+    wait_for_previous(PDL)
+
+    tokens = i_block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_token = tokens < num_tokens
+    columns = tl.arange(0, BLOCK_K)
+    b_logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in tl.range(first_column, tl.minimum(first_column + SPLIT, H), BLOCK_K):
+        at = first + columns
+        is_column = at < H
+        b_router = tl.load(
+            start + own_rows[None, :] * H + at[:, None], mask=is_column[:, None], other=0.0
+        )
+        is_own = is_token[:, None] & is_column[None, :]
+        b_x = tl.load(x + tokens[:, None] * H + at[None, :], mask=is_own, other=0.0)
+        if b_router.dtype != b_x.dtype:
+            b_router, b_x = b_router.to(tl.float32), b_x.to(tl.float32)
+        b_logits = tl.dot(b_x, b_router, b_logits, input_precision="ieee")
+    places = (i_split * num_tokens + tokens)[:, None] * (E + 1) + rows[None, :]
+    tl.store(logits + places, b_logits, mask=is_token[:, None] & is_row[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _choose_kernel(
+    logits,  # [NUM_SPLITS, T, E + 1]
     weights,
     ids,
     shared_weight,
     slots_of,
     num_tokens,
-    eps,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
-    H: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (g, b): the g-th BLOCK_N rows of the router, the b-th BLOCK_M tokens."""
+    """Program t: token t."""
     let_next_start(PDL)
     wait_for_previous(PDL)
-    i_group, i_block = tl.program_id(0), tl.program_id(1)
-    tokens = i_block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_token = tokens < num_tokens
-    is_written = tokens < tl.where(i_group == 0, num_tokens, 0)  # one program writes a token's x
-    start, rows, is_row = _router_rows(router, shared_gate, i_group, E, H, BLOCK_N)
-    starts = start + tl.arange(0, BLOCK_N) * H
-    own = tokens[:, None] * H
-    columns = tl.arange(0, BLOCK_K)
-
-    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    for first in range(0, H, BLOCK_K):
-        at = first + columns[None, :]
-        b_hidden = tl.load(hidden + own + at, mask=is_token[:, None] & (at < H), other=0.0).to(
-            tl.float32
-        )
-        squares += b_hidden * b_hidden
-    scale = tl.rsqrt(tl.sum(squares, axis=1) / H + eps)
-
-    b_logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(0, H, BLOCK_K):
-        at = first + columns
-        is_column = at < H
-        is_own = is_token[:, None] & is_column[None, :]
-        b_router = tl.load(
-            starts[None, :] + at[:, None], mask=is_row[None, :] & is_column[:, None], other=0.0
-        )
-        b_hidden = tl.load(hidden + own + at[None, :], mask=is_own, other=0.0).to(tl.float32)
-        b_norm = tl.load(norm_weight + at, mask=is_column, other=0.0)
-        b_x = (b_hidden * scale[:, None] * b_norm[None, :]).to(x.dtype.element_ty)
-        tl.store(x + own + at[None, :], b_x, mask=is_written[:, None] & is_column[None, :])
-        if b_router.dtype != b_x.dtype:
-            b_router, b_x = b_router.to(tl.float32), b_x.to(tl.float32)
-        b_logits = tl.dot(b_x, b_router, b_logits, input_precision="ieee")
-
-    places = tokens[:, None] * (E + 1) + rows[None, :]
-    tl.store(logits + places, b_logits, mask=is_token[:, None] & is_row[None, :])
-    if arrives_last(arrivals + i_block, tl.num_programs(0)):
-        for first in range(0, BLOCK_M, CHOOSE_TOKENS):
-            some = i_block.to(tl.int64) * BLOCK_M + first + tl.arange(0, CHOOSE_TOKENS)
-            is_some = some < num_tokens
-            _choose_from_memory(
-                logits,
-                weights,
-                ids,
-                shared_weight,
-                slots_of,
-                some,
-                is_some,
-                E,
-                TOP_K,
-                NORMALIZE,
-                HAS_SHARED,
-                HAS_SLOTS,
-                BLOCK_E,
-            )
+    tokens = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
+    _choose_from_memory(
+        logits,
+        weights,
+        ids,
+        shared_weight,
+        slots_of,
+        tokens,
+        tokens < num_tokens,
+        num_tokens.to(tl.int64) * (E + 1),
+        E,
+        TOP_K,
+        NORMALIZE,
+        HAS_SHARED,
+        HAS_SLOTS,
+        BLOCK_E,
+        NUM_SPLITS,
+    )
 
 
 @triton.jit
@@ -511,7 +570,7 @@ def _route_whole_kernel(
         _norm_tokens(
             hidden, b_norm, b_gate, x, shared_weight, some, some < num_tokens, eps, H, HAS_SHARED
         )
-    tl.debug_barrier()  # other threads of this program stored what is loaded now
+    tl.debug_barrier()  # other threads of this program stored what is loaded next
 
     tokens = start + tl.arange(0, BLOCK_M)
     is_token = tokens < num_tokens

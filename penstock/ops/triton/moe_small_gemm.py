@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The chosen experts of many tokens, on tensor cores. Chooses nothing itself, and never asks what
-was chosen.
+"""The chosen experts of many tokens, on tensor cores. Does no routing itself, and the host never
+needs to know the routing.
 
 A pair is a token with one of its experts: pair t * k + j is slot j of token t, pair T * k + t is
 token t with the shared expert. Three launches: gate and up, down, and the weighted sum of every
 token. A program of the first two owns an expert and a tile of its rows, which it multiplies with
 the expert's pairs, BLOCK_M at a time; the weights are the left operand, so that a few pairs still
 fill the tensor cores. There are as many programs as the worst routing needs: those without pairs
-end at once.
+exit at once.
 
 With fewer pairs than experts, each program scans all ids, and works if its own pair is the first of
-its expert or of a tile of it. Otherwise a launch before lists the pairs by expert.
+its expert or of a tile of it. Otherwise a preceding launch lists the pairs by expert.
 
-A pair's numbers do not depend on which pairs share its tile, and no sum depends on the order of
+A pair's results do not depend on which pairs share its tile, and no sum depends on the order of
 programs.
 """
 
@@ -33,7 +33,7 @@ from penstock.ops.triton.launch import (
 )
 from penstock.ops.triton.tuning import Tile, bucket, choose
 
-# For results that do not depend on the batch: good at all sizes, the best at none.
+# For batch-invariant results: good at all sizes, the best at none.
 DETERMINISTIC_TILE: Tile = {
     "BLOCK_M": 32,
     "BLOCK_N": 64,
@@ -41,7 +41,7 @@ DETERMINISTIC_TILE: Tile = {
     "num_warps": 4,
     "num_stages": 4,
 }
-WIDE_TOKENS = 256  # up to here the outputs of pairs are float32; for more, too much traffic
+WIDE_TOKENS = 256  # up to here pair outputs are float32; for more, that is too much traffic
 
 
 def run(
@@ -137,8 +137,8 @@ def _list_pairs(
 
 
 def _rule(mean_pairs: int, element_size: int) -> Tile:
-    """Tiles as high as twice an expert's mean number of pairs. Low ones leave room on a
-    multiprocessor for four programs: one starts while others wait for weights.
+    """Tiles as tall as twice an expert's mean number of pairs. Short ones leave room for four
+    programs per SM: one starts while others wait for weights.
     """
     block_m = min(max(bucket(2 * mean_pairs), 16), 128)
     is_low = block_m <= 32
@@ -152,7 +152,7 @@ def _rule(mean_pairs: int, element_size: int) -> Tile:
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What `penstock tune` tries for either kernel; shape is (E, k, I, H)."""
+    """The tiles that `penstock tune` tries for either kernel; shape is (E, k, I, H)."""
     mean = bucket(num_tokens) * shape[1] // shape[0]
     small = [
         (64, 64, 4),
@@ -177,9 +177,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 def _list_pairs_kernel(
     ids, order, starts, num_pairs, E: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Program e: counts the pairs of the experts before e, then lists those of e, in the order of
-    pairs.
-    """
+    """Program e: counts the pairs of the experts before e, then lists those of e, in pair order."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     i_expert = tl.program_id(0)
@@ -212,11 +210,11 @@ def _find_pairs(
     BLOCK_IDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Whose pairs a program multiplies, and where in the expert's list: first to stop.
+    """The expert whose pairs a program multiplies, and the range in its list: first to stop.
 
-    Programs: num_shared tiles of tokens for the shared expert. Then, where pairs are listed, SPLITS
-    for an expert, each taking every SPLITS-th tile. Where they are not, one for a pair: every
-    BLOCK_M-th pair of an expert works, for itself and those that follow, which are `found`.
+    Programs: num_shared tiles of tokens for the shared expert. Then, if pairs are listed, SPLITS
+    per expert, each taking every SPLITS-th tile. If they are not, one per pair: every BLOCK_M-th
+    pair of an expert works, for itself and those that follow, which are `found`.
     """
     i_group = tl.program_id(1)
     is_shared = i_group < num_shared
@@ -247,7 +245,7 @@ def _find_pairs(
 def _pairs_at(
     at, stop, is_shared, found, order, num_pairs, IS_LISTED: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """The pairs at places at : at + BLOCK_M of an expert's list, and which of them there are."""
+    """The pairs at indices at : at + BLOCK_M of an expert's list, and a mask."""
     lanes = at + tl.arange(0, BLOCK_M)
     is_pair = lanes < stop
     pairs = found
@@ -291,13 +289,13 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_shared"])
 def product_kernel(
-    source,  # x, or the inner activations of pairs
+    source,  # x, or the intermediate activations of pairs
     ids,
     order,
     starts,
     experts,
     shared,
-    result,  # the inner activations of pairs, or their outputs
+    result,  # the intermediate activations of pairs, or their outputs
     num_tokens,
     num_shared,
     IS_DOWN: tl.constexpr,
@@ -388,7 +386,7 @@ def _sum_kernel(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (t, n): BLOCK_H columns of token t: its pairs' outputs by their weights, and the
+    """Program (t, n): BLOCK_H columns of token t: the weighted outputs of its pairs, plus the
     residual.
     """
     let_next_start(PDL)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The root-mean-square norm that stands alone; most are part of the projection behind them."""
+"""The standalone root-mean-square norm; most norms are fused into the next projection."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _tile(dim: int) -> dict[str, int]:
-    """A row is one tile; by its width alone, so that it sums in the same order in every step."""
+    """A row is one tile; chosen by its width alone, so that it sums in the same order in every
+    step.
+    """
     block = next_power_of_2(dim)
     return {"BLOCK": block, "num_warps": max(1, min(block // 256, 16))}
 

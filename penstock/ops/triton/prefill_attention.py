@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention of rows that have several new tokens. Knows blocks, pages and lengths, not the rest of
-the step.
+"""Attention of rows with several new tokens. Knows blocks, pages and lengths, not the rest of the
+step.
 
-A program takes a block (tokens of one aligned stretch of 64 positions) and a few query heads of one
-key head. Their queries are the rows of one tile, so that keys and values are read once for all of
-them. Positions say which row of the tile a token is and which keys form a block: how a prompt was
-cut changes no bit of it.
+A program takes a block (tokens within 64 aligned positions) and a few query heads of one key head.
+Their queries are the rows of one tile, so that keys and values are read once for all of them.
+Positions determine a token's row in the tile and which keys form a block, so the way a prompt was
+split does not change any bit.
 
-Where few blocks face a long context their keys are cut into splits, which a second kernel merges;
-never when results must be deterministic.
+If few blocks have a long context, their keys are divided into splits, which a second kernel merges;
+never if results must be deterministic.
 
-Blocks, lengths and pages are read before the kernels ahead are complete: a step's inputs are
+Blocks, lengths and pages are read before the preceding kernels are complete: a step's inputs are
 written before its first kernel with an early start.
 """
 
@@ -41,17 +41,17 @@ from penstock.ops.triton.tuning import Tile, choose
 BLOCK_TOKENS = tl.constexpr(rows.BLOCK_TOKENS)
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(-1e30)  # below every score; unlike infinity it can be subtracted from itself
-WORTHWHILE_SPLIT = tl.constexpr(16)  # stretches of 64 keys that make a split worth its merging
-EXACT_BLOCK = 4096  # keys times dimensions that a program in float32 takes at a time
+WORTHWHILE_SPLIT = tl.constexpr(16)  # fewest blocks of 64 keys worth a split
+EXACT_BLOCK = 4096  # keys times dimensions per iteration in float32
 MERGE_TILE: Tile = {"BLOCK_SPLITS": 16, "num_warps": 4, "num_stages": 1}
 
 
 def prefill_attention(
-    out: Tensor,  # [T, Hq * D]  the tokens of the blocks are written, no others
+    out: Tensor,  # [T, Hq * D]  only the tokens of the blocks are written
     q: Tensor,  # [T, Hq, D]  contiguous
     keys: Tensor,  # [pages, page_size, Hkv, D]
     values: Tensor,  # [pages, page_size, Hkv, D]
-    kv_scales: Tensor | None,  # [2, pages, page_size, Hkv] float32, of 8-bit codes
+    kv_scales: Tensor | None,  # [2, pages, page_size, Hkv] float32, of 8-bit KV
     page_table: Tensor,  # [R, P]
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
@@ -73,7 +73,7 @@ def prefill_attention(
     assert gate is None or gate.stride(1) == 1
     page_size, num_kv_heads = keys.shape[1:3]
     shape = (num_heads, num_kv_heads, head_dim, page_size)
-    # Two blocks of codes, and one as the queries are, take what two blocks of the latter do.
+    # Two 8-bit blocks, and one in the queries' dtype, take as much memory as two of the latter.
     tile = _prefill_rule(shape, q.dtype, shared_memory(q.device))
     if not deterministic:
         tile = choose("prefill_attention", shape, num_tokens, tile, q.device)
@@ -82,7 +82,7 @@ def prefill_attention(
     num_groups = num_kv_heads * cdiv(num_heads // num_kv_heads, tile["BLOCK_HEADS"])
     max_keys = page_table.shape[1] * page_size
     num_splits = 1 if deterministic else _plan_splits(num_blocks * num_groups, max_keys, q.device)
-    partial = log_sums = None  # the splits' results, and the logarithms of their sums
+    partial = log_sums = None  # the splits' results, and their log-sum-exp
     if num_splits > 1:
         partial = q.new_empty(
             (num_blocks, rows.BLOCK_TOKENS, num_heads, num_splits, head_dim), dtype=torch.float32
@@ -130,7 +130,7 @@ def prefill_attention(
 
 
 def _plan_splits(num_programs: int, max_keys: int, device: torch.device) -> int:
-    """As many as make programs for every processor, if the longest row may have the keys for it."""
+    """As many as give every SM a program, if the longest row may have enough keys."""
     longest = max_keys // (rows.BLOCK_TOKENS * WORTHWHILE_SPLIT.value)
     return max(1, min(num_processors(device) // num_programs, longest))
 
@@ -143,7 +143,7 @@ def _prefill_rule(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int
     padded_dim = next_power_of_2(head_dim)
     if (
         dtype == torch.float32
-    ):  # no tensor cores: every product is an instruction, and registers are few
+    ):  # no tensor cores: every product is an instruction, and registers are scarce
         block_keys = math.gcd(page_size, min(max(EXACT_BLOCK // padded_dim, 16), 64))
         return {"BLOCK_HEADS": 1, "BLOCK_KEYS": block_keys, "num_warps": 4, "num_stages": 1}
     max_heads = next_power_of_2(num_heads // num_kv_heads)
@@ -159,13 +159,14 @@ def _prefill_rule(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int
 
 
 def _without_wgmma(tile: Tile, head_dim: int) -> Tile:
-    """For codes before sm_90, where `mma` takes widened keys from registers: with a block of them
-    under way as well, wide heads do not fit."""
+    """For 8-bit KV before sm_90, where `mma` takes widened keys from registers: with another block
+    of them in flight, wide heads do not fit.
+    """
     return {**tile, "num_stages": 1} if head_dim > 128 else tile
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What `penstock tune` tries for a kernel of this file; nothing for others."""
+    """The tiles that `penstock tune` tries for a kernel of this file; none for others."""
     if kernel != "prefill_attention":
         return []
     num_heads, num_kv_heads, _, page_size = shape
@@ -179,7 +180,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 
 @triton.jit
 def _find_block(p_blocks, p_query_start, p_context_lens, i_block):
-    """Its row, the first of its tokens, their number, and the position of the first."""
+    """Its row, its first token, its number of tokens, and the position of the first."""
     row = tl.load(p_blocks + i_block * 4).to(tl.int64)
     first_token = tl.load(p_blocks + i_block * 4 + 1)
     num_tokens = tl.load(p_blocks + i_block * 4 + 2)
@@ -189,7 +190,7 @@ def _find_block(p_blocks, p_query_start, p_context_lens, i_block):
 
 @triton.jit
 def _share_keys(position, num_tokens, num_splits, WINDOW: tl.constexpr):
-    """In stretches of 64 keys: the first that the block sees, their number, and how many a split
+    """In units of 64 keys: the first that the block sees, their number, and how many a split
     takes.
     """
     first = tl.maximum(position - WINDOW + 1, 0) // BLOCK_TOKENS if WINDOW else 0
@@ -202,7 +203,7 @@ def _apply_gate(b_out, b_gate):
     return b_out / (1.0 + tl.exp2(b_gate.to(tl.float32) * -LOG2_E))
 
 
-# Parts of one buffer, aligned anyhow, and a stride that follows the longest row.
+# Parts of one buffer with any alignment, and a stride that follows the longest row.
 @triton.jit(
     do_not_specialize=["p_pages", "p_blocks", "p_query_start", "p_context_lens", "table_stride"]
 )
@@ -210,7 +211,7 @@ def _prefill_kernel(
     p_q,
     p_keys,
     p_values,
-    p_key_scales,  # None: keys and values are stored as they are
+    p_key_scales,  # None: keys and values are not quantized
     p_value_scales,
     p_pages,
     p_blocks,
@@ -237,16 +238,16 @@ def _prefill_kernel(
     """A block and BLOCK_HEADS of the query heads of one key head, against one split of the block's
     keys.
 
-    The values of a block meet its weights one turn after they are known. So the tensor cores have
-    something to multiply while the weights of the next block are computed; the last turn has no
-    keys of its own.
+    The values of a block are multiplied one iteration after its weights are known. So the tensor
+    cores have work while the weights of the next block are computed; the last iteration has no keys
+    of its own.
     """
     let_next_start(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     NUM_GROUPS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     BLOCK_M: tl.constexpr = BLOCK_HEADS * BLOCK_TOKENS
     i_kv_head, i_group = tl.program_id(0) // NUM_GROUPS, tl.program_id(0) % NUM_GROUPS
-    # Later blocks of a row see more keys: they start first, and what is left at the end is short.
+    # Later blocks of a row see more keys: they start first, so that the tail is short.
     i_block = tl.num_programs(1) - 1 - tl.program_id(1)
     i_split, num_splits = tl.program_id(2), tl.num_programs(2)
     row, first_token, num_tokens, position = _find_block(
@@ -276,7 +277,7 @@ def _prefill_kernel(
     b_q = tl.load(p_q + first_row * (NUM_HEADS * HEAD_DIM) + in_tile, mask=is_output, other=0.0)
 
     p_pages += row * table_stride
-    # Codes are read as words of four.
+    # 8-bit KV is read as words of four elements.
     WIDTH: tl.constexpr = 1 if STORED == "plain" else 4
     STORED_DIM: tl.constexpr = HEAD_DIM // WIDTH
     stored_dims = tl.arange(0, BLOCK_D // WIDTH)
@@ -292,8 +293,8 @@ def _prefill_kernel(
     b_decay = tl.zeros((BLOCK_M,), tl.float32)
     b_weights = tl.zeros((BLOCK_M, BLOCK_KEYS), tl.float32)
     b_out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # There is always a block. A compiler that does not know it keeps the tensor cores waiting in
-    # every turn.
+    # There is always a block. If the compiler does not know that, tensor cores wait in every
+    # iteration.
     for i_key_block in range(tl.maximum(num_key_blocks, 1) + 1):
         start = first_key + i_key_block * BLOCK_KEYS
         key_place = page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE
@@ -308,7 +309,7 @@ def _prefill_kernel(
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if STORED != "plain":
             b_scores *= tl.load(p_key_scales + key_place // STORED_DIM + in_scales)[None, :]
-        # Pages hold anything where nothing was written, and 0 * NaN is NaN.
+        # Unwritten page entries can hold anything, and 0 * NaN is NaN.
         num_values = tl.where(i_key_block > 0, end_key - start + BLOCK_KEYS, 0)
         is_value = (keys < num_values)[:, None] & is_stored
         b_v = tl.load(p_values + value_place + in_block, mask=is_value, other=0.0)
@@ -338,7 +339,7 @@ def _prefill_kernel(
 
     b_sum = tl.where(
         b_sum > 0.0, b_sum, 1.0
-    )  # a row of the tile that is no token may have seen nothing
+    )  # a row of the tile without a token may have seen no keys
     if STORED != "plain":
         b_out *= 1.0 / SCALE_UNIT
     b_out = b_out * (1.0 / b_sum)[:, None]
@@ -375,7 +376,7 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The splits of one query head of one token, each weighted with its share of the sum."""
+    """Merges the splits of one query head of one token, each weighted by its share of the sum."""
     let_next_start(PDL)
     i_head, i_block, i_token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, first_token, num_tokens, position = _find_block(

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""From logits to the next token. No softmax is materialised and nothing is sorted.
+"""From logits to the next token. No softmax is materialized and nothing is sorted.
 
-Without filters: every program draws from its chunk of a row, and a second launch merges the chunks.
-With filters the work is that of `sampling_filters`. Maxima and integer sums alone cross programs,
-so a row draws the same token whatever its batch and however the row is cut.
+Without filters, every program samples from its chunk of a row, and a second launch merges the
+chunks. `sampling_filters` handles filters. Only maxima and integer sums cross programs, so a row
+samples the same token whatever its batch and however the row is divided.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from penstock.ops.triton.tuning import Tile, choose
 
 def sample(
     logits: Tensor,  # [L, vocab] float32
-    temperature: Tensor,  # [L]  0 is greedy
-    top_k: Tensor,  # [L] int64  0 keeps every token
+    temperature: Tensor,  # [L]  0: greedy
+    top_k: Tensor,  # [L] int64  0: all tokens
     top_p: Tensor,  # [L]
     min_p: Tensor,  # [L]
     seeds: Tensor,  # [L] int64
-    positions: Tensor,  # [L] int64  of the token that is drawn
+    positions: Tensor,  # [L] int64  of the sampled token
     filtered: bool,  # whether any row uses top_k, top_p or min_p
 ) -> Tensor:  # [L] int64
     num_rows, vocab = logits.shape
@@ -51,9 +51,25 @@ def sample(
     return token_ids
 
 
+def likeliest(logits: Tensor) -> Tensor:  # [L, vocab] -> [L] int64
+    num_rows, vocab = logits.shape
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if not num_rows:
+        return token_ids
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    tile, options = rule(num_rows, False), launch.launch_options(logits.device)
+    num_chunks = launch.cdiv(vocab, tile["CHUNK"])
+    best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
+    likeliest_kernel[best.shape](logits, vocab, logits.stride(0), best, **tile, **options)
+    options |= {"MAX_CHUNKS": launch.next_power_of_2(num_chunks), "num_warps": 1}
+    merge_kernel[(num_rows,)](best, token_ids, num_chunks, **options)
+    return token_ids
+
+
 def rule(num_rows: int, filtered: bool) -> Tile:
-    """Few rows need short chunks to reach every SM. A filtered row is also cut into few chunks,
-    as every program reads what all of them have counted.
+    """Few rows need short chunks to reach every SM. A filtered row also has few chunks, because
+    every program reads the counts of all of them.
     """
     if filtered:
         chunk = 4096 if num_rows <= 4 else 8192 if num_rows <= 32 else 16384
@@ -103,6 +119,31 @@ def draw_kernel(
         if temperature > 0:
             b_score = perturbed(b_score, b_token, temperature, noise_key)
         b_best = tl.maximum(b_best, tl.where(is_inside, order_of(b_score, b_token), LOWEST))
+    tl.store(p_best + i_row * tl.num_programs(1) + i_chunk, tl.max(b_best, axis=0))
+
+
+@triton.jit
+def likeliest_kernel(
+    p_logits,  # [L, vocab]
+    vocab,
+    logits_stride,
+    p_best,  # [L, chunks] int64
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    i_row, i_chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b_best = tl.full([BLOCK], LOWEST, tl.int64)
+    for start in range(i_chunk * CHUNK, (i_chunk + 1) * CHUNK, BLOCK):
+        b_token = start + tl.arange(0, BLOCK)
+        is_inside = b_token < vocab
+        b_logit = tl.load(
+            p_logits + i_row * logits_stride + b_token, mask=is_inside, other=float("-inf")
+        )
+        b_order = order_of(b_logit.to(tl.float32), b_token)
+        b_best = tl.maximum(b_best, tl.where(is_inside, b_order, LOWEST))
     tl.store(p_best + i_row * tl.num_programs(1) + i_chunk, tl.max(b_best, axis=0))
 
 

@@ -1,24 +1,24 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Draws among the tokens that top_k, top_p and min_p keep: a radix select in three launches.
+"""Samples among the tokens that top_k, top_p and min_p keep: a radix select in three launches.
 
-min_p looks at one token alone. top_k and top_p keep a prefix of the row in descending order, so
+min_p is decided per token. top_k and top_p keep a prefix of the row in descending order, so
 the select finds where it ends. A value's level is its distance below the grid's top, in equal
 steps: coarse bins are a level's upper bits, fine bins its lower bits.
 
     survey   for each chunk of a row: the counts of 128 coarse bins, the largest logit, the mass
-    refine   where the coarse bins that may hold an end have more tokens than can be listed: the
+    refine   if the coarse bins that may hold an end have more tokens than can be listed: the
              counts and masses of up to 1,024 fine bins in their place
-    collect  draws from the tokens that are surely kept and lists the undecided ones; the last
-             program of a row ranks the list, draws from what it keeps, and writes the token
+    collect  samples from the tokens that are surely kept and lists the undecided ones; the last
+             program of a row ranks the list, samples from what it keeps, and writes the token
 
 Bins are decided only with a margin, so rounding decides nothing: the last program compares exact
 sums. The mass of a token, exp((logit - largest) / temperature), is an integer multiple of 2^-40.
 The sum of a million of them fits 63 bits, is the same in any order, and is within 2^-20 of the
-real one, of a total that is 1 or more: the reference's running sum in float32 is no nearer.
+real one, of a total that is 1 or more: the reference's running sum in float32 is no closer.
 
-Equal values at the end of a prefix are kept lower ids first, as the reference does. Order is that
-of the logits: values that differ there and no longer after the division by the temperature are
-not taken as equal. A greedy row keeps one token.
+Among equal values at the end of a prefix the lower ids are kept, as in the reference. The order is
+that of the logits: values that differ there but become equal after the division by the temperature
+are not treated as equal. A greedy row keeps one token.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ SURVEY, REFINE, COLLECT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BINS = tl.constexpr(128)
 BIN_SHIFT = tl.constexpr(11)  # a coarse bin is 2,048 levels
 LEVELS = tl.constexpr(128 << 11)
-FINE = tl.constexpr(2048)  # bin 0 is all that lies above the others
-MAX_LISTED = tl.constexpr(512)  # undecided tokens that are ranked one by one
-NONE = tl.constexpr(1 << 30)  # a top_k that keeps all, and a bin behind all bins
+FINE = tl.constexpr(2048)  # bin 0 is everything above the others
+MAX_LISTED = tl.constexpr(512)  # undecided tokens that are ranked individually
+NONE = tl.constexpr(1 << 30)  # a top_k that keeps all, and a bin after all bins
 UNBOUNDED = tl.constexpr(2**62)
-FLOOR = tl.constexpr(-3.4028234e38)  # the largest logit where there is none
+FLOOR = tl.constexpr(-3.4028234e38)  # the largest logit if there is none
 MARGIN = tl.constexpr(2.0**-17)  # far above the rounding of a float32 sum over bins
 
-# What the programs of a row share, in int64: counts and masses of the fine bins, the list, sums.
+# Shared by the programs of a row, in int64: counts and masses of the fine bins, the list, sums.
 MASSES = tl.constexpr(2048)
 LISTED = tl.constexpr(4096)
-DRAWN = tl.constexpr(4608)  # the best of those surely kept, as an order of perturbed values
+DRAWN = tl.constexpr(4608)  # the best of those surely kept, as a key of perturbed values
 NUM_ABOVE = tl.constexpr(4609)  # tokens that are surely kept
 MASS_ABOVE = tl.constexpr(4610)
-NUM_BETWEEN = tl.constexpr(4611)  # tokens of top_k that top_p surely cuts
+NUM_BETWEEN = tl.constexpr(4611)  # tokens of top_k that top_p surely drops
 MASS_BETWEEN = tl.constexpr(4612)
 NUM_LISTED = tl.constexpr(4613)
 NUM_DONE = tl.constexpr(4614)  # programs
 SHARED = tl.constexpr(4616)
 
-# These may be slices of wider buffers; no kernel is compiled anew for how one is aligned.
+# These may be slices of wider buffers; kernels are not recompiled for another alignment.
 SETTINGS = ["p_temperature", "p_top_k", "p_top_p", "p_min_p", "p_seeds", "p_positions"]
-# Seldom taken branches would take the registers of half the programs of an SM.
+# Rarely taken branches would cost the registers of half the programs of an SM.
 REGISTERS = {"maxnreg": 128}
 
 
@@ -130,7 +130,7 @@ def filter_kernel(
     if is_fine:
         behind = tl.minimum(tl.where(k_bin < NONE, k_bin, last), BINS - 1) + 1
         shift = 1
-        for exponent in tl.static_range(7):  # the least with FINE / 2 bins or fewer
+        for exponent in tl.static_range(7):  # the smallest with FINE / 2 bins or fewer
             shift += (behind - first > (1 << exponent)).to(tl.int32)
         origin = (first << BIN_SHIFT) - (1 << shift)
         end = ((behind << BIN_SHIFT) - 1 - origin) >> shift
@@ -153,7 +153,7 @@ def filter_kernel(
     _collect(row, grid, (first, last, k_bin), draw, top_p, CHUNK, BLOCK)
     if arrives_last(p_row_shared + NUM_DONE, num_chunks):
         drawn = _finish(row, grid, last, draw, top_k, top_p, BLOCK)
-        tl.store(p_token_ids + i_row, token_of(drawn))  # the first, where no token is possible
+        tl.store(p_token_ids + i_row, token_of(drawn))  # the first, if no token is possible
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def _survey(row, p_row_counts, p_row_parts, temperature, CHUNK: tl.constexpr, BL
     tl.store(p_part + 1, mass)
     tl.store(p_part + 2, top)
     tl.store(p_part + 3, levels_a_unit)
-    if i_chunk == 0:  # what the later stages add to
+    if i_chunk == 0:  # accumulators of the later stages
         fine, sums = tl.arange(0, 2 * FINE), tl.arange(0, SHARED - DRAWN)
         tl.store(p_row_shared + fine, tl.zeros([2 * FINE], tl.int64))
         tl.store(p_row_shared + DRAWN + sums, tl.where(sums == 0, LOWEST, 0))
@@ -274,10 +274,10 @@ def _filters_of(i_row, vocab, p_temperature, p_top_k, p_top_p):
 
 @triton.jit
 def _grid_of(p_row, vocab, temperature):
-    """The value of level 0 and the levels of a unit, by a sample of the row.
+    """The value of level 0 and the levels per unit, from a sample of the row.
 
     Any grid gives the same token. A good one leaves few tokens in a bin: it reaches from above the
-    largest value to the smallest, but tokens far below all others widen it by little.
+    largest value to the smallest, but outliers far below all others widen it only a little.
     """
     b_group = tl.arange(0, 64)[:, None] * tl.maximum(vocab // 64, 1)
     b_logit, is_possible = _load_logits(p_row, b_group + tl.arange(0, 16)[None, :], vocab)
@@ -303,7 +303,7 @@ def _bin_of(b_logit, grid):
 
 @triton.jit
 def _share_of(b_logit, peak, temperature):
-    """The probability of a token, relative to the likeliest."""
+    """The probability of a token, relative to the most likely one."""
     return tl.exp2((b_logit - peak) * tl.minimum(1.4426950408889634 / temperature, 1e30))
 
 
@@ -315,16 +315,16 @@ def _mass_of(b_logit, peak, temperature):
 
 @triton.jit
 def _mass_limit(mass, top_p):
-    """A token is kept when less mass than this comes before it; the first has none before it."""
+    """A token is kept if the mass before it is less than this; the first has none before it."""
     limit = tl.maximum(top_p.to(tl.float64) * mass.to(tl.float64), 1.0).to(tl.int64)
     return tl.where(top_p < 1, limit, UNBOUNDED)
 
 
 @triton.jit
 def _mass_bounds(b_counts, total, peak, top, levels_a_unit, temperature):
-    """The least mass above each coarse bin, and the most with its own, by the edges of the bins.
+    """Bounds of the mass above each coarse bin, and including its own, from the edges of the bins.
 
-    Near the top the sums from above are sharp, near the bottom the total less the sums from below.
+    Near the top the sums from above are tight, near the bottom the total minus the sums from below.
     """
     b_bin = tl.arange(0, BINS)
     width = 1 / levels_a_unit * (LEVELS // BINS)
@@ -333,7 +333,7 @@ def _mass_bounds(b_counts, total, peak, top, levels_a_unit, temperature):
     b_lower = tl.minimum(top - (b_bin + 1) * width - rounding, peak)
     b_most = b_counts * _share_of(b_upper, peak, temperature) * (1 + MARGIN)
     b_least = b_counts * _share_of(b_lower, peak, temperature) * (1 - MARGIN)
-    b_least = tl.where(b_bin == BINS - 1, 0.0, b_least)  # it holds all that is further down
+    b_least = tl.where(b_bin == BINS - 1, 0.0, b_least)  # it holds everything further down
     b_most_below = tl.cumsum(b_most, axis=0, reverse=True)
     b_least_below = tl.cumsum(b_least, axis=0, reverse=True)
     b_before = tl.maximum(tl.cumsum(b_least, axis=0) - b_least, total - b_most_below)
@@ -345,8 +345,8 @@ def _mass_bounds(b_counts, total, peak, top, levels_a_unit, temperature):
 def _undecided(b_counts, b_before, b_after, total, top_k, top_p, SIZE: tl.constexpr):
     """The bins [first, last] that may hold the end of top_p, and the bin of the k-th token.
 
-    top_p is a share of the mass that top_k keeps, so the bin of the k-th token is undecided also
-    when top_p ends far above it.
+    top_p is a share of the mass that top_k keeps, so the bin of the k-th token is undecided even if
+    top_p ends far above it.
     """
     b_bin = tl.arange(0, SIZE)
     k_bin = tl.sum((tl.cumsum(b_counts, axis=0) < top_k).to(tl.int32), axis=0)
@@ -361,7 +361,7 @@ def _undecided(b_counts, b_before, b_after, total, top_k, top_p, SIZE: tl.conste
 
 @triton.jit
 def _draw(is_kept, b_logit, b_token, draw):
-    """The best of the tokens that min_p keeps too, as an order of perturbed values."""
+    """The best of the tokens that min_p keeps too, as a key of perturbed values."""
     peak, temperature, min_p, noise_key = draw
     is_kept &= ~(_share_of(b_logit, peak, temperature) < min_p)
     b_order = order_of(perturbed(b_logit, b_token, temperature, noise_key), b_token)
@@ -370,13 +370,13 @@ def _draw(is_kept, b_logit, b_token, draw):
 
 @triton.jit
 def _shared(pointers):
-    """Past the first-level cache: other multiprocessors wrote these."""
+    """Bypasses L1: other SMs wrote these."""
     return tl.load(pointers, cache_modifier=".cg")
 
 
 @triton.jit
 def _rank_listed(p_row_shared, grid, last, peak, temperature, top_k, top_p):
-    """The orders of the listed tokens, and whether each is kept."""
+    """The keys of the listed tokens, and whether each is kept."""
     num_listed = _shared(p_row_shared + NUM_LISTED)
     mass_above = _shared(p_row_shared + MASS_ABOVE)
     mass_between = _shared(p_row_shared + MASS_BETWEEN)
@@ -401,9 +401,9 @@ def _rank_listed(p_row_shared, grid, last, peak, temperature, top_k, top_p):
 
 @triton.jit
 def _end_by_halving(p_row, vocab, peak, temperature, top_k, top_p, BLOCK: tl.constexpr):
-    """An order that all kept tokens reach and no other: as exact as a list, and slow.
+    """A key that all kept tokens reach and no other: as exact as a list, and slow.
 
-    For rows whose end lies among more tokens than a list holds: many equal logits, say.
+    For rows whose end lies among more tokens than a list holds, for example many equal logits.
     """
     end, limit = tl.full([], LOWEST, tl.int64), tl.full([], UNBOUNDED, tl.int64)
     is_cut = top_k < NONE

@@ -1,11 +1,11 @@
 """Which tile a kernel runs with: a measured table for the shapes of the presets, a rule for all
 others.
 
-A kernel asks `choose(kernel, shape, num_tokens, default, device)`. The tables are JSON files, one a
-GPU: {"tiles": {"<kernel>/<N>x<K>/<tokens>": {"block_n": 8, ...}}}. Some come with the package, in
-`tables/`; what `penstock tune` measured here lies in the user's cache folder and beats them, as
-long as the kernels are those that were measured. Token counts are rounded up to a power of two, so
-that a table stays short. Nothing is measured here.
+A kernel calls `choose(kernel, shape, num_tokens, default, device)`. The tables are JSON files, one
+per GPU: {"tiles": {"<kernel>/<N>x<K>/<tokens>": {"block_n": 8, ...}}}. Some ship with the package,
+in `tables/`; those measured here by `penstock tune` are in the user's cache folder and take
+precedence, as long as the kernels have not changed since. Token counts are rounded up to a power of
+two, so that a table stays short. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KERNELS = (Path(__file__).parent, Path(__file__).parents[1] / "cuda")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a kernel asked, so that `penstock tune` knows what to try."""
+    """A call of `choose`, recorded so that `penstock tune` knows what to try."""
 
     kernel: str
     shape: tuple[int, ...]
@@ -48,9 +48,7 @@ class Question:
 
 
 class Trials:
-    """Answers that beat the table, and a record of the questions, while `penstock tune`
-    measures.
-    """
+    """Tiles that override the table, and a record of the calls, while `penstock tune` measures."""
 
     def __init__(self, answers: Mapping[str, Tile] | None = None) -> None:
         self.answers: dict[str, Tile] = dict(answers or {})
@@ -59,13 +57,13 @@ class Trials:
 
 _trials: ContextVar[Trials | None] = ContextVar(
     "trials", default=None
-)  # threads try tiles of their own
+)  # each thread tries its own tiles
 
 
 def choose(
     kernel: str, shape: tuple[int, ...], num_tokens: int, default: Tile, device: torch.device
 ) -> Tile:
-    """Asked before every launch: it may take a microsecond."""
+    """Called before every launch: it may take a microsecond."""
     tile = _table(device).get((kernel, shape, bucket(num_tokens)), default)
     if (trials := _trials.get()) is None:
         return tile
@@ -75,7 +73,7 @@ def choose(
 
 
 def bucket(num_tokens: int) -> int:
-    """What stands for a number of tokens wherever it decides on code."""
+    """Represents a number of tokens wherever it selects code."""
     return next_power_of_2(num_tokens)
 
 
@@ -91,35 +89,37 @@ def trials(answers: Mapping[str, Tile] | None = None) -> Iterator[Trials]:
 
 @functools.cache
 def table_name(device: torch.device) -> str:
-    """The file of a GPU, without its ending."""
+    """The file name of a GPU, without its suffix."""
     if device.type != "cuda":
         return "none"
     return torch.cuda.get_device_name(device).lower().replace(" ", "-")
 
 
 def own_table_path(device: torch.device) -> Path:
-    """The table of what was measured on this machine."""
+    """The table of tiles measured on this machine."""
     return cache_folder("tiles") / f"{table_name(device)}.json"
 
 
 def read_tiles(path: Path) -> dict[str, Tile]:
-    """By key; none where there is no such file."""
+    """By key; empty if there is no such file."""
     tiles: dict[str, Tile] = json.loads(path.read_text())["tiles"] if path.exists() else {}
     return tiles
 
 
 def read_own_tiles(path: Path) -> dict[str, Tile]:
-    """Those that were measured with these kernels: an unusable table costs speed, not the start."""
+    """Those measured with these kernels: an unusable table costs speed, but does not fail the
+    start.
+    """
     try:
         tiles = read_tiles(path)
         is_current = not tiles or json.loads(path.read_text())["kernels"] == kernels_digest()
         for key in tiles:
             _read_key(key)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        logger.warning("%s is no table of tiles and is not used: %r", path, error)
+        logger.warning("%s is not a table of tiles and is ignored: %r", path, error)
         return {}
     if not is_current:
-        logger.warning("%s is not used: the kernels have changed. Run `penstock tune` again.", path)
+        logger.warning("%s is ignored: the kernels have changed. Run `penstock tune` again.", path)
     return tiles if is_current else {}
 
 
@@ -130,7 +130,9 @@ def write_tiles(path: Path, tiles: Mapping[str, Tile]) -> None:
 
 @functools.cache
 def kernels_digest() -> str:
-    """Of the sources: a tile names constants of a kernel, and may not fit another version of it."""
+    """Digest of the sources: a tile names constants of a kernel, and may not fit another version of
+    it.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(path for folder in KERNELS for path in folder.glob("*.[pc][yu]")):
         digest.update(path.read_bytes())

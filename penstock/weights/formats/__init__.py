@@ -1,1 +1,1 @@
-"""Quantised safetensors, one module per format. They turn parts into weights; none opens a file."""
+"""Quantized safetensors, one module per format. They turn parts into weights; none opens a file."""

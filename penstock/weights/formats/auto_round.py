@@ -1,4 +1,4 @@
-"""AutoRound: packed like GPTQ or AWQ, with a config of its own."""
+"""AutoRound: packed like GPTQ or AWQ, with its own config."""
 
 from __future__ import annotations
 
@@ -70,15 +70,17 @@ def read_config(config: Mapping[str, Any]) -> Format:
         return gptq.read_config({**own, "dynamic": exceptions})
     if exceptions:
         raise CheckpointError(
-            f"extra_config of auto-round has bits of their own for {', '.join([*exceptions][:5])}",
-            "Modules that are packed as AWQ have 4 bits.",
+            f"extra_config of auto-round sets other bits for {', '.join([*exceptions][:5])}",
+            "Modules packed as AWQ always have 4 bits.",
             "Use a checkpoint that is packed as auto_round:auto_gptq.",
         )
     return awq.read_config({**own, "zero_point": not read(config, "sym", bool, False)})
 
 
 def _read_exceptions(modules: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Bits and groups of single modules, like `dynamic` of GPTQ; unquantised ones have no parts."""
+    """Bits and group sizes of single modules, like `dynamic` of GPTQ; unquantized ones have no
+    parts.
+    """
     exceptions = {}
     for module, settings in modules.items():
         if not isinstance(settings, dict):

@@ -35,7 +35,7 @@ from penstock.weights.stored import StoredTensor
 
 ENDINGS = {ending: gptq.ENDINGS[ending] for ending in (".qweight", ".qzeros", ".scales")}
 FIELDS = (*gptq.FIELDS, "zero_point", "do_fuse", "fuse_max_seq_len")
-PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of the outputs in a word, the lowest bits first
+PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # outputs in a word, lowest bits first
 BITS = 4
 PER_WORD = 8
 
@@ -45,9 +45,7 @@ def read_config(config: Mapping[str, Any]) -> Format:
     orders = ("gemm", "GEMM")
     check_values("awq", config, dict.fromkeys(("version", "format", "checkpoint_format"), orders))
     if config.get("backend") == "llm-awq":
-        raise unusable(
-            "backend of awq", "llm-awq", "another one, as it packs in an order of its own"
-        )
+        raise unusable("backend of awq", "llm-awq", "another one: it packs in a different order")
     read_bits(config, (BITS,))
     has_zeros = read(config, "zero_point", bool, True)
     return Format(ENDINGS, partial(_open, group_size=read_group(config), has_zeros=has_zeros))

@@ -1,7 +1,7 @@
 """compressed-tensors, written by llm-compressor: packed and plain integers, FP8, NVFP4, MXFP4,
 MXFP8.
 
-Groups in config.json say how modules are quantised: by name, by pattern, by class.
+Groups in config.json say how modules are quantized: by name, by pattern, by class.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ ZEROS = (torch.int8, torch.uint8, torch.float8_e4m3fn, *INT32, *FLOATS)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Weights that are quantised alike."""
+    """Weights with the same quantization."""
 
     targets: tuple[str, ...]
     format: str
@@ -172,7 +172,7 @@ def find_group(module: str, groups: Sequence[Group]) -> Group:
             return found[0]
     if len(groups) == 1:
         return groups[0]
-    raise CheckpointError(f"{module} is quantised, but no group of config_groups targets it")
+    raise CheckpointError(f"{module} is quantized, but no group of config_groups targets it")
 
 
 def _open(parts: Parts, groups: Sequence[Group]) -> StoredTensor:
@@ -251,7 +251,7 @@ def _logical_shape(parts: Parts, packed: StoredTensor, bits: int) -> tuple[int, 
 
 
 def _packed_zeros(parts: Parts, bits: int, grid: Grid) -> Callable[[slice | None], Tensor]:
-    """They are packed along the rows of the weight; early versions left them as bytes."""
+    """They are packed along the rows of the weight; early versions stored bytes."""
     part = parts.take(ZERO, (torch.int8, *INT32))
     *stack, num_rows, num_groups = grid.stored_shape
     expected = (*stack, num_rows, num_groups)

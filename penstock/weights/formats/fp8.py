@@ -38,7 +38,7 @@ SCALE = "weight_scale_inv"
 ENDINGS = {
     ".weight_scale_inv": (".weight", SCALE),
     ".weight_scale": (".weight", SCALE),
-    "_scale_inv": ("", SCALE),  # of experts in one tensor, whose name has no ".weight"
+    "_scale_inv": ("", SCALE),  # for stacked experts, whose name has no ".weight"
 }
 
 
@@ -66,7 +66,7 @@ def read_block(config: Mapping[str, Any], key: str) -> tuple[int, int] | None:
 
 
 def open_scaled(parts: Parts, block: tuple[int, int] | None, role: str) -> StoredTensor:
-    """A weight of FP8 numbers with scales that multiply them."""
+    """A weight of FP8 values with scales that multiply them."""
     codes = parts.take(CODES, (torch.float8_e4m3fn,))
     shape = codes.shape
     if block is None:

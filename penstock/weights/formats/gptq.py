@@ -41,7 +41,7 @@ ENDINGS = {
     ".scales": (".weight", "scales"),
     ".g_idx": (".weight", "g_idx"),
 }
-# How the codes were computed; these do not change how they are stored.
+# How the codes were computed; these fields do not affect storage.
 FIELDS = (
     *(
         "quant_method",

@@ -26,7 +26,7 @@ from penstock.weights.formats.parts import (
 from penstock.weights.stored import StoredTensor
 
 ENDINGS = {".scales": (".weight", "scales"), ".biases": (".weight", "biases")}
-MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # bits and group
+MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # bits and group size
 SETTINGS = ("bits", "group_size", "mode")
 
 

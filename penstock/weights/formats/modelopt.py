@@ -1,6 +1,6 @@
-"""NVIDIA's Model Optimizer: FP8 and NVFP4, told apart by the dtype of each weight.
+"""NVIDIA's Model Optimizer: FP8 and NVFP4, distinguished by the dtype of each weight.
 
-Its config is `quantization_config` of config.json, or a file of its own in older releases.
+Its config is `quantization_config` in config.json, or a separate file in older releases.
 """
 
 from __future__ import annotations

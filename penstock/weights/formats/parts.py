@@ -1,8 +1,8 @@
-"""Shared by the packed formats: finds the parts of a weight, checks them and reads the rows
-requested.
+"""Shared by the packed formats: finds the parts of a weight, checks them and reads the requested
+rows.
 
-A format lists the suffixes of its parts and how they make a `StoredTensor`. Everything in the
-header (presence, dtype, shape) is checked before a byte of data is read.
+A format lists the suffixes of its parts and how they form a `StoredTensor`. Everything in the
+header (presence, dtype, shape) is checked before any data is read.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from penstock.weights.stored import ReadCodes, StoredTensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INT32 = (torch.int32, torch.uint32)
 BYTES = (torch.uint8, torch.int8)
-MAX_REPEATS = 3  # in a pattern of names, which are short
-CODES = "codes"  # the role of the part that holds a code for each element
+MAX_REPEATS = 3  # in a pattern for names, which are short
+CODES = "codes"  # the role of the part with one code per element
 
-# Parts for activations and the KV cache, which stay in the dtype of the model.
+# Parts for activations and the KV cache, which stay in the model's dtype.
 UNUSED = frozenset(
     f"{what}_{kind}"
     for what in ("input", "activation", "output", "q", "k", "v", "kv")
@@ -38,11 +38,11 @@ UNUSED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The suffixes of the parts of a weight, and what they make together."""
+    """The suffixes of a weight's parts, and how to combine them."""
 
     endings: Mapping[
         str, tuple[str, str]
-    ]  # of a part's name -> (its weight's ending, the part's role)
+    ]  # suffix of a part -> (suffix of its weight, role of the part)
     open: Callable[[Parts], StoredTensor]
 
 
@@ -136,7 +136,7 @@ class Grid:
         return (*stack, math.ceil(num_rows / self.block[0]), math.ceil(num_columns / self.block[1]))
 
     def read(self, rows: slice | None) -> tuple[Tensor, tuple[int, int]]:
-        """The numbers of these rows, and the block that each one is for."""
+        """The numbers for these rows, and the block that each one applies to."""
         if rows is None or len(self.shape) > 2:
             return self._load(rows), self.block
         first, end = bounds(rows, self.shape[0])
@@ -159,7 +159,7 @@ def _without_ones(shape: tuple[int, ...]) -> list[int]:
 
 def bounds(rows: slice | None, num_rows: int) -> tuple[int, int]:
     first, end, step = (rows or slice(None)).indices(num_rows)
-    assert step == 1, "rows are read as they lie"
+    assert step == 1, "rows are read contiguously"
     return first, max(first, end)
 
 
@@ -180,7 +180,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:  # [..., words] -> 
 
 
 def read_values(part: StoredTensor, rows: slice | None, columns: slice | None) -> Tensor:
-    """Codes that are a number each."""
+    """Codes stored as one number each."""
     return part.load(rows) if columns is None else part.load_part((rows or slice(None), columns))
 
 
@@ -191,7 +191,7 @@ def read_packed(
     rows: slice | None,
     columns: slice | None,
 ) -> Tensor:  # [..., columns] uint8
-    """Codes that are packed along their row, from the words that hold them."""
+    """Codes packed along their row, from the words that contain them."""
     if columns is None:
         return unpack(part.load(rows), bits, num_columns)
     words, num_before, count = words_of(columns, bits, num_columns, part.dtype.itemsize)
@@ -202,10 +202,12 @@ def read_packed(
 def words_of(
     columns: slice, bits: int, num_columns: int, word_bytes: int
 ) -> tuple[slice, int, int]:
-    """The words that hold these codes, how many others are before them, and how many they are."""
+    """The words that contain these codes, how many codes come before them, and how many they
+    are.
+    """
     first, end = bounds(columns, num_columns)
     word_bits = 8 * word_bytes
-    step = bits // math.gcd(bits, word_bits)  # words after which a code begins with a word
+    step = bits // math.gcd(bits, word_bits)  # words after which a code is aligned to a word
     first_word = first * bits // word_bits // step * step
     num_before = first - first_word * word_bits // bits
     return slice(first_word, math.ceil(end * bits / word_bits)), num_before, end - first
@@ -244,7 +246,7 @@ def group_order(group_of: Tensor, group: int, name: str) -> Tensor | None:  # [K
 
 
 def read_group(config: Mapping[str, Any], key: str = "group_size") -> int | None:
-    """Columns that share a scale; None: all of a row (-1 in most configs)."""
+    """Columns that share a scale; None: a whole row (-1 in most configs)."""
     if config.get(key) in (None, -1):
         return None
     return read_size(config, key)
@@ -280,7 +282,7 @@ def check_values(
 
 
 def spellings(module: str) -> tuple[str, ...]:
-    """Undoes the prefixes that tools put before the text model of a larger model."""
+    """Removes the prefixes that tools put before the text model of a larger model."""
     bare = module.removeprefix("model.language_model.").removeprefix("model.")
     return (module, f"model.{bare}", f"model.language_model.{bare}", f"language_model.model.{bare}")
 
@@ -293,7 +295,9 @@ def matches(pattern: str, module: str) -> bool:
 
 @functools.cache
 def _compile(pattern: str) -> re.Pattern[str]:
-    """Refuses what could take for ever: Python tries every way to share a name among repeats."""
+    """Refuses patterns that could take forever: Python tries every way to split a name among
+    repeats.
+    """
     try:
         compiled = re.compile(pattern)
         parsed = re_parser.parse(re.sub(r"(?<!\\)\.\*\$?$", "", pattern))  # which always matches
@@ -312,8 +316,9 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def _num_repeats(parsed: Any, *, is_repeated: bool = False) -> int:
-    """Of parts without a fixed number. Inside one, another is too many, and so is a choice that no
-    first letter makes."""
+    """Counts repeats without a fixed number. Nested repeats are too many, and so are alternatives
+    inside one that their first letters do not distinguish.
+    """
     found = 0
     for kind, given in parsed:
         if str(kind) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
@@ -322,7 +327,7 @@ def _num_repeats(parsed: Any, *, is_repeated: bool = False) -> int:
             found += MAX_REPEATS + 1 if varies and is_repeated else int(varies)
             found += _num_repeats(inner, is_repeated=is_repeated or most > 1)
             continue
-        if str(kind) == "BRANCH" and is_repeated and not _begin_apart(given[1]):
+        if str(kind) == "BRANCH" and is_repeated and not _start_differently(given[1]):
             found += MAX_REPEATS + 1
         for part in given if isinstance(given, tuple | list) else ():
             branches = part if isinstance(part, list) else [part]
@@ -334,8 +339,8 @@ def _num_repeats(parsed: Any, *, is_repeated: bool = False) -> int:
     return found
 
 
-def _begin_apart(branches: list[Any]) -> bool:
-    """Whether their first letters say which of them it is."""
+def _start_differently(branches: list[Any]) -> bool:
+    """Whether the first letters distinguish the branches."""
     first = [branch[0] for branch in branches if len(branch)]
     letters = {given for kind, given in first if str(kind) == "LITERAL"}
     return len(letters) == len(branches)

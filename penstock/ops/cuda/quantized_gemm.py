@@ -1,0 +1,188 @@
+"""Tiles of `quantized_gemm.cu`, products of 17 to 64 tokens with tiled rows. Launches nothing.
+
+A block has some rows and all tokens, in some of the columns. What it takes is estimated from what
+it multiplies, unpacks and reads from L2; the tile whose grid takes least is chosen.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
+
+Tile = dict[str, int]
+TOKENS = 8  # of an instruction
+# From so many tokens on it is faster than `quantized.cu`, whose warps all read tokens from L2; and
+# from so many tiles of rows for each processor on: with fewer, that one starts earlier.
+MIN_TOKENS, MIN_SHARE = 33, 4
+HEAD_TOKENS, HEAD_SHARE = 17, 32
+MAX_CLUSTER = 2  # blocks that share the columns, on cards that have clusters
+CLUSTER_CAPABILITY = (9, 0)
+MAX_STAGES = 4
+# Of a thread: sums, those of a group of columns, and sums of tokens. More would be spilled.
+MAX_SUMS, MAX_FLOAT8_SUMS, MAX_OFFSET_SUMS = 96, 128, 84
+MANY_COLUMN_WARPS, FEWER_SUMS = 4, 80  # a thread then copies more to a stage, by more addresses
+# ROW_TILES, ROW_WARPS, TOKEN_WARPS, COLUMN_WARPS: eight warps, two for each quarter of a
+# multiprocessor.
+SHAPES = (
+    *((row_tiles, 4, 2, 1) for row_tiles in (4, 3, 2, 1)),
+    *((row_tiles, 2, 2, 2) for row_tiles in (4, 3, 2, 1)),
+    *((row_tiles, 1, 2, 4) for row_tiles in (4, 3, 2, 1)),
+    *((row_tiles, 8, 1, 1) for row_tiles in (3, 2, 1)),
+    *((row_tiles, 4, 1, 2) for row_tiles in (3, 2, 1)),
+    *((row_tiles, 2, 1, 4) for row_tiles in (3, 2, 1)),
+)
+# Clocks of a multiprocessor.
+MULTIPLY = 1.6  # an instruction of the tensor cores
+UNPACK = {4: 4.5, 8: 8.0}  # 16 rows x 16 columns of codes, by their bits
+READ = 1 / 25  # a byte from L2, while all multiprocessors read
+LEAST_BUSY = 0.4  # a multiprocessor alone is no faster than this share makes it
+START, MEET = 1500, 1000  # a block's first columns; sums from the others of its cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    num_processors: int
+    shared_bytes: int  # of a block
+    max_cluster: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What the choice of a tile depends on."""
+
+    num_tiles: int
+    num_plain: int
+    steps: int
+    bits: int
+    step_bytes: int  # of a tile, with its records
+    padding: int  # of a staged token
+    sums: int  # kinds of them that a thread has of each token, but for those of tokens
+    has_offsets: bool
+    max_sums: int
+
+    @staticmethod
+    def of(rows: TiledRows, num_plain: int = 0) -> Rows:
+        fields = rows.fields
+        is_centred = rows.bits == 4 and fields.are_zeros and fields.offset == torch.uint8
+        has_offsets = fields.offset is not None and not is_centred
+        are_scales_last = rows.group >= rows.num_columns and fields.offset is None
+        most = MAX_FLOAT8_SUMS if rows.is_float8 else MAX_SUMS
+        return Rows(
+            num_tiles=-(-rows.num_rows // TILE_ROWS),
+            num_plain=num_plain,
+            steps=-(-rows.num_columns // STEP),
+            bits=rows.bits,
+            step_bytes=rows.bits // 4 * 1024 + TILE_ROWS * rows.records.shape[-1],
+            padding=32 if rows.is_narrow else 16 if rows.is_row_major else 64,
+            sums=1 if are_scales_last else 2,
+            has_offsets=has_offsets,
+            max_sums=MAX_OFFSET_SUMS if has_offsets else most,
+        )
+
+
+def is_faster(num_rows: int, num_tokens: int, num_processors: int) -> bool:
+    share = num_rows // TILE_ROWS / num_processors
+    if share >= HEAD_SHARE:
+        return num_tokens >= HEAD_TOKENS
+    return num_tokens >= MIN_TOKENS and share >= MIN_SHARE
+
+
+def gemm_rule(rows: TiledRows, num_tokens: int, card: Card, num_plain: int = 0) -> Tile:
+    token_tiles = 2 * -(-num_tokens // (2 * TOKENS))
+    return dict(_best(Rows.of(rows, num_plain), token_tiles, card))
+
+
+def gemm_tile(
+    row_tiles: int, row_warps: int, token_warps: int, column_warps: int, *, token_tiles: int,
+    stages: int, cluster: int = 1, warp_steps: int = 1, blocks: int = 1,
+) -> Tile:  # fmt: skip
+    """`token_tiles` of a block, an even number."""
+    return {
+        "ROW_TILES": row_tiles,
+        "ROW_WARPS": row_warps,
+        "TOKEN_TILES": token_tiles // token_warps,
+        "TOKEN_WARPS": token_warps,
+        "COLUMN_WARPS": column_warps,
+        "WARP_STEPS": warp_steps,  # between two barriers
+        "STAGES": stages,
+        "CLUSTER": cluster,
+        "BLOCKS": blocks,
+    }
+
+
+def is_gemm(tile: Tile) -> bool:
+    return "STAGES" in tile
+
+
+def num_warps(tile: Tile) -> int:
+    return tile["ROW_WARPS"] * tile["TOKEN_WARPS"] * tile["COLUMN_WARPS"]
+
+
+def block_rows(tile: Tile) -> int:
+    return TILE_ROWS * tile["ROW_TILES"] * tile["ROW_WARPS"]
+
+
+def gemm_shared_bytes(rows: TiledRows, tile: Tile) -> int:
+    """Of a block: its stages, and later its sums."""
+    return _shared_bytes(Rows.of(rows), tile)
+
+
+@functools.cache
+def _best(rows: Rows, token_tiles: int, card: Card) -> tuple[tuple[str, int], ...]:
+    found = [
+        tile
+        for shape in SHAPES
+        for cluster in (1, 2)
+        if cluster <= min(card.max_cluster, rows.steps, 4 * shape[0] * shape[1])
+        and _has_registers(rows, shape, token_tiles)
+        and (tile := _fitting(rows, shape, token_tiles, cluster, card)) is not None
+    ]
+    return tuple(min(found, key=lambda tile: _clocks(rows, token_tiles, tile, card)).items())
+
+
+def _has_registers(rows: Rows, shape: tuple[int, int, int, int], token_tiles: int) -> bool:
+    row_tiles, _, token_warps, column_warps = shape
+    num_sums = 4 * token_tiles // token_warps * (row_tiles * rows.sums + rows.has_offsets)
+    most = FEWER_SUMS if column_warps >= MANY_COLUMN_WARPS else rows.max_sums
+    return num_sums <= most
+
+
+def _fitting(
+    rows: Rows, shape: tuple[int, int, int, int], token_tiles: int, cluster: int, card: Card
+) -> Tile | None:
+    """With as many stages as a block's memory holds and its columns fill."""
+    rounds = -(-rows.steps // (cluster * shape[3]))
+    for stages in range(max(2, min(MAX_STAGES, rounds + 1)), 1, -1):
+        tile = gemm_tile(*shape, token_tiles=token_tiles, stages=stages, cluster=cluster)
+        if _shared_bytes(rows, tile) <= card.shared_bytes:
+            return tile
+    return None
+
+
+def _shared_bytes(rows: Rows, tile: Tile) -> int:
+    num_tokens = TOKENS * tile["TOKEN_TILES"] * tile["TOKEN_WARPS"]
+    steps = tile["COLUMN_WARPS"] * tile["WARP_STEPS"]
+    tokens = num_tokens * (2 * STEP * steps + rows.padding)
+    stage = tokens + block_rows(tile) // TILE_ROWS * steps * rows.step_bytes
+    sums = 4 * tile["COLUMN_WARPS"] * num_tokens * (block_rows(tile) + 4)
+    return max(tile["STAGES"] * stage, sums)
+
+
+def _clocks(rows: Rows, token_tiles: int, tile: Tile, card: Card) -> float:
+    cluster, column_warps = tile["CLUSTER"], tile["COLUMN_WARPS"]
+    tiles = block_rows(tile) // TILE_ROWS
+    row_blocks = -(-rows.num_tiles // tiles) + -(-rows.num_plain // block_rows(tile))
+    num_blocks = cluster * row_blocks
+    steps = -(-rows.steps // (cluster * column_warps)) * column_warps
+    busy = min(1.0, max(LEAST_BUSY, num_blocks / card.num_processors))
+    step = max(
+        8 * MULTIPLY * tiles * token_tiles,
+        8 * UNPACK[rows.bits] * tiles * tile["TOKEN_WARPS"],
+        READ * busy * (2 * STEP * TOKENS * token_tiles + tiles * rows.step_bytes),
+    )
+    waves = -(-num_blocks // card.num_processors)
+    return waves * (START + steps * step + (MEET if cluster > 1 else 0))
