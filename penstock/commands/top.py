@@ -216,6 +216,7 @@ SHADES = " ░▒▓█"
 
 
 def expert_rows(before: Event, now: Event) -> list[tuple[str, str]]:
+    """Where the device does not hold all experts."""
     experts = now["stats"]["experts"]
     if not experts:
         return []

@@ -76,7 +76,8 @@ def first_file(path: Path) -> Path:
 
 
 def read_model(path: Path) -> Header:
-    """The metadata of the first file, and the tensors of all of them."""
+    """The metadata of the first file, and the tensors of all of them: one model may be in several,
+    `NAME-00001-of-00003.gguf`."""
     match = _NAME.fullmatch(path.name)
     count = int(match["count"]) if match else 1
     paths = [path]

@@ -25,6 +25,8 @@ from penstock.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
+    """A type of tensors."""
+
     name: str
     block_size: int  # elements
     block_bytes: int

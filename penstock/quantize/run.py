@@ -362,6 +362,8 @@ def read_rows(
 
 
 def _manual(judges: bool) -> str:
+    """Python's own, which every Python includes. Its end is for evaluation, and never for
+    calibration."""
     from pydoc_data import topics
 
     texts = [topics.topics[name] for name in sorted(topics.topics)]

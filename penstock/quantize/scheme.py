@@ -93,6 +93,8 @@ def quantize_matrix(
     *,
     corrects: bool,
 ) -> Codes:
+    """Rounds to nearest or, if it corrects, column by column, where later columns compensate for
+    the errors of earlier ones (GPTQ, arXiv 2210.17323)."""
     if not bool(torch.isfinite(weight).all()):
         raise CheckpointError(
             "A matrix has values that are not finite",

@@ -121,6 +121,8 @@ class _Parts:
 
 
 class LocalAnswer:
+    """One request to a server on this machine: its head, then its body in pieces as they arrive."""
+
     def __init__(self, host: str, port: int, batch_s: float) -> None:
         self._host, self._port, self._batch_s = host, port, batch_s
         self._parts = _Parts()

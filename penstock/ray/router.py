@@ -59,7 +59,10 @@ def request_of(pending: PendingRequest) -> Request:
 
 
 class QueuedTokens:
-    """A Ray autoscaling policy: called every few seconds with what the engines last reported."""
+    """How many engines to run: enough that each has at most its share of the waiting prompt tokens.
+
+    A Ray autoscaling policy: called every few seconds with what the engines last reported.
+    """
 
     def __init__(self, queued_tokens: int = 8192) -> None:
         self._queued_tokens = queued_tokens

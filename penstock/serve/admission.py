@@ -81,7 +81,8 @@ def require_priority(priority: int, min_priority: int) -> None:
 
 
 def tenant_of_key(key: str) -> str:
-    """A name that does not reveal the key."""
+    """A name that does not reveal the key: each key has its own cache, sessions and stored
+    responses."""
     return hashlib.sha256(b"tenant " + key.encode()).hexdigest()[:32]
 
 

@@ -351,7 +351,8 @@ def _body_too_large(max_bytes: int) -> HTTPException:
 
 
 class ReplyClock:
-    """In nanoseconds. Time in the queue counts for the prompt."""
+    """When a request arrived, and when its first and last tokens came: some APIs report these. In
+    nanoseconds. Time in the queue counts for the prompt."""
 
     def __init__(self) -> None:
         self._asked = self._began = self._ended = time.perf_counter_ns()

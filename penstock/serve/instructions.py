@@ -63,7 +63,11 @@ KINDS = {  # as the APIs call them
 
 
 def replace_attachment(kind: str, where: str, omitted: list[str]) -> str:
-    """The text in its place; adds to `omitted` where it was."""
+    """The text in place of an image or file in a tool's result; adds to `omitted` where it was.
+
+    The user did not ask for it, and it stays in the history of an agent's session: refusing it
+    would end the session. A header of the answer says what was left out.
+    """
     name = KINDS.get(kind, "attachment")
     omitted.append(f"{name} at {where}")
     return f"[{name} left out: this model reads text only]"

@@ -140,6 +140,9 @@ def without_said(scope: Scope, body: bytes) -> bytes:
 
 
 class MarkedStream:
+    """The bytes of a reply that an engine sends with marks: which of them are for the client, and
+    what the reply has produced so far."""
+
     def __init__(self) -> None:
         self.said = Said()
         self._held = bytearray()  # after the last mark: another engine would send it again

@@ -118,7 +118,7 @@ class Preparation:
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
-        # One more than cores: expensive requests leave a thread to the others (turns.py).
+        # One more than cores: expensive requests leave a thread to the others.
         self._turns = Turns(num_threads or min(num_cpus() + 1, MAX_THREADS))
 
     async def run(

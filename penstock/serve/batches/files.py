@@ -286,7 +286,8 @@ def boundary_of(content_type: str) -> bytes:
 
 class MultipartParser:
     """`feed` it the body in pieces of any size; it yields a `Part` for each field and then its
-    bytes."""
+    bytes. It keeps only the end of its last input: a file may be larger than memory. Strict: lines
+    end with CRLF, as every client writes them."""
 
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary

@@ -189,7 +189,11 @@ def _scored(id: int, data: bytes, logprob: float) -> Fields:
 
 
 class LlamaFormat:
-    """`usage_of` a reply, by its index, and the texts of prompts are set before the first delta."""
+    """Each reply ends with one object that has everything; in a stream its text was sent before.
+    Several replies to one request are a list of such objects.
+
+    `usage_of` a reply, by its index, and the texts of prompts are set before the first delta.
+    """
 
     usage_of: Callable[[int], Usage]
     prompts: list[str]

@@ -311,7 +311,8 @@ def parse_compact(body: bytes, table: FieldTable = COMPACT) -> ResponseBody:
 
 
 class CompactionFormat:
-    """A compacted response; it is not streamed."""
+    """A conversation as its user messages and the model's summary of the rest, an opaque item that
+    clients send back like any other. Not streamed."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         *said, _ = items  # the last item is `ASK`
