@@ -48,7 +48,7 @@ class Speculation:
     @classmethod
     def parse(cls, text: str) -> Speculation:
         kind, _, number = text.partition(":")
-        _require_choice("speculate", kind, SPECULATORS)
+        require_choice("speculate", kind, SPECULATORS)
         if kind == "model":
             path, _, last = number.rpartition(":")
             path, number = (path, last) if path and last.isdecimal() else (number, "")
@@ -318,14 +318,14 @@ class EngineConfig:
                 "on other requests.",
                 "Set only one of them.",
             )
-        _require_choice("dtype", self.dtype, DTYPES)
-        _require_choice("expert_misses", self.expert_misses, EXPERT_MISSES)
-        _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
-        _require_choice("state_dtype", self.state_dtype, tuple(STATE_DTYPES))
+        require_choice("dtype", self.dtype, DTYPES)
+        require_choice("expert_misses", self.expert_misses, EXPERT_MISSES)
+        require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        require_choice("state_dtype", self.state_dtype, tuple(STATE_DTYPES))
         Speculation.parse(self.speculate)
-        _require_choice("pooling", self.pooling, POOLINGS)
-        _require_choice("scoring", self.scoring, SCORINGS)
-        _require_choice("score_prompt", self.score_prompt, SCORE_PROMPTS)
+        require_choice("pooling", self.pooling, POOLINGS)
+        require_choice("scoring", self.scoring, SCORINGS)
+        require_choice("score_prompt", self.score_prompt, SCORE_PROMPTS)
 
     @property
     def speculation(self) -> Speculation:
@@ -557,9 +557,9 @@ class ServeConfig:
                 f"min_priority is {self.min_priority}",
                 "It must be 0 or less: the default priority of requests is 0.",
             )
-        _require_choice("log_format", self.log_format, LOG_FORMATS)
-        _require_choice("routing", self.routing, ROUTING_POLICIES)
-        _require_choice("reasoning", self.reasoning, REASONING_PLACES)
+        require_choice("log_format", self.log_format, LOG_FORMATS)
+        require_choice("routing", self.routing, ROUTING_POLICIES)
+        require_choice("reasoning", self.reasoning, REASONING_PLACES)
         if not 0 < self.thinking_share <= 1:
             raise ConfigError(
                 f"thinking_share is {self.thinking_share}",
@@ -640,7 +640,7 @@ class ServeConfig:
         return keys
 
 
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(
             f"{name} is {value!r}",

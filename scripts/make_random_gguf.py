@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.gguf.block_types import BLOCK_TYPES, BlockType
+from penstock.gguf.header import BLOCK_TYPES, BlockType
 from penstock.models import build_model, model_type_of
 from penstock.models.placement import Placement
 from penstock.models.source import find_model

@@ -35,8 +35,8 @@ from typing import Any
 
 import torch
 
-from penstock.commands.profiles import PROFILES
 from penstock.commands.provenance import gpu_name, provenance
+from penstock.commands.serve import PROFILES
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.eval.latency import PUBLISHED_MS

@@ -30,9 +30,8 @@ from penstock.models.source import ModelSource, find_model
 from penstock.ops import Chunks
 from penstock.progress import Phase, PhaseList
 from penstock.quantize.layerwise import LayerwiseModel, Score, new_cache, whole_rows
-from penstock.quantize.run import quantize
+from penstock.quantize.run import quantize, read_rows
 from penstock.quantize.settings import QuantizeSettings
-from penstock.quantize.texts import read_rows
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.load import load_model
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.errors import RequestError
 from penstock.serve.anthropic.requests import parse_messages
-from penstock.serve.attachments import WARNING_HEADER, warning_headers
+from penstock.serve.instructions import WARNING_HEADER, warning_headers
 from penstock.serve.openai.requests import parse_chat
 from penstock.serve.requests import ChatRequest
 from penstock.serve.responses.requests import parse_response, response_request

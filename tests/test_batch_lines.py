@@ -22,7 +22,7 @@ from penstock.batch_lines import (
     scan,
 )
 from penstock.errors import RequestError
-from penstock.serve.batches.multipart import MultipartParser, Part, boundary_of
+from penstock.serve.batches.files import MultipartParser, Part, boundary_of
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
 CHATS = ("/v1/chat/completions",)

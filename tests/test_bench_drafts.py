@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.cli import main
-from penstock.commands import draft_check
+from penstock.commands import bench_drafts
 from penstock.commands.bench_drafts import draw_accepted, expected_tokens
 from penstock.commands.roofline import Roofline
 from penstock.engine.logits_engine import LogitsEngine
@@ -25,9 +25,9 @@ ACCEPTANCE = (0.85, 0.75, 0.65)
 
 @pytest.fixture
 def short_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_check, "NUM_ROWS", 2)
-    monkeypatch.setattr(draft_check, "NUM_TOKENS", 8)
-    monkeypatch.setattr(draft_check, "PROMPT_TOKENS", 40)
+    monkeypatch.setattr(bench_drafts, "NUM_ROWS", 2)
+    monkeypatch.setattr(bench_drafts, "NUM_TOKENS", 8)
+    monkeypatch.setattr(bench_drafts, "PROMPT_TOKENS", 40)
 
 
 @pytest.mark.usefixtures("short_check")
@@ -92,7 +92,7 @@ def drafting(**settings: Any) -> LogitsEngine:
 @pytest.mark.usefixtures("short_check")
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_right_replies_pass_the_check(deterministic: bool) -> None:
-    plain, head, right = draft_check.check_replies(drafting(deterministic=deterministic))
+    plain, head, right = bench_drafts.check_replies(drafting(deterministic=deterministic))
     assert plain.num_same == head.num_same == right.num_same == 16
     assert right.drafted > 0
     assert right.accepted == right.drafted
@@ -114,7 +114,7 @@ def test_a_journal_that_is_not_replayed_is_found(
 
     monkeypatch.setattr(RowTable, "accept_places", forget)
     with pytest.raises(PenstockError, match="right drafts is not that of plain decoding"):
-        draft_check.check_replies(drafting(deterministic=deterministic))
+        bench_drafts.check_replies(drafting(deterministic=deterministic))
 
 
 def test_bytes_of_a_step_with_drafts_are_those_of_its_states_once() -> None:

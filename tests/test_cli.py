@@ -26,7 +26,7 @@ from penstock.commands.flags import (
     read_settings,
     unknown_variables,
 )
-from penstock.commands.sampling import add_sampling_flags, read_sampling
+from penstock.commands.local import add_sampling_flags, read_sampling
 from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.progress import Phase, PhaseList, timed

@@ -20,7 +20,7 @@ import pytest
 from command_line import ROOT, environment
 from penstock.cli import parse
 from penstock.commands.flags import read_settings, unknown_variables
-from penstock.commands.profiles import PROFILES
+from penstock.commands.serve import PROFILES
 from penstock.config import EngineConfig, ServeConfig, from_mapping
 
 FILES = ("Dockerfile", "Dockerfile.cpu")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.gguf.block_types import BLOCK_TYPES, BlockType
+from penstock.gguf.header import BLOCK_TYPES, BlockType
 from penstock.weights.gguf_blocks import READERS
 
 NUM_ROWS, NUM_BLOCKS = 48, 3

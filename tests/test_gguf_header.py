@@ -14,8 +14,8 @@ import pytest
 
 from gguf_files import random_state, write_gguf
 from penstock.errors import CheckpointError
+from penstock.gguf.folder import read_model
 from penstock.gguf.header import MAX_HEADER_BYTES, read_header
-from penstock.gguf.split import read_model
 from penstock.models.source import find_model
 from small_models import LLAMA
 

@@ -13,8 +13,7 @@ import pytest
 from command_line import ROOT, environment
 from judged_server import TINY, judged_server
 from penstock.cli import main
-from penstock.eval.find_tokenizer import ServerCounter, find_tokenizer
-from penstock.eval.recount import TokenCounter
+from penstock.eval.recount import ServerCounter, TokenCounter, find_tokenizer
 from penstock.http_client import HttpClient
 from serving import Server, start_server
 from test_harness import SMALL_LOAD, WITH_TOKENIZER, measure

@@ -26,13 +26,12 @@ from penstock.errors import DeadlineError, OverloadedError
 from penstock.serve.answer import Answer, Start
 from penstock.serve.intake import LARGE_BODY_BYTES, SLOW_BYTES_PER_S, SLOW_S, Intake, place_of
 from penstock.serve.metrics import Metrics
-from penstock.serve.preparation import Preparation
 from penstock.serve.responses.items import Item
 from penstock.serve.responses.routes import ResponsesRoutes
 from penstock.serve.responses.store import ResponseStore
 from penstock.serve.state import ServerState
 from penstock.serve.text_stream import Deliver, TextStream
-from penstock.text.turns import CHEAP
+from penstock.text.turns import CHEAP, Preparation
 from serving import (
     MESSAGES,
     Server,

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernel_checks import FULL_SIZE, PLACES, assert_near, random
 from penstock.ops.reference import moe as reference
 from penstock.ops.tiles import tile
-from penstock.ops.triton import moe, moe_grouped_gemm, moe_permute
+from penstock.ops.triton import moe, moe_grouped_gemm, moe_permute, moe_route
 from penstock.ops.triton.tuning import Question, trials
 from penstock.ops.weight import Weight, map_part
 from penstock.weights.on_the_fly import round_to
@@ -207,9 +207,19 @@ def route_inputs(
     return hidden, norm_weight, EPS, router
 
 
+@pytest.fixture(params=["whole", pytest.param("split", marks=pytest.mark.slow)])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the router takes hundreds of tokens: both forms, whatever their number. Everyday tests of
+    the second have fewer tokens (`test_kernel_moe.py`).
+    """
+    monkeypatch.setattr(moe_route, "SPLIT_TOKENS", 10**6 if request.param == "split" else 16)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(257, 9, 3), (300, 5, 1)])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.usefixtures("form")
 def test_many_tokens_get_their_most_likely_experts(
     device: str, dtype: torch.dtype, num_tokens: int, num_experts: int, k: int, normalize: bool
 ) -> None:
@@ -229,6 +239,7 @@ def test_many_tokens_get_their_most_likely_experts(
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.usefixtures("form")
 def test_among_many_tokens_equal_experts_go_by_id_and_nan_spoils_no_other(
     device: str, dtype: torch.dtype
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli import main
-from penstock.commands.offload_estimate import GB, STEP_BYTES, SYSTEM_BYTES, Need, Tiers, estimate
+from penstock.commands.inspect_experts import GB, STEP_BYTES, SYSTEM_BYTES, Need, Tiers, estimate
 
 NEED = Need(8 * GB, 200 * GB, 4 * GB, 3 * GB, 1 * GB)
 MACHINE = Tiers(24 * GB, 64 * GB, 1000 * GB, 25 * GB, 5 * GB)

@@ -13,7 +13,7 @@ import pytest
 
 from command_line import fails
 from penstock.cli import main
-from penstock.commands import browser, top, top_experts
+from penstock.commands import serve, top
 from penstock.config import EngineConfig, ServeConfig
 from penstock.progress import OnPhase, Phase
 from penstock.serve import server as server_module
@@ -25,7 +25,7 @@ Opened = list[str]
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     addresses: Opened = []
-    monkeypatch.setattr(browser.webbrowser, "open", lambda url: addresses.append(url) or True)
+    monkeypatch.setattr(serve.webbrowser, "open", lambda url: addresses.append(url) or True)
     return addresses
 
 
@@ -53,7 +53,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServeCo
     ],
 )
 def test_a_browser_is_sent_where_it_can_go(url: str, address: str) -> None:
-    assert browser.page_address(url) == address
+    assert serve.page_address(url) == address
 
 
 def test_serve_opens_the_page_when_it_listens_and_only_if_asked(
@@ -120,8 +120,8 @@ def test_what_only_the_page_can_set_is_refused_by_name(
 def test_where_there_is_no_browser_the_address_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(browser.webbrowser, "open", lambda url: False)
-    browser.open_page("http://127.0.0.1:1").join()
+    monkeypatch.setattr(serve.webbrowser, "open", lambda url: False)
+    serve.open_page("http://127.0.0.1:1").join()
     assert "open http://127.0.0.1:1/ in one" in capsys.readouterr().err
 
 
@@ -174,10 +174,10 @@ def test_top_shows_drafts_and_experts_of_a_server_that_has_them(
 def test_a_heat_map_of_many_layers_and_experts_fits_a_terminal() -> None:
     rows = [bytes(127 if expert == 255 else 0 for expert in range(256)) for _ in range(40)]
     encoded = [base64.b64encode(row).decode() for row in rows]
-    _, *lines = top_experts.heat_map({"replica": 0, "expert_heat": encoded})
+    _, *lines = top.heat_map({"replica": 0, "expert_heat": encoded})
     assert len(lines) == 16
     assert all(line.endswith("█") and line.count("█") == 1 and len(line) == 67 for line in lines)
-    assert top_experts.heat_map({"replica": 0, "expert_heat": []}) == []
+    assert top.heat_map({"replica": 0, "expert_heat": []}) == []
 
 
 def look(server: Server) -> dict[str, Any]:

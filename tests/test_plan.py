@@ -20,9 +20,8 @@ from penstock.eval.traces import Arrival, poisson_arrivals, read_trace
 from penstock.models.source import find_model
 from penstock.planning.fleet import Layout, busiest, fewest_engines, repeated, simulate_fleet, split
 from penstock.planning.layouts import Unfit, possible_layouts
-from penstock.planning.node import Node, NodeRun
+from penstock.planning.node import Node, NodeRun, Slo
 from penstock.planning.outcome import Outcome
-from penstock.planning.slo import Slo
 from penstock.planning.step_times import RESULTS, Curve, Tables
 
 MODEL = "Qwen3.5-35B-A3B"

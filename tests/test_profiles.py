@@ -9,7 +9,7 @@ import pytest
 from command_line import fails
 from penstock.cli import main
 from penstock.commands import serve
-from penstock.commands.profiles import PROFILES, describe, with_profile
+from penstock.commands.serve import PROFILES, describe, with_profile
 from penstock.config import EngineConfig, ServeConfig
 
 

@@ -32,11 +32,9 @@ from penstock.quantize import awq
 from penstock.quantize.compressed import pack
 from penstock.quantize.inputs import LayerInputs, Moments
 from penstock.quantize.layerwise import LayerwiseModel
-from penstock.quantize.methods import quantize_matrix
-from penstock.quantize.run import quantize
-from penstock.quantize.scheme import Scheme
+from penstock.quantize.run import quantize, read_rows
+from penstock.quantize.scheme import Scheme, quantize_matrix
 from penstock.quantize.settings import QuantizeSettings
-from penstock.quantize.texts import read_rows
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.quantized import find_format, open_weights
 from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, load_weights, prompt
@@ -309,7 +307,7 @@ from pathlib import Path
 from penstock.models.source import find_model
 from penstock.quantize.run import quantize
 from penstock.quantize.settings import QuantizeSettings
-from penstock.quantize.texts import read_rows
+from penstock.quantize.run import read_rows
 from penstock.text.tokenizer import Tokenizer
 from penstock.quantize import unfinished
 

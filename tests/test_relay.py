@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.ray.marked_stream import MarkedStream
-from penstock.serve.journal import MARK_BEGIN, MARKS_HEADER, RELAY_HEADER
+from penstock.serve.journal import MARK_BEGIN, MARKS_HEADER, RELAY_HEADER, MarkedStream
 from serving import MESSAGES, Server, start_server
 from thinking_template import write_thinking_template
 

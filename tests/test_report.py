@@ -19,7 +19,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import PenstockError
-from penstock.eval.report import run_report
+from penstock.eval.report import charts, run_report
 from penstock.eval.report.charts import (
     AXIS_ROOM,
     ROLES,
@@ -98,13 +98,15 @@ def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of tables, whatever is installed: quick, and it holds every number that a chart
     does.
     """
-    monkeypatch.setattr(run_report, "has_matplotlib", lambda: False)
+    for module in (charts, run_report):
+        monkeypatch.setattr(module, "has_matplotlib", lambda: False)
 
 
 @pytest.fixture
 def with_charts(without_charts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(run_report, "has_matplotlib", lambda: True)
+    for module in (charts, run_report):
+        monkeypatch.setattr(module, "has_matplotlib", lambda: True)
 
 
 @functools.cache

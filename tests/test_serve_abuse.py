@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.serve.ollama.context import Conversation
+from penstock.serve.ollama.requests import Conversation
 from serving import MESSAGES, Server, assert_refused, start_server
 from two_layers import two_layers
 

@@ -19,13 +19,13 @@ import penstock
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError, DeadlineError
 from penstock.progress import Phase
+from penstock.serve.admission import tenant_of_key
 from penstock.serve.answer import Answer
 from penstock.serve.app import create_app
 from penstock.serve.intake import Intake
 from penstock.serve.metrics import Metrics, render
 from penstock.serve.request_log import JsonLines, TextLines
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of_key
 from penstock.serve.text_stream import Deliver, TextStream
 
 KEYS = ("sk-first-key", "sk-second")

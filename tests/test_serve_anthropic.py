@@ -24,7 +24,7 @@ from anthropic_cases import (
     text,
 )
 from penstock.errors import RequestError
-from penstock.serve.anthropic.threads import Threads
+from penstock.serve.anthropic.routes import Threads
 from penstock.serve.conversations import Conversations, Thread
 from serving import Server, eventually
 

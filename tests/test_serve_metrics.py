@@ -7,9 +7,8 @@ import re
 
 import pytest
 
-from penstock.serve.metrics import Histogram, Metrics, TokenTimer, render
+from penstock.serve.metrics import Histogram, Metrics, TokenTimer, render, render_vllm_names
 from penstock.serve.replica import ReplicaReport, sum_stats
-from penstock.serve.vllm_metrics import render as render_vllm_names
 from penstock.types import DraftCount, DraftStats, EngineStats
 from serving import FREE, MESSAGES, REPOSITORY, Server, eventually, start_server
 

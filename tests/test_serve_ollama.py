@@ -13,8 +13,8 @@ import ollama
 import pytest
 
 from ollama_cases import QUESTION, SUM
+from penstock.serve.answer import ReplyClock
 from penstock.serve.ollama.replies import ChatFormat, GenerateFormat, OllamaFormat
-from penstock.serve.reply_clock import ReplyClock
 from serving import Server, eventually, start_server
 
 MODEL = "penstock-tiny"

@@ -10,12 +10,12 @@ import pytest
 
 from penstock.errors import RequestError
 from penstock.serve.metrics import Metrics
-from penstock.serve.preparation import Preparation
 from penstock.serve.text_stream import TextStream
 from penstock.serve.vectors import EmbeddingRequest, VectorEngine
 from penstock.text.pooling import VectorText
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
+from penstock.text.turns import Preparation
 from penstock.types import TokenDelta
 from test_fleet import DEATH, FakeEngine, World, _quick_restarts, settle, world_of  # noqa: F401
 

@@ -33,17 +33,19 @@ from penstock.commands.measure import (
     Measurement,
     check_decode,
     is_on_gpu,
+    load_engine,
     measure_limits,
     require_room,
+    roofline_of,
 )
 from penstock.commands.provenance import cpu_name, provenance
 from penstock.commands.rank_share import ALL_REDUCE_US, Links
 from penstock.commands.rank_share import COLUMNS as SHARE_COLUMNS
-from penstock.commands.roofline import Roofline, text_config
+from penstock.commands.roofline import text_config
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
-from penstock.eval.results import deliver_line, prepare_output
+from penstock.eval.results import deliver_line, prepare_output, require_at_least
 from penstock.models.source import ModelSource, find_model
 from penstock.progress import Phase, PhaseList, timed
 from penstock.types import SamplingParams
@@ -155,13 +157,8 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse(arguments, {**OFFLOAD_DEFAULTS, "sampled": False})
         return bench_drafts.run(arguments)
     if arguments.what == "offload":
-        _refuse(
-            arguments,
-            {
-                name: OWN_DEFAULTS[name]
-                for name in ("repeats", "sampled", "breakdown", "all_reduce_us")
-            },
-        )
+        names = ("repeats", "sampled", "breakdown", "all_reduce_us")
+        _refuse(arguments, {name: OWN_DEFAULTS[name] for name in names})
         return bench_offload.run(arguments)
     _refuse(arguments, OFFLOAD_DEFAULTS)
     prepare_output(arguments.json, "--json")
@@ -170,14 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_share = config.tp > 1 and arguments.what != "engine"
     _require_positions(arguments, config, source)
     with PhaseList() as phases:
-        with timed("libraries", phases):
-            from penstock.engine.device import select_device
-            from penstock.engine.device_cache import find_kv_dtype
-            from penstock.engine.engine import Engine
-            from penstock.engine.logits_engine import LogitsEngine
-        select_device(config.device)
-        load = Engine.of_share if is_share else Engine.from_source
-        engine = LogitsEngine(load(source, config, phases))
+        engine = load_engine(source, config, phases, of_share=is_share)
         if engine.engine.expert_store is not None:
             raise ConfigError(
                 f"The device does not hold all experts of {source.name}",
@@ -190,24 +180,12 @@ def run(arguments: argparse.Namespace) -> int:
         with timed("limits", phases):
             limits = measure_limits(engine)
     info, runner = engine.engine.info, engine.engine.runner
-    roofline = Roofline.of(
-        runner.model,
-        source.config,
-        runner.model.dtype.itemsize,  # type: ignore[attr-defined]
-        config.state_bytes,
-        find_kv_dtype(config.kv_dtype, runner.model.dtype).itemsize,  # type: ignore[attr-defined]
-    )
+    roofline = roofline_of(engine, source, config)
     bench = Bench(engine, roofline, limits, arguments.warmup, arguments.repeats)
     links = None
     if is_share:
-        num_layers = len(runner.model.layers)
-        links = Links(
-            config.tp,
-            num_layers,
-            roofline.hidden_size,
-            roofline.element_bytes,
-            arguments.all_reduce_us,
-        )
+        sizes = (len(runner.model.layers), roofline.hidden_size, roofline.element_bytes)
+        links = Links(config.tp, *sizes, arguments.all_reduce_us)
     measurements, breakdowns, checks = [], [], []
     for context, batch in itertools.product(arguments.context, arguments.batch):
         measurement, found, check = _measure(arguments, bench, batch, context)
@@ -313,17 +291,9 @@ def _most_tokens(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def _check_shapes(arguments: argparse.Namespace) -> None:
-    sizes = {
-        "--context": min(arguments.context),
-        "--repeats": arguments.repeats,
-        "--warmup": arguments.warmup,
-        "--batch": min(arguments.batch),
-        "--runs": arguments.runs,
-        "--new-tokens": arguments.new_tokens,
-    }
-    for flag, value in sizes.items():
-        if value < 1:
-            raise ConfigError(f"{flag} is {value}", "It must be 1 or more.")
+    names = ("repeats", "warmup", "runs", "new_tokens")
+    require_at_least(1, context=min(arguments.context), batch=min(arguments.batch))
+    require_at_least(1, **{name: getattr(arguments, name) for name in names})
 
 
 def _report(

@@ -17,12 +17,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.console import print_table
 from penstock.commands.flags import read_settings
-from penstock.commands.offload_cases import CASES, Case
 from penstock.commands.provenance import cpu_name, gpu_name, provenance
 from penstock.commands.roofline import text_config
 from penstock.commands.tune import cut_layers
@@ -36,6 +35,54 @@ from penstock.types import Request, SamplingParams
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.offload.speeds import TierSpeeds
+
+GPU_SHARE = {"memory_gb": 3.0, "max_step_tokens": 4096}  # what a small card would have left
+BOTH = {**GPU_SHARE, "expert_misses": "auto"}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    model: str
+    expert_cache: str
+    batch: int = 1
+    context: int = 4096
+    new_tokens: int = 64
+    runs: int = 3
+    layers: int | None = None  # so many of the model's, and the time projected to all
+    against_resident: bool = False
+    is_cached: bool = False  # there is room for all experts
+    settings: dict[str, Any] = field(default_factory=lambda: dict(GPU_SHARE))
+
+    @property
+    def engine(self) -> object:
+        """Cases that have it alike can be measured with one engine."""
+        given = tuple(sorted(self.settings.items()))
+        return self.model, self.expert_cache, self.layers, self.against_resident, given
+
+
+A3B, A10B, A17B = "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B"
+RESIDENT: dict[str, Any] = {"against_resident": True}
+SHORT: dict[str, Any] = {"new_tokens": 32, "runs": 2, "settings": BOTH}
+# A share of RAM as 64 GB are of all 60 layers' experts.
+FROM_DISK = {"memory_gb": 1.0, "max_step_tokens": 512, "expert_ram": "8.5GB"}
+ON_DISK: dict[str, Any] = {"context": 16, "new_tokens": 16, "runs": 1, "layers": 8}
+FETCHED = "35B-A3B int4 6GB batch {}, all fetched"
+# Models that a card has no room for, on one that is limited to stand in for it. Random weights and
+# tokens choose experts at random, the worst case for any cache.
+_LISTED = (
+    Case("35B-A3B int4 6GB batch 1", A3B, "6GB", **RESIDENT, settings=BOTH),
+    Case("35B-A3B int4 6GB batch 8", A3B, "6GB", batch=8, context=256, **RESIDENT, settings=BOTH),
+    Case(FETCHED.format(1), A3B, "6GB", **RESIDENT),
+    Case(FETCHED.format(8), A3B, "6GB", batch=8, context=256, **RESIDENT),
+    Case("35B-A3B int4 all cached batch 1", A3B, "30GB", is_cached=True, **RESIDENT),
+    Case("122B-A10B int4 24GB batch 1", A10B, "13.5GB", runs=2, settings=BOTH),
+    Case("122B-A10B int4 24GB batch 8", A10B, "13.5GB", batch=8, context=256, **SHORT),
+    Case("397B-A17B int4 RAM projected", A17B, "10.1GB", context=1024, layers=24, **SHORT),
+    Case("397B-A17B int4 64GB RAM + disk projected", A17B, "3.5GB", **ON_DISK, settings=FROM_DISK),
+)
+CASES = {case.name: case for case in _LISTED}
+
 
 COLUMNS = [
     *("batch", "prompt tok/s", "tok/s avg", "min", "max", "hits", "RAM", "disk"),
@@ -204,8 +251,7 @@ def _measure(cases: Sequence[Case], settings: dict[str, Any]) -> dict[str, Any]:
 
 def _describe(store: Any, speeds: TierSpeeds | None) -> dict[str, Any]:
     assert speeds is not None
-    tiers = {"copy": speeds.copy, "read": speeds.read}
-    tiers |= {"fetch": speeds.fetch, "compute": speeds.compute}
+    tiers = {name: getattr(speeds, name) for name in ("copy", "read", "fetch", "compute")}
     return {
         "slots": store.num_slots,
         "slot_bytes": store.num_bytes,

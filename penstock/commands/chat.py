@@ -21,8 +21,13 @@ from typing import Any, Protocol
 
 from penstock.commands.console import paint, print_error
 from penstock.commands.flags import UsageError, add_engine_flags, read_settings
-from penstock.commands.local import LocalModel, load_llm
-from penstock.commands.sampling import add_sampling_flags, given_sampling, read_sampling
+from penstock.commands.local import (
+    LocalModel,
+    add_sampling_flags,
+    given_sampling,
+    load_llm,
+    read_sampling,
+)
 from penstock.config import SAMPLING_NAMES, EngineConfig, ServeConfig, from_mapping
 from penstock.errors import PenstockError, nearest
 from penstock.http_client import HttpClient
@@ -252,8 +257,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _talk_in_browser(arguments: argparse.Namespace) -> int:
-    from penstock.commands.browser import open_page
-    from penstock.commands.serve import serve
+    from penstock.commands.serve import open_page, serve
 
     sampling = given_sampling(arguments)
     unknown = [name for name in sampling if name not in SAMPLING_NAMES]

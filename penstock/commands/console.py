@@ -42,22 +42,21 @@ def print_note(text: str) -> None:
 
 def human_count(number: float) -> str:
     """1234 -> 1.23 k, 35e9 -> 35.0 B: three digits, as in model sizes."""
-    for scale, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if abs(number) >= scale:
-            return _three_digits(number / scale) + suffix
-    return f"{number:g}"
+    return _scaled(number, (" T", " B", " M", " k", ""))
 
 
 def human_bytes(number: float) -> str:
     """Decimal units, as bandwidths are stated: 69321221376 -> 69.3 GB."""
-    for scale, suffix in ((1e12, " TB"), (1e9, " GB"), (1e6, " MB"), (1e3, " kB")):
+    return _scaled(number, (" TB", " GB", " MB", " kB", " B"))
+
+
+def _scaled(number: float, suffixes: Sequence[str]) -> str:
+    """With three digits; the last suffix is for numbers below a thousand."""
+    for scale, suffix in zip((1e12, 1e9, 1e6, 1e3), suffixes):
         if abs(number) >= scale:
-            return _three_digits(number / scale) + suffix
-    return f"{number:g} B"
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:.{2 if abs(number) < 10 else 1 if abs(number) < 100 else 0}f}"
+            shown = abs(number / scale)
+            return f"{number / scale:.{2 if shown < 10 else 1 if shown < 100 else 0}f}{suffix}"
+    return f"{number:g}{suffixes[-1]}"
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:

@@ -11,8 +11,7 @@ import json
 import sys
 
 from penstock.commands.flags import add_engine_flags
-from penstock.commands.local import load_llm
-from penstock.commands.sampling import add_sampling_flags, read_sampling
+from penstock.commands.local import add_sampling_flags, load_llm, read_sampling
 from penstock.errors import ConfigError, PenstockError
 
 USAGE = "penstock generate TEXT [-m MODEL] [flags]"

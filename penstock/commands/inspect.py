@@ -22,8 +22,14 @@ from penstock.commands.flags import (
     read_number,
     read_settings,
 )
-from penstock.commands.layouts import GPUS, describe_layouts, print_layouts, read_gpus
-from penstock.commands.offload_estimate import CONTEXT, GB, Need, Tiers, estimate
+from penstock.commands.inspect_experts import CONTEXT, GB, Need, Tiers, estimate
+from penstock.commands.layouts import (
+    GPUS,
+    build_without_memory,
+    describe_layouts,
+    print_layouts,
+    read_gpus,
+)
 from penstock.commands.roofline import Roofline, text_config
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import CapacityError
@@ -135,17 +141,8 @@ def read_tiers(arguments: argparse.Namespace) -> Tiers | None:
 
 def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str, Any]:
     source = find_model(config.model)
-    import torch
-
-    from penstock.engine.device_cache import find_kv_dtype
-    from penstock.models import build_model
-    from penstock.weights.load import resolve_dtype
-
     # The stored size, whatever this machine would compute in: it should not depend on the machine.
-    torch_dtype = resolve_dtype(config.dtype, source.config, "cuda")
-    model = build_model(source.config, torch_dtype, torch.device("meta"))
-    kv_bytes = find_kv_dtype(config.kv_dtype, torch_dtype).itemsize
-    roofline = Roofline.of(model, source.config, torch_dtype.itemsize, config.state_bytes, kv_bytes)
+    model, roofline = build_without_memory(source, config)
     storage = _find_storage(source)
     machine = find_machine()
     parameters = roofline.parameters
@@ -158,7 +155,7 @@ def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str,
     return {
         **on_machine,
         "model": source.name,
-        "dtype": str(torch_dtype).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": {
             "total": parameters.total,
             "active": parameters.active,

@@ -1,14 +1,16 @@
-"""`penstock inspect experts LOG`: what a log of experts says about caches for them."""
+"""`penstock inspect experts LOG`: what a log of experts says about caches for them; and what a
+machine that is described by its memory could do with them."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.commands.console import print_table
-from penstock.errors import ConfigError
 from penstock.eval.results import prepare_output
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)  # of all experts, on the device
@@ -16,10 +18,12 @@ SPANS = (1, 4, 16, 64, 256)  # steps
 
 
 def run(path: str, as_json: bool, png: str | None = None) -> int:
+    from penstock.eval.report.charts import require_matplotlib
     from penstock.offload.expert_log import read_log
 
-    if png is not None:
-        _require_charts(png)
+    if png is not None:  # before a long log is read
+        prepare_output(png, "--png")
+        require_matplotlib("--png")
     report = analyze(read_log(Path(path).expanduser()))
     if png is not None:
         draw(report, Path(png).expanduser())
@@ -62,19 +66,6 @@ def analyze(log: Any) -> dict[str, Any]:
         "repeated_from_the_step_before": repeated_share(log),
         "uses_of_the_top_tenth": top_share(log, 0.1),
     }
-
-
-def _require_charts(png: str) -> None:
-    """Before a long log is read."""
-    from penstock.eval.report.charts import has_matplotlib
-
-    prepare_output(png, "--png")
-    if not has_matplotlib():
-        raise ConfigError(
-            "--png needs matplotlib",
-            "It is not installed.",
-            "Run `pip install 'penstock[eval]'` or `pip install matplotlib`, or leave --png out.",
-        )
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -147,3 +138,88 @@ def _print_report(report: dict[str, Any]) -> None:
         f"before; the most used tenth of all experts gets {report['uses_of_the_top_tenth']:.1%} of "
         "all uses."
     )
+
+
+GB = 1e9
+CONTEXT = 8192  # tokens of the one request that must fit
+STEP_BYTES = 2 * GB  # kernels, activations, workspaces on the GPU
+SYSTEM_BYTES = 6 * GB  # RAM of the process and the system
+PROMPT_TOKENS = 4096  # in a chunk, which needs nearly all experts once
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """A machine: its memory, and how fast each tier gives what it holds."""
+
+    gpu_bytes: float
+    ram_bytes: float
+    gpu_speed: float  # bytes a second, of its memory
+    link_speed: float  # from RAM to the GPU
+    disk_speed: float | None  # None: nothing is read from disk
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a model needs, in bytes."""
+
+    dense: float  # weights that every token reads, or that must be there
+    experts: float
+    token_experts: float  # that one token reads
+    layer_experts: float  # of one layer: a prompt needs them on the GPU at once
+    request: float  # KV and state of one request
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    tokens_per_s: float  # of one request; 0: it does not run
+    prompt_tokens_per_s: float
+    shares: Mapping[str, float]  # of the experts, by tier
+    limit: str  # what sets the pace, or what is missing
+
+
+def estimate(need: Need, machine: Tiers) -> Estimate:
+    """Whether a model runs on a machine, at what speed at most, and what limits it.
+
+    Experts fill the GPU's memory first, then RAM, then the disk. Routing counts as uniform, the
+    worst case, so a tier serves the share that it holds. Reads of all tiers overlap: the slowest
+    one sets the pace.
+    """
+    slots = machine.gpu_bytes - need.dense - need.request - STEP_BYTES
+    least = min(need.layer_experts, need.experts)
+    if slots < least:
+        missing = (least - slots) / GB
+        return Estimate(0.0, 0.0, {}, f"GPU memory: {missing:.1f} GB more are needed")
+    in_ram = max(machine.ram_bytes - SYSTEM_BYTES, 0.0)
+    on_gpu = min(slots, need.experts)
+    in_ram = min(in_ram, need.experts - on_gpu)
+    on_disk = need.experts - on_gpu - in_ram
+    if on_disk > 0 and machine.disk_speed is None:
+        return Estimate(
+            0.0, 0.0, {}, f"RAM: {on_disk / GB:.1f} GB more are needed, or a disk (--disk-gbs)"
+        )
+    shares = {
+        name: size / need.experts if need.experts else 0.0
+        for name, size in (("gpu", on_gpu), ("ram", in_ram), ("disk", on_disk))
+    }
+    token = _seconds(need.dense, need.token_experts, shares, machine)
+    prompt = _seconds(need.dense, need.experts, shares, machine)
+    limit = max(token, key=lambda name: token[name])
+    return Estimate(
+        1 / max(token.values()), PROMPT_TOKENS / max(prompt.values()), shares, LIMITS[limit]
+    )
+
+
+LIMITS = {"gpu": "GPU memory speed", "link": "link from RAM to GPU", "disk": "disk"}
+
+
+def _seconds(
+    dense: float, experts: float, shares: Mapping[str, float], machine: Tiers
+) -> dict[str, float]:
+    """That each tier takes to give what a step reads; a copied expert is read again on the GPU."""
+    seconds = {
+        "gpu": (dense + experts) / machine.gpu_speed,
+        "link": experts * (shares["ram"] + shares["disk"]) / machine.link_speed,
+    }
+    if machine.disk_speed is not None:
+        seconds["disk"] = experts * shares["disk"] / machine.disk_speed
+    return seconds

@@ -73,7 +73,10 @@ def describe_layouts(
     return found
 
 
-def _layout(source: ModelSource, config: EngineConfig, tp: int, name: str) -> dict[str, Any]:
+def build_without_memory(
+    source: ModelSource, config: EngineConfig, tp: int = 1, *, with_drafting_head: bool = True
+) -> tuple[Any, Roofline]:
+    """One rank of a model on torch's meta device, in the dtype that a GPU would hold it in."""
     import torch
 
     from penstock.engine.device_cache import find_kv_dtype
@@ -81,11 +84,31 @@ def _layout(source: ModelSource, config: EngineConfig, tp: int, name: str) -> di
     from penstock.parallel.ranks import Ranks
     from penstock.weights.load import resolve_dtype
 
-    gpu = GPUS[name]
-    dtype = resolve_dtype(config.dtype, source.config, "cuda")
-    model: Any = build_model(source.config, dtype, torch.device("meta"), ranks=Ranks(0, tp))
+    dtype, ranks = resolve_dtype(config.dtype, source.config, "cuda"), Ranks(0, tp)
+    given: dict[str, Any] = {"with_drafting_head": with_drafting_head, "ranks": ranks}
+    model: Any = build_model(source.config, dtype, torch.device("meta"), **given)
     kv_bytes = find_kv_dtype(config.kv_dtype, dtype).itemsize
-    roofline = Roofline.of(model, source.config, dtype.itemsize, config.state_bytes, kv_bytes)
+    own_bytes = dtype.itemsize
+    return model, Roofline.of(model, source.config, own_bytes, config.state_bytes, kv_bytes)
+
+
+def collectives_s(
+    tp: int, num_layers: int, num_bytes: int, all_reduce_s: float, link_bytes_per_s: float
+) -> float:
+    """Of a step whose hidden states take so many bytes: two all-reduces of a layer, one of the
+    embedding, one that finds the token. A ring sends each byte twice.
+    """
+    sent_s = 2 * (tp - 1) / tp * num_bytes / link_bytes_per_s
+    return num_collectives(num_layers) * (all_reduce_s + sent_s)
+
+
+def num_collectives(num_layers: int) -> int:
+    return 2 * num_layers + 2
+
+
+def _layout(source: ModelSource, config: EngineConfig, tp: int, name: str) -> dict[str, Any]:
+    gpu = GPUS[name]
+    model, roofline = build_without_memory(source, config, tp)
     memory = plan_rank_memory(model, roofline, config, name)
     pools = memory.pools
     num_tokens = max(pools.num_pages - 1, 0) * memory.page_size
@@ -116,10 +139,8 @@ def _step_s(roofline: Roofline, gpu: Gpu, num_layers: int, tp: int, batch: int) 
     read_s = roofline.decode_bytes(batch, CONTEXT) / gpu.bytes_per_s
     if tp == 1:
         return read_s
-    # Two of a layer, one of the embedding, one to find the token: a ring sends each byte twice.
     num_bytes = batch * roofline.hidden_size * roofline.element_bytes
-    sent_s = 2 * (tp - 1) / tp * num_bytes / gpu.link_bytes_per_s
-    return read_s + (2 * num_layers + 2) * (gpu.all_reduce_s + sent_s)
+    return read_s + collectives_s(tp, num_layers, num_bytes, gpu.all_reduce_s, gpu.link_bytes_per_s)
 
 
 def print_layouts(layouts: list[dict[str, Any]], gpus: tuple[int, str]) -> None:

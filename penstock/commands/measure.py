@@ -23,7 +23,10 @@ from typing import TYPE_CHECKING, Any
 from penstock.commands.breakdown import Breakdown, break_down
 from penstock.commands.op_check import check_graphs, check_ops, layers_of_each_kind
 from penstock.commands.roofline import Roofline
+from penstock.config import EngineConfig
 from penstock.errors import CapacityError, PenstockError
+from penstock.models.source import ModelSource
+from penstock.progress import OnPhase, timed
 from penstock.types import (
     Admission,
     PageUpdate,
@@ -139,10 +142,7 @@ class Bench:
         for _ in range(self.warmup):
             pending = decoding.step()
         pending.wait()
-        if is_on_gpu(self.engine):
-            seconds = time_chain(decoding.step, self.repeats)
-        else:
-            seconds = time_each(self.engine, lambda: decoding.step().wait(), 0, self.repeats)
+        seconds = time_steps(self.engine, decoding.step, self.repeats)
         decoding.release()
         num_bytes = self.roofline.decode_bytes(batch, context + self.warmup + self.repeats // 2)
         return Measurement(
@@ -157,12 +157,7 @@ class Bench:
         plan = StepPlan(1, decoding.rows())
         runner = layers_of_each_kind(engine.runner)
         found = check_ops(dtype, shape, lambda: runner.logits(plan))
-        report = {
-            "batch": batch,
-            "context": context,
-            "op": found.op,
-            "op_error": round(found.error, 6),
-        }
+        report = {"batch": batch, "context": context, **found.as_dict()}
         if engine.runner.graphs is not None:
             reset = partial(fill_with_noise, engine, seed=0)
             report["graph_error"] = round(check_graphs(dtype, shape, engine.runner, plan, reset), 6)
@@ -185,12 +180,7 @@ class Bench:
         finally:
             engine.runner = whole
         self.engine.remove(ids)
-        return {
-            "batch": batch,
-            "context": context,
-            "op": found.op,
-            "op_error": round(found.error, 6),
-        }
+        return {"batch": batch, "context": context, **found.as_dict()}
 
     def step_breakdown(self, batch: int, context: int, sampling: SamplingParams) -> Breakdown:
         decoding = Decoding(self.engine.engine, batch, context, PROFILED_STEPS, sampling)
@@ -317,6 +307,29 @@ def fill_with_noise(engine: Engine, seed: int = 0) -> None:
                 pool.normal_(std=0.1, generator=generator)
 
 
+def load_engine(
+    source: ModelSource, config: EngineConfig, phases: OnPhase, *, of_share: bool = False
+) -> LogitsEngine:
+    """`of_share`: one rank of several, alone."""
+    with timed("libraries", phases):
+        from penstock.engine.device import select_device
+        from penstock.engine.engine import Engine
+        from penstock.engine.logits_engine import LogitsEngine
+    select_device(config.device)
+    return LogitsEngine(
+        (Engine.of_share if of_share else Engine.from_source)(source, config, phases)
+    )
+
+
+def roofline_of(engine: LogitsEngine, source: ModelSource, config: EngineConfig) -> Roofline:
+    from penstock.engine.device_cache import find_kv_dtype
+
+    model: Any = engine.engine.runner.model
+    kv_bytes = find_kv_dtype(config.kv_dtype, model.dtype).itemsize
+    own_bytes = model.dtype.itemsize
+    return Roofline.of(model, source.config, own_bytes, config.state_bytes, kv_bytes)
+
+
 def require_room(engine: LogitsEngine, batch: int, num_tokens: int) -> None:
     """The planned shapes must fit: an engine chooses fewer rows and pages if memory is short."""
     info = engine.engine.info
@@ -381,6 +394,14 @@ def measure_limits(engine: LogitsEngine) -> Limits:
     matrix = torch.ones(size, size, dtype=getattr(torch, engine.engine.info.dtype), device=device)
     matmul_s = min(time_each(engine, lambda: matrix @ matrix, 3, 5))
     return Limits(2 * source.numel() / copy_s, 2 * size**3 / matmul_s)
+
+
+def time_steps(
+    engine: LogitsEngine, step: Callable[[], PendingStep], repeats: int
+) -> tuple[float, ...]:
+    if is_on_gpu(engine):
+        return time_chain(step, repeats)
+    return time_each(engine, lambda: step().wait(), 0, repeats)
 
 
 def time_chain(launch: Callable[[], object], repeats: int) -> tuple[float, ...]:

@@ -40,6 +40,7 @@ FEW_TOKENS = 512  # with more, fixed tiles would take the reference minutes
 ROWS_AT_ONCE = 2048
 # Share of rows that may be anywhere: a graph's step runs all layers, where routers may flip.
 FAR_ROWS = 0.1
+NO_GRAPHS: Mapping[str, Any] = dict.fromkeys(("graphs", "prefill_graphs", "draft_graphs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,9 @@ class OpError:
     of_limit: float  # above 1 is wrong
     num_wrong: int  # rows
     num_rows: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"op": self.op, "op_error": round(self.error, 6)}
 
 
 @dataclass(slots=True)
@@ -219,9 +223,7 @@ def layers_of_each_kind(runner: Runner) -> Runner:
     from penstock.engine.graphs import warmup_layers
 
     caches: Any = warmup_layers(runner.model, runner.caches)
-    return dataclasses.replace(
-        runner, caches=caches, graphs=None, prefill_graphs=None, draft_graphs=None
-    )
+    return dataclasses.replace(runner, caches=caches, **NO_GRAPHS)
 
 
 def check_ops(dtype: str, shape: str, step: Callable[[], object]) -> OpError:
@@ -250,9 +252,7 @@ def check_graphs(
     reset()
     replayed = runner.logits(plan)
     reset()
-    launched = dataclasses.replace(
-        runner, graphs=None, prefill_graphs=None, draft_graphs=None
-    ).logits(plan)
+    launched = dataclasses.replace(runner, **NO_GRAPHS).logits(plan)
     differences = (replayed - launched).norm(dim=1) / launched.norm(dim=1)
     median, tolerance = float(differences.median()), TOLERANCES[dtype]
     num_far = int((~(differences <= 5 * tolerance)).sum())

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from penstock.commands.layouts import GPUS, read_gpus
 from penstock.commands.provenance import provenance
 from penstock.config import EngineConfig, from_mapping, setting
 from penstock.errors import ConfigError
+from penstock.eval.report.charts import require_matplotlib
 from penstock.eval.results import (
     deliver_line,
     prepare_output,
@@ -33,8 +35,8 @@ from penstock.progress import Phase, PhaseList, timed
 
 if TYPE_CHECKING:
     from penstock.planning.fleet import Layout
+    from penstock.planning.node import Slo
     from penstock.planning.outcome import Outcome
-from penstock.planning.slo import Slo
 
 DESCRIPTION = "Simulate a load on a fleet: goodput, latencies, the best layout, the GPUs it needs."
 USAGE = "penstock plan [MODEL] --gpus 8xH200 (--trace FILE | --rate R) [flags]"
@@ -47,32 +49,13 @@ EXAMPLES = [
     "--speedup 100",
 ]
 ENGINE_FLAGS = (
-    "model",
-    "tp",
-    "dtype",
-    "kv_dtype",
-    "state_dtype",
-    "quantization",
-    "max_model_len",
-    "max_rows",
-    "max_step_tokens",
-    "mixed_step_tokens",
-    "bulk_share",
-    "page_size",
+    *("model", "tp", "dtype", "kv_dtype", "state_dtype", "quantization", "max_model_len"),
+    *("max_rows", "max_step_tokens", "mixed_step_tokens", "bulk_share", "page_size"),
 )
 MOST_GPUS = 16384  # that a search for the fewest tries
 COLUMNS = [
-    "engines x tp",
-    "goodput req/s",
-    "tok/s",
-    "kept",
-    "ttft p50",
-    "p99 ms",
-    "itl p50",
-    "p99 ms",
-    "busy",
-    "GPUs needed",
-    "step times",
+    *("engines x tp", "goodput req/s", "tok/s", "kept", "ttft p50", "p99 ms", "itl p50", "p99 ms"),
+    *("busy", "GPUs needed", "step times"),
 ]
 
 
@@ -123,6 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = read_settings(EngineConfig, arguments)
     count, gpu_name = read_gpus(settings.gpus)
     prepare_output(settings.plot, "--plot")
+    if settings.plot:
+        require_matplotlib("--plot")
     prepare_output(arguments.json, "--json")
     arrivals = read_load(settings)
     has_prefixes = any(arrival.block_ids for arrival in arrivals)
@@ -132,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         with timed("libraries", phases):
             from penstock.planning.fleet import simulate_fleet
             from penstock.planning.layouts import Unfit, possible_layouts
-            from penstock.planning.slo import Slo
+            from penstock.planning.node import Slo
             from penstock.planning.step_times import RESULTS, Tables
         slo = Slo.parse(settings.slo)
         folder = RESULTS if settings.results is None else Path(settings.results).expanduser()
@@ -164,8 +149,6 @@ def run(arguments: argparse.Namespace) -> int:
         "best_tp": best,
     }
     if settings.plot:
-        from penstock.planning.picture import draw
-
         draw(Path(settings.plot).expanduser(), f"{source.name}, {settings.gpus}", outcomes, slo)
     deliver_line(json.dumps(report_), arguments.json, "--json")
     return 0
@@ -268,3 +251,30 @@ def _print(
     needed = next(row["gpus_needed"] for row in rows if row["tp"] == best)
     words = f"{needed:,} GPUs keep" if needed is not None else "no number of GPUs tried keeps"
     print(f"Best: --tp {best}. With it, {words} the limits for 99 % of the requests.")
+
+
+POINTS = 400  # of a curve
+
+
+def draw(path: Path, title: str, outcomes: Mapping[str, Outcome], slo: Slo) -> None:
+    """Shares of requests by their times. The format follows the file's ending."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(1, 2)
+    parts = (("ttfts", "first token, ms", slo.ttft_s), ("tpots", "between tokens, ms", slo.itl_s))
+    for axes, (name, label, limit_s) in zip(panels, parts):
+        for layout, outcome in outcomes.items():
+            values = sorted(getattr(outcome, name))
+            step = max(1, len(values) // POINTS)
+            shares = [100 * (i + 1) / len(values) for i in range(0, len(values), step)]
+            axes.plot([1e3 * value for value in values[::step]], shares, label=layout)
+        if limit_s < float("inf"):
+            axes.axvline(1e3 * limit_s, color="0.6", linestyle="--")
+        axes.set_xscale("log")
+        axes.set_xlabel(label)
+        axes.set_ylabel("% of requests")
+        axes.grid(alpha=0.3)
+    panels[0].legend(title="engines x tp")
+    figure.savefig(path, dpi=120)

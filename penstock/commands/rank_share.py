@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.commands.layouts import GPUS
+from penstock.commands.layouts import GPUS, collectives_s, num_collectives
 from penstock.commands.measure import Measurement
 
 # Of 8 linked H100s, bfloat16, a few kB, captured in a CUDA graph. NCCL takes 6 us between two GPUs
@@ -31,16 +31,10 @@ class Links:
     all_reduce_us: float
     bytes_per_s: float = GPUS["H200"].link_bytes_per_s
 
-    @property
-    def num_collectives(self) -> int:
-        """Two all-reduces of a layer, one of the embedding, one that finds the token."""
-        return 2 * self.num_layers + 2
-
     def seconds(self, num_tokens: int) -> float:
-        """A ring sends each byte twice."""
         num_bytes = num_tokens * self.hidden_size * self.element_bytes
-        sent_s = 2 * (self.tp - 1) / self.tp * num_bytes / self.bytes_per_s
-        return self.num_collectives * (1e-6 * self.all_reduce_us + sent_s)
+        all_reduce_s = 1e-6 * self.all_reduce_us
+        return collectives_s(self.tp, self.num_layers, num_bytes, all_reduce_s, self.bytes_per_s)
 
     def row_of(self, measurement: Measurement) -> list[str]:
         links_s = self.seconds(measurement.num_tokens)
@@ -74,6 +68,6 @@ class Links:
             "links_ms": round(1e3 * links_s, 4),
             "projected_ms": round(1e3 * total_s, 4),
             "tok_s": round(measurement.num_tokens / total_s, 2),
-            "collectives": self.num_collectives,
+            "collectives": num_collectives(self.num_layers),
             "all_reduce_us": self.all_reduce_us,
         }

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+import threading
+import webbrowser
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from penstock.commands.browser import open_page, page_address
 from penstock.commands.console import paint, print_note
 from penstock.commands.flags import UsageError, add_flags, add_model_argument, read_settings
-from penstock.commands.profiles import PROFILES, describe, purposes, with_profile
 from penstock.config import EngineConfig, ServeConfig, from_mapping
+from penstock.errors import ConfigError
+from penstock.http_client import read_address
 from penstock.models.source import find_model
 from penstock.progress import Phase, PhaseList
 from penstock.serve.devices import choose_tp, count_gpus, least_gpu_bytes
@@ -114,3 +118,72 @@ def print_welcome(name: str, url: str, to: PhaseList, has_page: bool = True) -> 
     print(
         "Ctrl-C stops the server when the running answers are complete.", file=to.stream, flush=True
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    purpose: str
+    engine: Mapping[str, Any]  # settings of the engine, by name
+
+
+# Settings for one purpose; none changes what a model says: quality is the checkpoint's.
+PROFILES = {
+    "latency": Profile(
+        "one person, and the answer now",
+        {
+            # Fewer rows leave memory for contexts, and fewer graphs are captured at start.
+            "max_rows": 8,
+            # A prompt of a few thousand tokens is one step.
+            "max_step_tokens": 8192,
+            # Exact: the reply is that of plain decoding.
+            "speculate": "auto",
+        },
+    ),
+}
+
+
+def with_profile(name: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The profile's engine settings under those that were given."""
+    if name is None:
+        return dict(given)
+    if name not in PROFILES:
+        raise ConfigError(
+            f"There is no profile {name!r}", "", f"The profiles are {', '.join(PROFILES)}."
+        )
+    return {**PROFILES[name].engine, **given}
+
+
+def purposes() -> str:
+    return "; ".join(f"{name} ({profile.purpose})" for name, profile in PROFILES.items())
+
+
+def describe(name: str, config: EngineConfig) -> str:
+    """What the profile set, in the words of the command line."""
+    profile = PROFILES[name]
+    flags = [f"--{key.replace('_', '-')} {getattr(config, key)}" for key in profile.engine]
+    return f"{profile.purpose}: {' '.join(flags)}"
+
+
+def open_page(url: str) -> threading.Thread:
+    """Returns at once, with what tries it: a browser may take its time."""
+    opening = threading.Thread(target=_open, args=(page_address(url),), daemon=True)
+    opening.start()
+    return opening
+
+
+def page_address(url: str) -> str:
+    """As a browser here reaches it: an address that stands for every interface is none."""
+    address = read_address(url)
+    host = address.hostname or "127.0.0.1"
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    path = address.path.rstrip("/").removesuffix("/v1")
+    return f"{address.scheme}://{host}{f':{address.port}' if address.port else ''}{path}/"
+
+
+def _open(address: str) -> None:
+    try:
+        is_open = webbrowser.open(address)
+    except webbrowser.Error:
+        is_open = False
+    if not is_open:
+        print_note(f"No browser could be started here; open {address} in one.")

@@ -17,9 +17,8 @@ from penstock.config import setting
 from penstock.errors import PenstockError
 from penstock.eval import conformance
 from penstock.eval.chat_requests import UNLISTED_MODEL, listed_model
-from penstock.eval.find_tokenizer import find_folder
 from penstock.eval.probe import CheckFailed, NotTested, Probe
-from penstock.eval.recount import TokenCounter
+from penstock.eval.recount import TokenCounter, find_folder
 from penstock.eval.results import Bars, Reporter, ServerSettings, prepare_output, require_above_zero
 from penstock.progress import Phase
 

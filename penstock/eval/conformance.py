@@ -55,9 +55,7 @@ def model_list(probe: Probe) -> str:
         cards = json.loads(data)["data"]
         names = [card["id"] for card in cards]
     except (ValueError, LookupError, TypeError):
-        raise CheckFailed(
-            f"saw {show(data.decode(errors='replace'))}; expected data[].id"
-        ) from None
+        raise CheckFailed(f"saw {show(data)}; expected data[].id") from None
     expect(bool(names), "no model", "at least one")
     limits = [card.get("max_model_len") for card in cards]
     if isinstance(limits[0], int):

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from penstock.eval.reply import CALL_START, THOUGHT_END, TURN_END, Call, Reply, write_calls
 
 Message = dict[str, Any]
@@ -88,6 +90,11 @@ class Mentions:
         )
 
 
+CHECKS: dict[str, type[Check]] = {
+    kind.__name__: kind for kind in (FinalNumber, ExactText, ExactCalls, Mentions)
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     kind: str
@@ -122,7 +129,7 @@ class Conversation:
         return cls(
             kind=fields["kind"],
             messages=tuple(fields["messages"]),
-            check=_read_check(fields["check"]),
+            check=msgspec.convert(fields["check"], CHECKS[fields["check"]["type"]]),
             enable_thinking=fields["thinking"],
             tools=tuple(tools) if tools else None,
         )
@@ -138,18 +145,3 @@ def _spaced(text: str) -> str:
     """The text with all but letters, digits and what joins them in a code as single spaces."""
     kept = "".join(c if c.isalnum() or c in "-_" else " " for c in text)
     return " ".join(kept.split())
-
-
-def _read_check(fields: Mapping[str, Any]) -> Check:
-    match fields["type"]:
-        case "FinalNumber":
-            return FinalNumber(fields["value"])
-        case "ExactText":
-            return ExactText(fields["text"])
-        case "ExactCalls":
-            return ExactCalls(
-                tuple(Call(call["name"], call["arguments"]) for call in fields["calls"])
-            )
-        case "Mentions":
-            return Mentions(tuple(fields["values"]), tuple(fields["others"]))
-    raise ValueError(f"no check is called {fields['type']!r}")

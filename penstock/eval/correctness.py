@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config import setting
+from penstock.config import require_choice, setting
 from penstock.errors import ConfigError, PenstockError
 from penstock.eval import held_out
 from penstock.eval.chat_requests import NO_THINKING, listed_model
@@ -81,10 +81,7 @@ class CorrectnessSettings(ServerSettings):
     def __post_init__(self) -> None:
         require_limit(self.limit)
         require_at_least(1, num_concurrent=self.num_concurrent, max_tokens=self.max_tokens)
-        if self.problems not in PROBLEMS:
-            raise ConfigError(
-                f"--problems is {self.problems!r}", f"It must be one of {', '.join(PROBLEMS)}."
-            )
+        require_choice("--problems", self.problems, PROBLEMS)
         if self.problems == "embedded" and self.data:
             raise ConfigError(
                 "--data and --problems embedded are both set", "Embedded problems use no file."
@@ -114,16 +111,8 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
     if is_embedded:
         grades = ask_embedded(settings, model, seed, reporter)
     else:
-        asking = Asking(
-            settings.base_url,
-            model,
-            settings.limit,
-            settings.num_concurrent,
-            seed,
-            settings.timeout,
-            settings.max_tokens,
-            body,
-        )
+        most = settings.max_tokens
+        asking = Asking.of(settings, model, settings.limit, seed, max_tokens=most, body=body)
         grades = ask_gsm8k(data, asking)
     print(describe(grades, baseline))
     fields = {

@@ -103,12 +103,9 @@ def _closes_its_thought(conversation: Conversation, reply: Reply) -> bool:
     return has_ended and reply.is_thought_closed and bool(reply.content or reply.calls)
 
 
+JUDGED = ("word_problems", "spot_checks", "harness_sums", "tool_calls", "recall")
 GATES = (
-    Gate("word_problems", _is_right),
-    Gate("spot_checks", _is_right),
-    Gate("harness_sums", _is_right),
-    Gate("tool_calls", _is_right),
-    Gate("recall", _is_right),
+    *(Gate(name, _is_right) for name in JUDGED),
     Gate("thinking_closed", _closes_its_thought),
 )
 # Whether a model says that no tool fits; small ones call a tool that does not exist instead.

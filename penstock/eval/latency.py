@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config import setting
+from penstock.config import require_choice, setting
 from penstock.errors import ConfigError, PenstockError
 from penstock.eval.chat_requests import NO_THINKING, ChatRequests, RawRequests
 from penstock.eval.load import LoadClients, LoadResult
@@ -68,8 +68,7 @@ class LatencySettings(ServerSettings):
         require_at_least(1, runs=self.runs)
         require_at_least(0, warmup=self.warmup)
         require_above_zero(timeout=self.timeout)
-        if self.api not in APIS:
-            raise ConfigError(f"--api is {self.api!r}", f"It must be one of {', '.join(APIS)}.")
+        require_choice("--api", self.api, tuple(APIS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,12 @@ class Asking:
     max_tokens: int
     body: Mapping[str, Any]
 
+    @classmethod
+    def of(cls, settings: Any, model: str, limit: float, seed: int, **more: Any) -> Asking:
+        """With the server and the time limit of a measurement's settings."""
+        server, concurrent = settings.base_url, settings.num_concurrent
+        return cls(server, model, limit, concurrent, seed, settings.timeout, **more)
+
 
 @dataclass(slots=True)
 class Evaluation:

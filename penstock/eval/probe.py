@@ -40,6 +40,8 @@ def expect(is_kept: bool, seen: Any, wanted: str) -> None:
 
 def show(value: Any) -> str:
     """A value in a line of the report: short, and on one line."""
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     text = " ".join(text.split())
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
@@ -162,64 +164,45 @@ class Probe:
 
 
 def read_reply(answer: RawAnswer) -> Reply:
-    data = _body_of(answer)
-    try:
-        fields = json.loads(data)
-    except ValueError:
-        raise CheckFailed(f"saw {show(data.decode(errors='replace'))}; expected JSON") from None
-    expect(isinstance(fields, dict), fields, "a JSON object")
-    return Reply(fields)
+    return Reply(_read_object(_body_of(answer)))
 
 
 def read_chunks(answer: RawAnswer) -> list[dict[str, Any]]:
     lines = _body_of(answer).split(b"\n")
     events = [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
-    expect(
-        bool(events), show(b" ".join(lines).decode(errors="replace")), "lines that begin with data:"
-    )
-    expect(events[-1] == b"[DONE]", events[-1].decode(errors="replace"), "data: [DONE] at the end")
-    chunks: list[dict[str, Any]] = []
-    for event in events[:-1]:
-        try:
-            chunk = json.loads(event)
-        except ValueError:
-            raise CheckFailed(
-                f"saw the event {show(event.decode(errors='replace'))}; expected JSON"
-            ) from None
-        expect(isinstance(chunk, dict), chunk, "a JSON object in every event")
+    expect(bool(events), show(b" ".join(lines)), "lines that begin with data:")
+    expect(events[-1] == b"[DONE]", events[-1], "data: [DONE] at the end")
+    chunks = [_read_object(event, "JSON in every event") for event in events[:-1]]
+    for chunk in chunks:
         expect("error" not in chunk, chunk, "no error in the stream")
-        chunks.append(chunk)
     return chunks
 
 
 def read_refusal(answer: RawAnswer) -> tuple[int, str]:
     """The status of an answer to a faulty request and its message, which must be JSON."""
     expect(not answer.failure, answer.failure, "an answer")
-    data = b"".join(piece for _, piece in answer.pieces)
-    expect(
-        400 <= answer.status < 500,
-        f"HTTP {answer.status}: {show(data.decode(errors='replace'))}",
-        "4xx",
-    )
-    try:
-        fields = json.loads(data)
-    except ValueError:
-        raise CheckFailed(
-            f"saw {show(data.decode(errors='replace'))}; expected a JSON error"
-        ) from None
-    expect(isinstance(fields, dict), fields, "a JSON object")
+    data = answer.body
+    expect(400 <= answer.status < 500, f"HTTP {answer.status}: {show(data)}", "4xx")
+    fields = _read_object(data, "a JSON error")
     error = fields.get("error", fields)
     message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
     expect(bool(message), fields, "an error with a message")
     return answer.status, show(message)
 
 
+def _read_object(data: bytes, wanted: str = "JSON") -> dict[str, Any]:
+    try:
+        fields: dict[str, Any] = json.loads(data)
+    except ValueError:
+        raise CheckFailed(f"saw {show(data)}; expected {wanted}") from None
+    expect(isinstance(fields, dict), fields, "a JSON object")
+    return fields
+
+
 def _body_of(answer: RawAnswer) -> bytes:
-    data = b"".join(piece for _, piece in answer.pieces)
+    data = answer.body
     if answer.status not in (0, 200):
-        raise CheckFailed(
-            f"saw HTTP {answer.status}: {show(data.decode(errors='replace'))}; expected 200"
-        )
+        raise CheckFailed(f"saw HTTP {answer.status}: {show(data)}; expected 200")
     expect(not answer.failure, answer.failure, "a whole answer")
     expect(bool(answer.status), "no answer: the server hung up", "HTTP 200")
     return data

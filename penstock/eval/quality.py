@@ -89,21 +89,8 @@ def run(settings: QualitySettings, reporter: Reporter) -> int:
     model = settings.model or listed_model(
         HttpClient(settings.base_url, timeout_s=settings.timeout)
     )
-    asking = Asking(
-        settings.base_url,
-        model,
-        limit,
-        settings.num_concurrent,
-        seed,
-        settings.timeout,
-        0,
-        body or {},
-    )
-    print(
-        f"seed {seed}; {limit:g} {'of the' if limit < 1 else ''} questions of a task".replace(
-            "  ", " "
-        )
-    )
+    asking = Asking.of(settings, model, limit, seed, max_tokens=0, body=body or {})
+    print(f"seed {seed}; {limit:g}{' of the' if limit < 1 else ''} questions of a task")
     for name, why in not_asked.items():
         print(f"skipped: {name}, {why}")
     start_s = time.monotonic()

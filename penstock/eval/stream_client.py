@@ -80,6 +80,10 @@ class RawAnswer:
     failure: str = ""  # of the transport; the server's own errors are read later
     is_timeout: bool = False
 
+    @property
+    def body(self) -> bytes:
+        return b"".join(piece for _, piece in self.pieces)
+
 
 class _Exchange(asyncio.Protocol):
     """Sends the request and records the answer; `ended` is done when that or the line ends."""
@@ -239,8 +243,7 @@ def read_answer(answer: RawAnswer) -> StreamedReply:
     """The content of an answer, and its error if there is one."""
     reply = StreamedReply(answer.started_s, answer.ended_s)
     if answer.status not in (0, 200):
-        body = b"".join(piece for _, piece in answer.pieces)
-        reply.error = f"HTTP {answer.status}: {_message_in(body)}"
+        reply.error = f"HTTP {answer.status}: {_message_in(answer.body)}"
         return reply
     is_whole = bool(answer.pieces) and not answer.failure and answer.pieces[0][1].startswith(b"{")
     try:
@@ -269,7 +272,7 @@ def read_answer(answer: RawAnswer) -> StreamedReply:
 
 def _read_whole(reply: StreamedReply, answer: RawAnswer) -> bool:
     """An answer without a stream: one event, whose text is not timed: it came all at once."""
-    body = b"".join(piece for _, piece in answer.pieces)
+    body = answer.body
     if not any(
         choice.message or choice.text is not None for choice in _EVENTS.decode(body).choices
     ):

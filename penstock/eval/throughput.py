@@ -22,11 +22,17 @@ from penstock.config import setting
 from penstock.errors import PenstockError
 from penstock.eval.chat_requests import NO_THINKING, ChatRequests, Request
 from penstock.eval.contest_files import contest_level, read_throughput
-from penstock.eval.find_tokenizer import HOW_TO_VERIFY, FoundTokenizer, find_tokenizer
 from penstock.eval.load import LoadClients, LoadResult
 from penstock.eval.load_summary import LoadSummary, summarise
 from penstock.eval.prompts import Prompts, RequestMaker, make_prompts
-from penstock.eval.recount import ReplyCounter, TokenCounter, recount_reply
+from penstock.eval.recount import (
+    HOW_TO_VERIFY,
+    FoundTokenizer,
+    ReplyCounter,
+    TokenCounter,
+    find_tokenizer,
+    recount_reply,
+)
 from penstock.eval.results import (
     Reporter,
     ServerSettings,
@@ -326,16 +332,5 @@ def format_levels(levels: Sequence[LevelResult], baseline: Mapping[int, float]) 
         ]
         for level in levels
     ]
-    return format_table(
-        [
-            "at a time",
-            "verified tok/s",
-            "claimed",
-            "of baseline",
-            "wall s",
-            "ok",
-            "miscounted",
-            "sums",
-        ],
-        rows,
-    )
+    columns = ["at a time", "verified tok/s", "claimed", "of baseline", "wall s", "ok"]
+    return format_table([*columns, "miscounted", "sums"], rows)

@@ -134,15 +134,8 @@ class Sandbox:
 
     def _readable(self) -> list[str]:
         """What Python and torch are made of, the weights, and the candidate itself."""
-        system = [
-            "/usr",
-            "/lib",
-            "/lib64",
-            "/etc/ld.so.cache",
-            "/dev/urandom",
-            "/proc/cpuinfo",
-            "/sys/devices",
-        ]
+        system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/proc/cpuinfo"]
+        system.append("/sys/devices")
         python = {sys.prefix, sys.base_prefix, str(Path(torch.__file__).parents[1])}
         ours = [
             str(Path(__file__).with_name("sandbox_selftest.py")),

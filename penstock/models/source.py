@@ -14,10 +14,9 @@ from typing import Any
 
 from penstock.errors import CheckpointError, ModelNotFoundError, nearest
 from penstock.file_kinds import impostor
-from penstock.gguf.folder import find_gguf
+from penstock.gguf.folder import find_gguf, first_file, model_name, read_model
 from penstock.gguf.header import is_gguf
 from penstock.gguf.model_config import config_of
-from penstock.gguf.split import first_file, model_name, read_model
 from penstock.models.presets import PRESETS
 
 CONFIG_NAMES = ("config.json", "model_config.json")

@@ -44,6 +44,11 @@ def map_part(part: Part, change: Callable[[Tensor], Tensor]) -> Part:
     return replace(part, **changed)  # type: ignore[arg-type]
 
 
+def _take_rows(values: Tensor, ids: Tensor) -> Tensor:  # [N, K], [...] -> [..., K]
+    """On a GPU by indexing: the library's embedding takes 1 us a row for up to 16 rows."""
+    return values[ids] if values.is_cuda else F.embedding(ids, values)
+
+
 class Weight(nn.Module):
     """A matrix [N, K], or one per expert [E, N, K]. Ops take it whole; it knows its storage format.
 
@@ -132,10 +137,10 @@ class Weight(nn.Module):
     def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K]
         """The embedding rows of these tokens."""
         if not self.parts:
-            return F.embedding(ids, self.values)
+            return _take_rows(self.values, ids)
         (part,) = self.parts
         if isinstance(part, Tensor):
-            return F.embedding(ids, part)
+            return _take_rows(part, ids)
         if isinstance(part, TiledRows):
             from penstock.ops.cuda.quantized import expand  # where there is a GPU
 

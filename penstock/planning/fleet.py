@@ -15,9 +15,8 @@ from random import Random
 from penstock.config import EngineConfig
 from penstock.eval.traces import Arrival
 from penstock.planning.engine import EngineShape
-from penstock.planning.node import Node
+from penstock.planning.node import Node, Slo
 from penstock.planning.outcome import Outcome
-from penstock.planning.slo import Slo
 from penstock.planning.step_times import StepTimes
 
 NODE_GPUS = 8

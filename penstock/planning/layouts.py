@@ -9,17 +9,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from penstock.commands.layouts import GPUS, plan_rank_memory
+from penstock.commands.layouts import GPUS, build_without_memory, plan_rank_memory
 from penstock.commands.roofline import Roofline
 from penstock.config import EngineConfig
-from penstock.engine.device_cache import find_kv_dtype
 from penstock.engine.memory import STEP_TOKENS
 from penstock.errors import CapacityError, ConfigError, PenstockError
-from penstock.models import build_model
 from penstock.models.source import ModelSource, find_model
-from penstock.parallel.ranks import Ranks
 from penstock.planning.engine import EngineShape
 from penstock.planning.fleet import NODE_GPUS, Layout
 from penstock.planning.step_times import (
@@ -30,7 +25,6 @@ from penstock.planning.step_times import (
     quantized,
     step_times,
 )
-from penstock.weights.load import resolve_dtype
 
 REFERENCE = "Qwen3.5-35B-A3B"  # the model with the most tables
 # Bits per weight including scales: the blocks and groups of `--quantization`.
@@ -82,16 +76,7 @@ def _layout(
 
 
 def _build(source: ModelSource, config: EngineConfig, tp: int) -> tuple[Any, Roofline]:
-    dtype = resolve_dtype(config.dtype, source.config, "cuda")
-    model: Any = build_model(
-        source.config,
-        dtype,
-        torch.device("meta"),
-        with_drafting_head=False,
-        ranks=Ranks(0, tp),
-    )
-    kv_bytes = find_kv_dtype(config.kv_dtype, dtype).itemsize
-    roofline = Roofline.of(model, source.config, dtype.itemsize, config.state_bytes, kv_bytes)
+    model, roofline = build_without_memory(source, config, tp, with_drafting_head=False)
     scheme = _scheme(config)
     return model, roofline if scheme == "bf16" else quantized(roofline, BITS[scheme])
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from penstock.eval.load_summary import Spread
 from penstock.planning.engine import gap_of
-from penstock.planning.node import NodeRun
-from penstock.planning.slo import Slo
+from penstock.planning.node import NodeRun, Slo
 
 
 @dataclass(slots=True)

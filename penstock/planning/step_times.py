@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.layouts import GPUS
+from penstock.commands.layouts import GPUS, collectives_s
 from penstock.commands.roofline import Parameters, Roofline
 from penstock.errors import PenstockError
 
@@ -105,14 +105,11 @@ class StepTimes:
         return num_rows * self.row_bytes + self.token_bytes * num_context
 
     def links_s(self, num_tokens: int) -> float:
-        """Two all-reduces per layer, one for the embedding, one for the sampled tokens. A ring
-        sends each byte twice.
-        """
         if self.tp == 1:
             return 0.0
         num_bytes = num_tokens * self.roofline.hidden_size * self.roofline.element_bytes
-        sent_s = 2 * (self.tp - 1) / self.tp * num_bytes / self.link_bytes_per_s
-        return (2 * self.num_layers + 2) * (self.all_reduce_s + sent_s)
+        links = (self.all_reduce_s, self.link_bytes_per_s)
+        return collectives_s(self.tp, self.num_layers, num_bytes, *links)
 
     def _operations(self, start: int, length: int) -> int:
         """The floor counts a prompt from its first token; this adds attention to the tokens before

@@ -11,7 +11,8 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,10 @@ from penstock.progress import OnPhase, Phase, timed
 from penstock.quantize.awq import scale_inputs
 from penstock.quantize.compressed import parts_of, quantization_config
 from penstock.quantize.inputs import LayerInputs
-from penstock.quantize.layerwise import LayerwiseModel
-from penstock.quantize.methods import quantize_matrix
-from penstock.quantize.report import make_report
+from penstock.quantize.layerwise import LayerwiseModel, Score
 from penstock.quantize.rules import assign_schemes
-from penstock.quantize.scheme import Scheme
+from penstock.quantize.scheme import Scheme, quantize_matrix
 from penstock.quantize.settings import QuantizeSettings
-from penstock.quantize.texts import read_rows
 from penstock.quantize.unfinished import Unfinished, write_atomically
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.codes import Codes
@@ -297,3 +295,104 @@ def _copy_files(source: ModelSource, output: Path) -> None:
         is_config = entry.name in ("config.json", MODELOPT_CONFIG)
         if entry.is_file() and not (is_weights or is_config):
             shutil.copyfile(entry, output / entry.name)
+
+
+def make_report(
+    source: ModelSource,
+    settings: QuantizeSettings,
+    schemes: Mapping[str, Scheme],
+    rows: Sequence[Mapping[str, Any]],
+    was_quantized: bool,
+    scores: Mapping[str, Score],
+) -> dict[str, Any]:
+    num_weights = sum(row["num_weights"] for row in rows)
+    groups = {scheme.group for scheme in schemes.values() if scheme.group}
+    report: dict[str, Any] = {
+        "model": source.name,
+        "was_quantized": was_quantized,
+        "scheme": settings.scheme,
+        "method": settings.method,
+        "group": groups.pop() if groups else None,
+        "rules": dict(settings.rules),
+        "quantized": Counter(scheme.name for scheme in schemes.values()),
+        "num_weights": num_weights,
+        "bytes_before": sum(row["bytes_before"] for row in rows),
+        "bytes": sum(row["bytes"] for row in rows),
+        "bits_per_weight": _bits(sum(row["bytes"] for row in rows), num_weights),
+        "layers": [_layer(row) for row in rows],
+    }
+    for when, score in scores.items():
+        report[f"perplexity_{when}"] = score.perplexity
+        report[f"next_token_accuracy_{when}"] = score.accuracy
+    if scores:
+        same = scores["before"].choices == scores["after"].choices
+        report["same_first_choice"] = float(same.double().mean())
+        report["eval_tokens"] = len(same)
+    return report
+
+
+def _layer(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**row, "bits_per_weight": _bits(row["bytes"], row["num_weights"])}
+
+
+def _bits(num_bytes: int, num_weights: int) -> float:
+    return round(8 * num_bytes / max(num_weights, 1), 3)
+
+
+ROW_TOKENS = 512
+CALIBRATING_SHARE = 0.8
+
+
+def read_rows(
+    file: str | None, num_tokens: int, tokenizer: Tokenizer, *, judges: bool, longest: int
+) -> list[list[int]]:
+    """Rows of one length, about as many tokens as requested; fewer if the text is short."""
+    text = _manual(judges) if file is None else _read_file(Path(file).expanduser())
+    row_len = min(ROW_TOKENS, longest, num_tokens)
+    ids = tokenizer.encode(text[: 16 * num_tokens + 4096])
+    rows = [ids[first : first + row_len] for first in range(0, len(ids), row_len)]
+    rows = [row for row in rows if len(row) == row_len][: max(1, num_tokens // row_len)]
+    if not rows or row_len < 2:
+        raise ConfigError(
+            f"{file or 'The text'} has {len(ids)} tokens",
+            f"A row has {row_len} tokens, and there must be one row at least.",
+            "Use a longer text.",
+        )
+    return rows
+
+
+def _manual(judges: bool) -> str:
+    """Python's own, which every Python includes. Its end is for evaluation, and never for
+    calibration."""
+    from pydoc_data import topics
+
+    texts = [topics.topics[name] for name in sorted(topics.topics)]
+    cut = int(len(texts) * CALIBRATING_SHARE)
+    return "\n\n".join(texts[cut:] if judges else texts[:cut])
+
+
+def _read_file(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read", f"{error}.", "Use a text file in UTF-8, or JSON lines."
+        ) from error
+    if path.suffix != ".jsonl":
+        return text
+    parts: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            parts += _strings(json.loads(line)) if line.strip() else []
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"Line {number} of {path} is not JSON", f"{error}.") from error
+    return "\n".join(parts)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in a line, whatever its fields are called."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)

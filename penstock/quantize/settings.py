@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.config import setting
-from penstock.errors import ConfigError, nearest
+from penstock.config import require_choice, setting
+from penstock.errors import ConfigError
 
 SCHEMES = ("fp8", "int8", "int4")
 METHODS = ("rtn", "awq", "gptq")
@@ -42,8 +42,8 @@ class QuantizeSettings:
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
 
     def __post_init__(self) -> None:
-        _check_choice("--scheme", self.scheme, SCHEMES)
-        _check_choice("--method", self.method, METHODS)
+        require_choice("--scheme", self.scheme, SCHEMES)
+        require_choice("--method", self.method, METHODS)
         if self.group is not None and self.group not in GROUPS:
             raise ConfigError(
                 f"--group is {self.group}", "A scale is shared by 32, 64 or 128 columns."
@@ -76,7 +76,7 @@ class QuantizeSettings:
                 raise ConfigError(
                     f"--rule is {text!r}", "", "Write PATTERN=SCHEME, such as lm_head=int8."
                 )
-            _check_choice(f"The scheme of --rule {text}", scheme, (*SCHEMES, KEEP))
+            require_choice(f"The scheme of --rule {text}", scheme, (*SCHEMES, KEEP))
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -89,12 +89,3 @@ class QuantizeSettings:
     @property
     def needs_inputs(self) -> bool:
         return self.method != "rtn"
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(
-            f"{name} is {value!r}",
-            f"It must be one of {', '.join(choices)}.",
-            nearest(value, choices),
-        )

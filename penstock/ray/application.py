@@ -34,7 +34,7 @@ def build(given: dict[str, Any], engine: type[Any] = Engine) -> serve.Applicatio
             downscale_delay_s=settings.downscale_delay,
             look_back_period_s=10.0,
             policy=AutoscalingPolicy(
-                policy_function="penstock.ray.scaling:QueuedTokens",
+                policy_function="penstock.ray.router:QueuedTokens",
                 policy_kwargs={"queued_tokens": settings.queued_tokens},
             ),
         ),

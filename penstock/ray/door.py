@@ -19,8 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock.ray.marked_stream import MarkedStream
-from penstock.serve.journal import MARKS_HEADER
+from penstock.serve.journal import MARKS_HEADER, MarkedStream
 
 log = logging.getLogger("ray.serve")
 

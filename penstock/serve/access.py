@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config import ServeConfig
 from penstock.errors import AuthenticationError
+from penstock.serve.admission import tenant_of_key
 from penstock.serve.browsers import JsonBodies, KnownSites
 from penstock.serve.error_answers import answer_error
 from penstock.serve.page.files import PAGE_PATHS
-from penstock.serve.tenants import tenant_of_key
 
 # Clients without a key: load balancers, probes, and a browser that opens the page to enter one.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/docs"}) | PAGE_PATHS

@@ -5,9 +5,12 @@ A tenant sends one API key. This only counts; callers decide what a place is for
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+
+from starlette.types import Scope
 
 from penstock.errors import OverloadedError, RequestError
 
@@ -75,3 +78,15 @@ def require_priority(priority: int, min_priority: int) -> None:
             "Omit it, or start the server with a lower --min-priority.",
             param="priority",
         )
+
+
+def tenant_of_key(key: str) -> str:
+    """A name that does not reveal the key: each key has its own cache, sessions and stored
+    responses."""
+    return hashlib.sha256(b"tenant " + key.encode()).hexdigest()[:32]
+
+
+def tenant_of(scope: Scope) -> str:
+    """The tenant of a request; the empty one on a server without keys."""
+    tenant: str = scope.get("tenant", "")
+    return tenant

@@ -10,23 +10,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock.config import ServeConfig
-from penstock.errors import DeadlineError, EngineDeadError, OverloadedError, PenstockError
+from penstock.errors import (
+    DeadlineError,
+    EngineDeadError,
+    OverloadedError,
+    PenstockError,
+    RequestError,
+)
+from penstock.serve.admission import tenant_of
 from penstock.serve.event_stream import EventStream
 from penstock.serve.intake import Place
 from penstock.serve.journal import MARKS_HEADER, current_journal, without_said
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, ReplyDelta, ScoredToken, TextStream, Usage
 from penstock.text.dialects import Delta
 
@@ -77,8 +93,15 @@ class Choice:
                 self.prompt_scores.add(delta.extra.prompt_scores)
 
 
-class ReplyFormat(Protocol):
+class BodyFormat(Protocol):
     """How one endpoint formats its answers; made for each answer, so it may keep state."""
+
+    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
+        """The whole body of a reply that is not streamed."""
+
+
+class ReplyFormat(BodyFormat, Protocol):
+    """Of an endpoint whose answers may be streamed."""
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         """The events of one delta of a stream; may be empty."""
@@ -91,9 +114,6 @@ class ReplyFormat(Protocol):
 
     def encode_failure(self, error: PenstockError) -> bytes:
         """The tail of a stream that failed after its headers were sent."""
-
-    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
-        """The whole body of a reply that is not streamed."""
 
 
 def require_open(state: ServerState) -> None:
@@ -117,7 +137,7 @@ class Answer:
     def __init__(
         self,
         start: Start,
-        formatter: ReplyFormat,
+        formatter: ReplyFormat | BodyFormat,
         is_stream: bool,
         timeout_s: float | None = None,
         new_choice: Callable[[], Choice] = Choice,
@@ -125,7 +145,7 @@ class Answer:
         stream_type: str = EVENT_STREAM_TYPE,
     ) -> None:
         self._start: Start | None = start
-        self._formatter = formatter
+        self._formatter: Any = formatter  # a `ReplyFormat` if it is a stream
         self._is_stream = is_stream
         self._new_choice = new_choice
         self._headers = headers
@@ -244,6 +264,23 @@ def unexpected_error() -> PenstockError:
     return PenstockError("The server failed on this request", "The server's log has the details.")
 
 
+class Within:
+    """An answer that is sent inside a context."""
+
+    def __init__(self, answer: Answer, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._answer = answer
+        self._context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._context():
+            await self._answer(scope, receive, send)
+
+
+def event_stream(events: AsyncIterator[bytes]) -> StreamingResponse:
+    headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
+    return StreamingResponse(events, headers={**headers, "content-type": EVENT_STREAM_TYPE})
+
+
 def json_response(content: dict[str, Any] | list[Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type=JSON_TYPE)
 
@@ -311,3 +348,60 @@ async def _receive_body(request: Request, place: Place, config: ServeConfig) -> 
 
 def _body_too_large(max_bytes: int) -> HTTPException:
     return HTTPException(413, f"The body has more than {max_bytes} bytes.", UNREAD_HEADERS)
+
+
+class ReplyClock:
+    """When a request arrived, and when its first and last tokens came: some APIs report these. In
+    nanoseconds. Time in the queue counts for the prompt."""
+
+    def __init__(self) -> None:
+        self._asked = self._began = self._ended = time.perf_counter_ns()
+        self._has_begun = False
+
+    def before(self, deliver: Deliver) -> Deliver:
+        def note_and_deliver(delta: ReplyDelta) -> None:
+            self._ended = time.perf_counter_ns()
+            if not self._has_begun:
+                self._has_begun, self._began = True, self._ended
+            deliver(delta)
+
+        return note_and_deliver
+
+    @property
+    def prompt_ns(self) -> int:
+        return self._began - self._asked
+
+    @property
+    def reply_ns(self) -> int:
+        """Never 0: clients divide by it."""
+        return max(1, self._ended - self._began)
+
+    @property
+    def total_ns(self) -> int:
+        return self.prompt_ns + self.reply_ns
+
+
+def ids_of_page(
+    ids: Sequence[str], request: Request, default: int, most: int
+) -> tuple[list[str], bool]:
+    """The requested page of these ids, which are oldest first, and whether there are more."""
+    query = request.query_params
+    order, limit = query.get("order", "desc"), query.get("limit", str(default))
+    if order not in ("asc", "desc"):
+        raise RequestError(f"order is {order[:32]!r}", "It must be asc or desc.", param="order")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
+        raise RequestError(f"limit is {limit[:32]!r}", f"It must be 1 to {most}.", param="limit")
+    ordered = list(ids) if order == "asc" else list(reversed(ids))
+    if (after := query.get("after")) is not None:
+        if after not in ordered:
+            raise RequestError(
+                f"after is {after[:64]!r}", "The list has no such id.", param="after"
+            )
+        ordered = ordered[ordered.index(after) + 1 :]
+    page = ordered[: int(limit)]
+    return page, len(ordered) > len(page)
+
+
+def list_fields(ids: Sequence[str], data: list[Any], has_more: bool) -> dict[str, Any]:
+    ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+    return {"object": "list", "data": data, **ends, "has_more": has_more}

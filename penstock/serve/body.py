@@ -13,7 +13,7 @@ import contextlib
 import functools
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -128,6 +128,30 @@ def wrong_field(error: msgspec.ValidationError, where: str = "") -> RequestError
     names = [where, *(match.group(1) for match in matches if match is not None)]
     param = ".".join(name for name in names if name).removesuffix("[...]") or None
     return RequestError(f"{param or 'body'}: {_FIELD_PATH.sub('', message)}", param=param)
+
+
+def wrong_choice(where: str, value: str, allowed: Iterable[str]) -> RequestError:
+    """For a field that must be one of a few texts."""
+    return RequestError(
+        f"{where} is {value[:128]!r}", f"It must be one of {', '.join(allowed)}.", param=where
+    )
+
+
+@contextlib.contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name the fields that the client sent: `names` maps ours to theirs."""
+    try:
+        yield
+    except RequestError as error:
+        rename(error, names)
+        raise
+
+
+def rename(error: RequestError, names: Mapping[str, str]) -> None:
+    if error.param is not None and error.param in names:
+        theirs = names[error.param]
+        error.what = error.what.replace(error.param, theirs, 1)
+        error.param = theirs
 
 
 def _large_field(body: bytes, kind: type[msgspec.Struct], max_values: int) -> str | None:

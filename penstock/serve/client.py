@@ -19,35 +19,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from penstock import wire
 from penstock.child_python import module_command
 from penstock.config import EngineConfig
 from penstock.digests import PageDigests
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.progress import OnPhase, Phase
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, TokenDelta
-from penstock.wire import (
-    Abort,
-    CachedAnswer,
-    CachedQuery,
-    Deltas,
-    DropSession,
-    Dying,
-    FromEngine,
-    ListSessions,
-    Ping,
-    Pong,
-    Progress,
-    Ready,
-    Rejected,
-    ServerChannel,
-    SessionsAnswer,
-    Shutdown,
-    StatsAnswer,
-    StatsQuery,
-    Submit,
-    ToEngine,
-    WireError,
-)
 
 log = logging.getLogger("penstock.serve")
 
@@ -77,7 +55,7 @@ class EngineClient:
     def __init__(
         self,
         process: asyncio.subprocess.Process,
-        channel: ServerChannel,
+        channel: wire.ServerChannel,
         on_phase: OnPhase,
     ) -> None:
         self.phase = Phase("starting")
@@ -103,12 +81,12 @@ class EngineClient:
     ) -> EngineClient:
         """Starts a process; `environment`: variables in addition to our own."""
         loop = asyncio.get_running_loop()
-        connected: asyncio.Future[ServerChannel] = loop.create_future()
+        connected: asyncio.Future[wire.ServerChannel] = loop.create_future()
 
         try:
             with _socket_path() as path:
                 listener = await loop.create_unix_server(
-                    lambda: ServerChannel(connected.set_result), path
+                    lambda: wire.ServerChannel(connected.set_result), path
                 )
                 with contextlib.closing(listener):
                     process = await _start_worker(path, config, environment or {})
@@ -152,37 +130,37 @@ class EngineClient:
         self.require_ready()
         for request, receiver in receivers:
             assert request.id not in self._receivers, f"request id {request.id} is in use"
-            self._channel.send(Submit(request))
+            self._channel.send(wire.Submit(request))
             self._receivers[request.id] = receiver
 
     def abort(self, request_id: str) -> None:
         """Its receiver gets no more deltas."""
         if self._receivers.pop(request_id, None) is not None:
-            self._channel.send(Abort(request_id))
+            self._channel.send(wire.Abort(request_id))
 
     async def stats(self) -> EngineStats:
-        stats: EngineStats = await self._ask(StatsQuery)
+        stats: EngineStats = await self._ask(wire.StatsQuery)
         return stats
 
     async def sessions(self) -> list[SessionInfo]:
-        sessions: list[SessionInfo] = await self._ask(ListSessions)
+        sessions: list[SessionInfo] = await self._ask(wire.ListSessions)
         return sessions
 
     async def drop_session(self, session_id: str) -> list[SessionInfo]:
         """The dropped session, if there was one."""
         dropped: list[SessionInfo] = await self._ask(
-            lambda query_id: DropSession(query_id, session_id)
+            lambda query_id: wire.DropSession(query_id, session_id)
         )
         return dropped
 
     async def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int:
         """Of a prompt of this length, if it came now."""
         num_cached: int = await self._ask(
-            lambda query_id: CachedQuery(query_id, digests, num_tokens)
+            lambda query_id: wire.CachedQuery(query_id, digests, num_tokens)
         )
         return num_cached
 
-    async def _ask(self, make_query: Callable[[int], ToEngine]) -> Any:
+    async def _ask(self, make_query: Callable[[int], wire.ToEngine]) -> Any:
         self.require_ready()
         query_id = next(self._query_ids)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -196,7 +174,7 @@ class EngineClient:
     def ping(self) -> None:
         """The answer sets `num_unanswered_pings` back to 0."""
         self.num_unanswered_pings += 1
-        self._channel.send(Ping())
+        self._channel.send(wire.Ping())
 
     def kill(self, reason: PenstockError, is_own_fault: bool = False) -> None:
         """Ends a process that cannot be trusted to end itself. Its last messages are ignored."""
@@ -208,7 +186,7 @@ class EngineClient:
         """Asks the process to exit and, after the grace period, kills it."""
         self._closing = True
         self._die(EngineDeadError("The server is shutting down"))
-        self._channel.send(Shutdown())
+        self._channel.send(wire.Shutdown())
         await asyncio.wait({self._listening}, timeout=grace_s)
         if self._process.returncode is None:
             self._process.kill()
@@ -228,7 +206,7 @@ class EngineClient:
     async def _listen(self) -> None:
         try:
             await self._channel.listen(self._take)
-        except WireError as error:
+        except wire.WireError as error:
             self._die(error, is_own_fault=True)
         finally:
             self._channel.close()
@@ -249,33 +227,33 @@ class EngineClient:
             self._process.kill()
         await ending
 
-    def _take(self, message: FromEngine) -> None:
+    def _take(self, message: wire.FromEngine) -> None:
         match message:
-            case Deltas(deltas):
+            case wire.Deltas(deltas):
                 for delta in deltas:
                     self._hand_over(delta)
-            case Rejected(request_id, error):
+            case wire.Rejected(request_id, error):
                 receiver = self._receivers.pop(request_id, None)
                 if receiver is not None:
                     receiver.fail(error.to_error())
             case (
-                StatsAnswer(query_id, found)
-                | SessionsAnswer(query_id, found)
-                | CachedAnswer(query_id, found)
+                wire.StatsAnswer(query_id, found)
+                | wire.SessionsAnswer(query_id, found)
+                | wire.CachedAnswer(query_id, found)
             ):
                 answer = self._queries.get(query_id)
                 if answer is not None and not answer.done():
                     answer.set_result(found)
-            case Pong(step_s):
+            case wire.Pong(step_s):
                 self.num_unanswered_pings = 0
                 self.step_s = step_s
-            case Progress(phase):
+            case wire.Progress(phase):
                 self.phase = phase
                 self._on_phase(phase)
-            case Ready(info):
+            case wire.Ready(info):
                 self.info = info
                 self._settled.set()
-            case Dying(error):
+            case wire.Dying(error):
                 self._die(error.to_error(), is_own_fault=True)
 
     def _hand_over(self, delta: TokenDelta) -> None:
@@ -333,8 +311,8 @@ def _socket_path() -> Iterator[str]:
 
 
 async def _wait_connected(
-    process: asyncio.subprocess.Process, connected: asyncio.Future[ServerChannel]
-) -> ServerChannel:
+    process: asyncio.subprocess.Process, connected: asyncio.Future[wire.ServerChannel]
+) -> wire.ServerChannel:
     exited = asyncio.ensure_future(process.wait())
     either: set[asyncio.Future[Any]] = {connected, exited}
     try:

@@ -43,20 +43,9 @@ class InFlight:
     """One request in flight, with everything that is needed to continue on another engine."""
 
     __slots__ = (
-        "_awaits_token",
-        "_fleet",
-        "_num_cached_tokens",
-        "_num_tokens_due",
-        "_receiver",
-        "blame",
-        "client",
-        "is_running",
-        "journal",
-        "load",
-        "num_faults",
-        "num_scored",
-        "request",
-        "said",
+        *("_awaits_token", "_fleet", "_num_cached_tokens", "_num_tokens_due", "_receiver"),
+        *("blame", "client", "is_running", "journal", "load", "num_faults", "num_scored"),
+        *("request", "said"),
     )
 
     def __init__(

@@ -15,9 +15,9 @@ from penstock.serve.answer import json_response
 from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import CONTENT_TYPE as METRICS_TYPE
 from penstock.serve.metrics import render as render_metrics
+from penstock.serve.metrics import render_vllm_names
 from penstock.serve.replica import sum_stats
 from penstock.serve.state import ServerState
-from penstock.serve.vllm_metrics import render as render_vllm_names
 
 
 def routes(state: ServerState) -> list[Route]:

@@ -3,10 +3,15 @@
 Agents send more, and later ones: a permission that changed, a mode that was switched. Those at the
 start are joined. One inside a conversation becomes part of the user's turn beside it, marked as
 Claude Code marks its own insertions into user messages, which models know.
+
+Images and files in tool results are replaced by a note: the user did not ask for them, and they
+stay in the history of an agent's session, which refusing one would end. A header of the answer says
+what was left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 PARAGRAPH = "\n\n"
@@ -16,6 +21,11 @@ PlainMessage = dict[str, Any]  # as chat templates expect it
 def reminder(text: str) -> str:
     """An instruction inside a conversation."""
     return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+def plain_call(id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    """A call of a tool, as chat templates expect it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def place_instructions(messages: list[PlainMessage]) -> list[PlainMessage]:
@@ -37,3 +47,35 @@ def place_instructions(messages: list[PlainMessage]) -> list[PlainMessage]:
         placed.append(message)
         is_open = is_reminder
     return placed
+
+
+WARNING_HEADER = "x-penstock-warning"
+MAX_NAMED = 8
+KINDS = {  # as the APIs call them
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "document": "document",
+    "file": "document",
+    "input_file": "document",
+    "input_audio": "audio",
+}
+
+
+def replace_attachment(kind: str, where: str, omitted: list[str]) -> str:
+    """The text in place of an image or file in a tool's result; adds to `omitted` where it was.
+
+    The user did not ask for it, and it stays in the history of an agent's session: refusing it
+    would end the session. A header of the answer says what was left out.
+    """
+    name = KINDS.get(kind, "attachment")
+    omitted.append(f"{name} at {where}")
+    return f"[{name} left out: this model reads text only]"
+
+
+def warning_headers(omitted: Sequence[str]) -> dict[str, str]:
+    if not omitted:
+        return {}
+    more = f", and {len(omitted) - MAX_NAMED} more" if len(omitted) > MAX_NAMED else ""
+    named = ", ".join(omitted[:MAX_NAMED]) + more
+    return {WARNING_HEADER: f"left out, since the model reads text only: {named}"}

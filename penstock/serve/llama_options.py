@@ -7,8 +7,7 @@ its own.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -87,16 +86,3 @@ def require_off(options: Mapping[str, Any]) -> None:
                 f"Omit it, or send {values[0]:g}, which turns it off.",
                 param=name,
             )
-
-
-@contextlib.contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name the fields that the client sent: `names` maps ours to theirs."""
-    try:
-        yield
-    except RequestError as error:
-        theirs = names.get(error.param or "")
-        if theirs is not None:
-            error.what = error.what.replace(error.param or "", theirs, 1)
-            error.param = theirs
-        raise

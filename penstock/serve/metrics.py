@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from penstock.serve.replica import ReplicaReport
 from penstock.types import DraftStats, EngineStats
@@ -25,6 +26,8 @@ INTER_TOKEN_BOUNDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05,
 
 REPLY_BOUNDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 LENGTH_BOUNDS = tuple(float(2**power) for power in range(0, 21, 2))
+FINISHED = ("stop", "length", "abort", "error")  # vLLM's reasons
+NO_LABELS: Mapping[str, object] = {}
 
 
 class Histogram:
@@ -107,166 +110,230 @@ class TokenTimer:
 
 def render(metrics: Metrics, replicas: Sequence[ReplicaReport], num_moves: int) -> str:
     """Prometheus' text format. A replica without stats is starting, dead, or in a long step."""
-    lines = [*_lines_of_server(metrics), *_lines_of_replicas(replicas, num_moves)]
-    lines += _lines_of_engines(
-        {report.replica: report.stats for report in replicas if report.stats}
-    )
-    return "\n".join(lines) + "\n"
-
-
-def _lines_of_server(metrics: Metrics) -> Iterator[str]:
-    answers = [
-        f'penstock_answers_total{{status="{status}"}} {n}'
-        for status, n in metrics.num_answers.items()
+    stats = {report.replica: report.stats for report in replicas if report.stats}
+    families = [
+        *_of_server(metrics),
+        *_of_replicas(replicas, num_moves),
+        *_of_engines(stats),
+        *_of_drafts({replica: one.drafts for replica, one in stats.items() if one.drafts}),
+        *_of_prefixes(stats),
+        *_of_experts({replica: one.experts for replica, one in stats.items() if one.experts}),
     ]
-    yield from _family("answers_total", "counter", "requests that were answered", answers)
-    yield from _counter("prompt_tokens", "prompt tokens", metrics.num_prompt_tokens)
-    yield from _counter("generated_tokens", "generated tokens", metrics.num_generated_tokens)
-    yield from _counter("loops", "replies that the loop guard ended", metrics.num_loops)
-    yield from _histogram(
-        "time_to_first_token_seconds",
-        "from a request's arrival to its first token",
-        metrics.first_token_s,
-    )
-    yield from _histogram(
-        "inter_token_seconds", "from one token of a reply to the next", metrics.inter_token_s
-    )
+    return "".join(family.text("penstock_") for family in families)
 
 
-def _lines_of_replicas(replicas: Sequence[ReplicaReport], num_moves: int) -> Iterator[str]:
+def render_vllm_names(metrics: Metrics, replicas: Sequence[ReplicaReport], model_name: str) -> str:
+    """The same metrics by vLLM's names, so that dashboards made for vLLM work. Only metrics that
+    mean the same: what vLLM counts and we do not is left out.
+
+    Each has its model's name as a label; an engine's metrics also have the engine's number.
+    """
+    model = {"model_name": model_name}
+    numbers = {one.replica: _vllm_numbers(one.stats) for one in replicas if one.stats}
+    families = []
+    for name, (kind, meaning) in _VLLM_NUMBERS.items():
+        samples = [("", {**model, "engine": key}, own[name]) for key, own in numbers.items()]
+        families.append(Family(name, kind, meaning, samples))
+    totals = {
+        "prompt_tokens_total": metrics.num_prompt_tokens,
+        "generation_tokens_total": metrics.num_generated_tokens,
+    }
+    for name, total in totals.items():
+        meaning = f"penstock_{name.replace('generation', 'generated')}"
+        families.append(Family(name, "counter", meaning, [("", model, total)]))
+    ended = [("", {**model, "finished_reason": w}, metrics.num_replies[w]) for w in FINISHED]
+    meaning = "replies that ended, by why"
+    families.append(Family("request_success_total", "counter", meaning, ended))
+    for name, (attribute, meaning) in _VLLM_HISTOGRAMS.items():
+        families.append(_histogram(name, meaning, getattr(metrics, attribute), model))
+    return "".join(family.text("vllm:") for family in families)
+
+
+class Family(NamedTuple):
+    """A metric: for each sample what follows its name, the labels, and the value."""
+
+    name: str
+    kind: str
+    meaning: str
+    samples: Sequence[tuple[str, Mapping[str, object], float]]
+
+    def text(self, prefix: str) -> str:
+        name = prefix + self.name
+        lines = [f"# HELP {name} {self.meaning}.", f"# TYPE {name} {self.kind}"]
+        for suffix, labels, value in self.samples:
+            told = ",".join(f'{key}="{_escaped(str(label))}"' for key, label in labels.items())
+            lines.append(f"{name}{suffix}{f'{{{told}}}' if told else ''} {value!r}")
+        return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _of_server(metrics: Metrics) -> Iterator[Family]:
+    answers = [("", {"status": status}, n) for status, n in metrics.num_answers.items()]
+    yield Family("answers_total", "counter", "Requests that were answered", answers)
+    yield _counter("prompt_tokens", "Prompt tokens", metrics.num_prompt_tokens)
+    yield _counter("generated_tokens", "Generated tokens", metrics.num_generated_tokens)
+    yield _counter("loops", "Replies that the loop guard ended", metrics.num_loops)
+    meaning = "From a request's arrival to its first token"
+    yield _histogram("time_to_first_token_seconds", meaning, metrics.first_token_s)
+    meaning = "From one token of a reply to the next"
+    yield _histogram("inter_token_seconds", meaning, metrics.inter_token_s)
+
+
+def _of_replicas(replicas: Sequence[ReplicaReport], num_moves: int) -> Iterator[Family]:
     up = {report.replica: int(report.state in ("ready", "leaving")) for report in replicas}
     restarts = {report.replica: report.restarts for report in replicas}
-    yield from _per_replica("replica_up", "gauge", "whether the engine can serve", up)
-    yield from _per_replica("replica_restarts_total", "counter", "restarts of the engine", restarts)
-    yield from _counter("moved_requests", "requests that moved to another engine", num_moves)
+    yield _per_replica("replica_up", "gauge", "Whether the engine can serve", up)
+    yield _per_replica("replica_restarts_total", "counter", "Restarts of the engine", restarts)
+    yield _counter("moved_requests", "Requests that moved to another engine", num_moves)
 
 
-def _lines_of_engines(stats: Mapping[int, EngineStats]) -> Iterator[str]:
+def _of_engines(stats: Mapping[int, EngineStats]) -> Iterator[Family]:
     for name, kind, meaning, attribute in _ENGINE_NUMBERS:
         numbers = {replica: getattr(one, attribute) for replica, one in stats.items()}
-        yield from _per_replica(name, kind, meaning, numbers)
+        yield _per_replica(name, kind, meaning, numbers)
+    parts = [(replica, name, n) for replica, one in stats.items() for name, n in one.prefix.items()]
     lookups = [
-        f'penstock_prefix_lookups_total{{replica="{replica}",outcome="{outcome}"}} {n}'
-        for replica, one in stats.items()
-        for outcome, n in one.prefix.items()
-        if _is_outcome(outcome)
+        ("", {"replica": replica, "outcome": name}, n)
+        for replica, name, n in parts
+        if _is_outcome(name)
     ]
-    yield from _family(
-        "prefix_lookups_total", "counter", "prompts looked up in the prefix cache", lookups
-    )
+    meaning = "Prompts looked up in the prefix cache"
+    yield Family("prefix_lookups_total", "counter", meaning, lookups)
     missed = [
-        f'penstock_prefix_missed_tokens_total{{replica="{replica}",'
-        f'reason="{name.removeprefix(MISSED)}"}} {n}'
-        for replica, one in stats.items()
-        for name, n in one.prefix.items()
+        ("", {"replica": replica, "reason": name.removeprefix(MISSED)}, n)
+        for replica, name, n in parts
         if name.startswith(MISSED)
     ]
-    meaning = "prompt tokens that had to be computed, and why"
-    yield from _family("prefix_missed_tokens_total", "counter", meaning, missed)
-    yield from _lines_of_drafts(
-        {replica: one.drafts for replica, one in stats.items() if one.drafts}
-    )
-    names = dict.fromkeys(name for one in stats.values() for name in one.prefix)
-    others = [name for name in names if not (_is_outcome(name) or name.startswith(MISSED))]
-    for name in others:
-        meaning = f"{name.replace('_', ' ')} of the prefix cache"
-        numbers = {replica: one.prefix[name] for replica, one in stats.items()}
-        yield from _per_replica(f"prefix_{name}_total", "counter", meaning, numbers)
-    yield from _lines_of_experts(stats)
+    meaning = "Prompt tokens that had to be computed, and why"
+    yield Family("prefix_missed_tokens_total", "counter", meaning, missed)
 
 
-def _lines_of_drafts(drafts: Mapping[int, DraftStats]) -> Iterator[str]:
+def _of_prefixes(stats: Mapping[int, EngineStats]) -> Iterator[Family]:
+    for name in dict.fromkeys(name for one in stats.values() for name in one.prefix):
+        if not (_is_outcome(name) or name.startswith(MISSED)):
+            meaning = f"{name.replace('_', ' ').capitalize()} of the prefix cache"
+            numbers = {replica: one.prefix[name] for replica, one in stats.items()}
+            yield _per_replica(f"prefix_{name}_total", "counter", meaning, numbers)
+
+
+def _of_drafts(drafts: Mapping[int, DraftStats]) -> Iterator[Family]:
     """Only of engines that may draft."""
     if not drafts:
         return
     for name, kind, meaning, attribute in _DRAFT_NUMBERS:
         numbers = {replica: getattr(one, attribute) for replica, one in drafts.items()}
-        yield from _per_replica(name, kind, meaning, numbers)
+        yield _per_replica(name, kind, meaning, numbers)
     for name, meaning, attribute in (
-        ("drafted_tokens_total", "tokens that were drafted", "num_drafted"),
-        ("accepted_tokens_total", "drafts that were right", "num_accepted"),
+        ("drafted_tokens_total", "Tokens that were drafted", "num_drafted"),
+        ("accepted_tokens_total", "Drafts that were right", "num_accepted"),
     ):
         samples = [
-            f'penstock_{name}{{replica="{replica}",drafter="{count.drafter}",'
-            f'place="{count.place}"}} {getattr(count, attribute)}'
-            for replica, one in drafts.items()
-            for count in one.counts
+            ("", {"replica": r, "drafter": n.drafter, "place": n.place}, getattr(n, attribute))
+            for r, one in drafts.items()
+            for n in one.counts
         ]
-        yield from _family(name, "counter", meaning, samples)
+        yield Family(name, "counter", meaning, samples)
+
+
+def _of_experts(experts: Mapping[int, Mapping[str, int]]) -> Iterator[Family]:
+    """Only of engines whose device does not hold all experts."""
+    if not experts:
+        return
+    for name, meaning in _EXPERT_NUMBERS:
+        numbers = {replica: one.get(name, 0) for replica, one in experts.items()}
+        yield _per_replica(f"expert_{name}_total", "counter", meaning, numbers)
+    waits = {replica: one["wait_us"] / 1e6 for replica, one in experts.items()}
+    meaning = "Time that steps waited for experts"
+    yield _per_replica("expert_wait_seconds_total", "counter", meaning, waits)
 
 
 _DRAFT_NUMBERS = (
-    ("decodes_total", "counter", "decodes: one request in one step", "num_decodes"),
-    ("decoded_tokens_total", "counter", "tokens that decodes brought", "num_tokens"),
-    ("draft_saved_seconds", "gauge", "time that drafts saved, as measured", "saved_s"),
+    ("decodes_total", "counter", "Decodes: one request in one step", "num_decodes"),
+    ("decoded_tokens_total", "counter", "Tokens that decodes brought", "num_tokens"),
+    ("draft_saved_seconds", "gauge", "Time that drafts saved, as measured", "saved_s"),
 )
-
-
-def _lines_of_experts(stats: Mapping[int, EngineStats]) -> Iterator[str]:
-    """Only of engines whose device does not hold all experts."""
-    some = {replica: one.experts for replica, one in stats.items() if one.experts}
-    if not some:
-        return
-    for name, meaning in _EXPERT_NUMBERS:
-        numbers = {replica: one.get(name, 0) for replica, one in some.items()}
-        yield from _per_replica(f"expert_{name}_total", "counter", meaning, numbers)
-    waits = {replica: one["wait_us"] / 1e6 for replica, one in some.items()}
-    meaning = "time that steps waited for experts"
-    yield from _per_replica("expert_wait_seconds_total", "counter", meaning, waits)
-
-
 _EXPERT_NUMBERS = (
-    ("hits", "experts of a step that were on the device"),
-    ("misses", "experts of a step that were not on the device"),
-    ("fetched_bytes", "bytes of experts that were copied to the device"),
-    ("computed_bytes", "bytes of experts that the CPU multiplied with"),
-    ("ram_hits", "fetched experts that were in RAM"),
-    ("disk_reads", "fetched experts that were read from files"),
-    ("disk_bytes", "bytes of experts that were read from files"),
+    ("hits", "Experts of a step that were on the device"),
+    ("misses", "Experts of a step that were not on the device"),
+    ("fetched_bytes", "Bytes of experts that were copied to the device"),
+    ("computed_bytes", "Bytes of experts that the CPU multiplied with"),
+    ("ram_hits", "Fetched experts that were in RAM"),
+    ("disk_reads", "Fetched experts that were read from files"),
+    ("disk_bytes", "Bytes of experts that were read from files"),
 )
 _ENGINE_NUMBERS = (
-    ("requests_waiting", "gauge", "requests that have no row yet", "num_waiting"),
-    ("requests_running", "gauge", "requests that have a row", "num_running"),
-    ("pages", "gauge", "pages of keys and values", "num_pages"),
-    ("kv_tokens", "gauge", "tokens whose keys and values fit", "num_kv_tokens"),
-    ("free_pages", "gauge", "pages that are free or can be evicted", "num_free_pages"),
-    ("slots", "gauge", "slots of recurrent state", "num_slots"),
-    ("free_slots", "gauge", "slots that are free or can be evicted", "num_free_slots"),
-    ("checkpoints", "gauge", "states that prompts may continue from", "num_checkpoints"),
-    ("memory_used_bytes", "gauge", "memory of the device in use", "memory_used"),
-    ("memory_bytes", "gauge", "memory of the device", "memory_total"),
-    ("sessions", "gauge", "conversations that the prefix cache keeps", "num_sessions"),
-    ("session_bytes", "gauge", "bytes of the cache that they keep", "session_bytes"),
-    ("preemptions_total", "counter", "preempted sequences", "num_preemptions"),
+    ("requests_waiting", "gauge", "Requests that have no row yet", "num_waiting"),
+    ("requests_running", "gauge", "Requests that have a row", "num_running"),
+    ("pages", "gauge", "Pages of keys and values", "num_pages"),
+    ("kv_tokens", "gauge", "Tokens whose keys and values fit", "num_kv_tokens"),
+    ("free_pages", "gauge", "Pages that are free or can be evicted", "num_free_pages"),
+    ("slots", "gauge", "Slots of recurrent state", "num_slots"),
+    ("free_slots", "gauge", "Slots that are free or can be evicted", "num_free_slots"),
+    ("checkpoints", "gauge", "States that prompts may continue from", "num_checkpoints"),
+    ("memory_used_bytes", "gauge", "Memory of the device in use", "memory_used"),
+    ("memory_bytes", "gauge", "Memory of the device", "memory_total"),
+    ("sessions", "gauge", "Conversations that the prefix cache keeps", "num_sessions"),
+    ("session_bytes", "gauge", "Bytes of the cache that they keep", "session_bytes"),
+    ("preemptions_total", "counter", "Preempted sequences", "num_preemptions"),
 )
+_VLLM_NUMBERS = {
+    "num_requests_running": ("gauge", "penstock_requests_running"),
+    "num_requests_waiting": ("gauge", "penstock_requests_waiting"),
+    "kv_cache_usage_perc": ("gauge", "the part of penstock_pages in use, 0 to 1"),
+    "gpu_cache_usage_perc": ("gauge", "the same, as it was once called"),
+    "num_preemptions_total": ("counter", "penstock_preemptions_total"),
+    "prefix_cache_queries_total": ("counter", "tokens of prompts, found or computed"),
+    "prefix_cache_hits_total": ("counter", "penstock_prefix_tokens_reused_total"),
+}
+_VLLM_HISTOGRAMS = {  # the attribute of `Metrics`, and its meaning
+    "time_to_first_token_seconds": ("first_token_s", "penstock_time_to_first_token_seconds"),
+    "inter_token_latency_seconds": ("inter_token_s", "penstock_inter_token_seconds"),
+    "time_per_output_token_seconds": ("inter_token_s", "the same, as it was once called"),
+    "request_time_per_output_token_seconds": ("token_s", "a reply's mean from token to token"),
+    "e2e_request_latency_seconds": ("reply_s", "from a request's arrival to its reply's end"),
+    "request_prompt_tokens": ("prompt_lengths", "tokens of a prompt"),
+    "request_generation_tokens": ("reply_lengths", "tokens of a reply"),
+}
+
+
+def _vllm_numbers(stats: EngineStats) -> dict[str, float]:
+    num_pages = stats.num_pages - 1  # one is reserved
+    usage = 1 - stats.num_free_pages / num_pages if num_pages > 0 else 0.0
+    num_reused = stats.prefix.get("tokens_reused", 0)
+    num_missed = sum(n for name, n in stats.prefix.items() if name.startswith(MISSED))
+    return {
+        "num_requests_running": stats.num_running,
+        "num_requests_waiting": stats.num_waiting,
+        "kv_cache_usage_perc": usage,
+        "gpu_cache_usage_perc": usage,
+        "num_preemptions_total": stats.num_preemptions,
+        "prefix_cache_queries_total": num_reused + num_missed,
+        "prefix_cache_hits_total": num_reused,
+    }
 
 
 def _is_outcome(name: str) -> bool:
     return name == "hit" or name.startswith("miss_")
 
 
-def _per_replica(name: str, kind: str, meaning: str, numbers: Mapping[int, float]) -> Iterator[str]:
-    samples = [
-        f'penstock_{name}{{replica="{replica}"}} {number}' for replica, number in numbers.items()
+def _per_replica(name: str, kind: str, meaning: str, numbers: Mapping[int, float]) -> Family:
+    samples = [("", {"replica": replica}, number) for replica, number in numbers.items()]
+    return Family(name, kind, meaning, samples)
+
+
+def _counter(name: str, meaning: str, value: int) -> Family:
+    return Family(f"{name}_total", "counter", meaning, [("", {}, value)])
+
+
+def _histogram(
+    name: str, meaning: str, histogram: Histogram, labels: Mapping[str, object] = NO_LABELS
+) -> Family:
+    counts, edges = histogram.cumulative_counts, [*map(repr, histogram.bounds), "+Inf"]
+    samples: list[tuple[str, Mapping[str, object], float]] = [
+        ("_bucket", {**labels, "le": edge}, count) for edge, count in zip(edges, counts)
     ]
-    return _family(name, kind, meaning, samples)
-
-
-def _counter(name: str, meaning: str, value: int) -> Iterator[str]:
-    return _family(f"{name}_total", "counter", meaning, [f"penstock_{name}_total {value}"])
-
-
-def _histogram(name: str, meaning: str, histogram: Histogram) -> Iterator[str]:
-    counts = histogram.cumulative_counts
-    edges = [*map(repr, histogram.bounds), "+Inf"]
-    samples = [
-        f'penstock_{name}_bucket{{le="{edge}"}} {count}' for edge, count in zip(edges, counts)
-    ]
-    samples += [f"penstock_{name}_sum {histogram.sum!r}", f"penstock_{name}_count {counts[-1]}"]
-    return _family(name, "histogram", meaning, samples)
-
-
-def _family(name: str, kind: str, meaning: str, samples: Iterable[str]) -> Iterator[str]:
-    yield f"# HELP penstock_{name} {meaning.capitalize()}."
-    yield f"# TYPE penstock_{name} {kind}"
-    yield from samples
+    samples += [("_sum", labels, histogram.sum), ("_count", labels, counts[-1])]
+    return Family(name, "histogram", meaning, samples)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
@@ -27,14 +27,14 @@ from penstock.serve.batches.folder import Status
 from penstock.serve.batches.routes import BatchBody
 from penstock.serve.browsers import UPLOAD_TYPE
 from penstock.serve.llama_server.requests import LlamaBody
-from penstock.serve.ollama.embeddings import EmbedBody, EmbeddingsBody
 from penstock.serve.ollama.replies import NDJSON_TYPE
 from penstock.serve.ollama.requests import GenerateBody, ModelBody, OllamaChatBody
+from penstock.serve.ollama.routes import EmbedBody, EmbeddingsBody
 from penstock.serve.openai.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from penstock.serve.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from penstock.serve.responses.compaction import CompactBody
 from penstock.serve.responses.conversation_routes import ConversationBody, ItemsBody
 from penstock.serve.responses.requests import ResponseBody
+from penstock.serve.responses.routes import CompactBody
 
 Schema = dict[str, Any]
 REF = "#/components/schemas/{name}"
@@ -53,14 +53,33 @@ class Operation:
     method: str
     path: str
     summary: str
-    answer: Schema | None = None  # of JSON; None: no body, or no JSON
-    bodies: tuple[type[msgspec.Struct], ...] = ()  # one of these
+    answer: Schema | None  # of JSON; None: no body, or no JSON
+    bodies: tuple[type[msgspec.Struct], ...]  # one of these
     streams: bool = False  # where `stream` is true
-    stream_type: str = EVENTS
     form: Schema | None = None  # instead of JSON
     queries: tuple[str, ...] = ()  # parameters in the address
     is_probe: bool = False  # needs no key, and is 503 while the server cannot serve
-    errors: str = "OpenAIError"
+
+    @property
+    def stream_type(self) -> str:
+        return NDJSON_TYPE if self.path.startswith("/api/") else EVENTS
+
+    @property
+    def errors(self) -> str:
+        if self.path.startswith("/api/"):
+            return "OllamaError"
+        return "AnthropicError" if self.path.startswith("/v1/messages") else "OpenAIError"
+
+
+def _operation(
+    method: str,
+    path: str,
+    summary: str,
+    answer: Schema | None = None,
+    *bodies: type[msgspec.Struct],
+    **more: Any,
+) -> Operation:
+    return Operation(method, path, summary, answer, bodies, **more)
 
 
 def _object(fields: str = "", **properties: Schema) -> Schema:
@@ -80,19 +99,21 @@ def _list_of(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
 
+def _page_of(items: Schema) -> Schema:
+    return _object("data", data=_list_of(items))
+
+
 STRING: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 TYPES = {"str": STRING, "int": COUNT, "bool": {"type": "boolean"}}
 USAGE = _object("prompt_tokens:int completion_tokens:int total_tokens:int")
-CHAT = _object(
-    "id object=chat.completion created model choices usage",
-    choices=_list_of(_object("index:int message finish_reason")),
-    usage=USAGE,
-)
-COMPLETION = _object(
-    "id object=text_completion created model choices usage",
-    choices=_list_of(_object("index:int text:str finish_reason")),
-    usage=USAGE,
+CHAT, COMPLETION = (
+    _object(
+        f"id object={kind} created model choices usage",
+        choices=_list_of(_object(f"index:int {text} finish_reason")),
+        usage=USAGE,
+    )
+    for kind, text in (("chat.completion", "message"), ("text_completion", "text:str"))
 )
 VECTOR_USAGE = _object("prompt_tokens:int total_tokens:int")
 EMBEDDINGS = _object(
@@ -145,7 +166,14 @@ ERRORS = {
     "OllamaError": _object("error:str"),
 }
 
-GET, POST, DELETE = (partial(Operation, method) for method in ("get", "post", "delete"))
+COUNTED = _object("object input_tokens:int")
+INPUT_TOKENS = _object("input_tokens:int")
+EITHER = {"anyOf": [CHAT, COMPLETION]}
+TOKENS = _object("tokens count:int", tokens=_list_of(COUNT))
+COMPACTED = _object("id object output usage", output=_list_of(_object("type")))
+PAGE = ("limit", "after", "order")
+
+GET, POST, DELETE = (partial(_operation, method) for method in ("get", "post", "delete"))
 OPERATIONS: tuple[Operation, ...] = (
     GET("/", "Whether a server is there", is_probe=True),
     GET("/health", "Health of the engines", _object("status"), is_probe=True),
@@ -159,138 +187,70 @@ OPERATIONS: tuple[Operation, ...] = (
     GET("/openapi.json", "This document", _object("openapi info paths")),
     GET("/v1/models", "The model", _object("object data", data=_list_of(MODEL))),
     GET("/v1/models/{name}", "The model, by its name", MODEL),
-    POST("/v1/chat/completions", "Reply to a chat", CHAT, (ChatBody,), streams=True),
-    POST("/v1/completions", "Continue a text", COMPLETION, (CompletionBody,), streams=True),
-    POST(
-        "/invocations",
-        "A chat or a completion, by the fields of the body",
-        {"anyOf": [CHAT, COMPLETION]},
-        (ChatBody, CompletionBody),
-        streams=True,
-    ),
-    POST(
-        "/tokenize",
-        "The tokens of a text or a chat",
-        _object("tokens count:int", tokens=_list_of(COUNT)),
-        (TokenizeBody,),
-    ),
-    POST("/detokenize", "The text of tokens", _object("prompt:str"), (DetokenizeBody,)),
-    POST("/v1/embeddings", "The vectors of texts", EMBEDDINGS, (EmbeddingBody,)),
+    POST("/v1/chat/completions", "Reply to a chat", CHAT, ChatBody, streams=True),
+    POST("/v1/completions", "Continue a text", COMPLETION, CompletionBody, streams=True),
+    POST("/invocations", "A chat or a completion", EITHER, ChatBody, CompletionBody, streams=True),
+    POST("/tokenize", "The tokens of a text or a chat", TOKENS, TokenizeBody),
+    POST("/detokenize", "The text of tokens", _object("prompt:str"), DetokenizeBody),
+    POST("/v1/embeddings", "The vectors of texts", EMBEDDINGS, EmbeddingBody),
     *(
-        POST(path, "Documents by how relevant they are to a query", RERANKED, (RerankBody,))
+        POST(path, "Documents by how relevant they are to a query", RERANKED, RerankBody)
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
     *(
-        POST(path, "How relevant texts are to texts", SCORES, (ScoreBody,))
+        POST(path, "How relevant texts are to texts", SCORES, ScoreBody)
         for path in ("/v1/score", "/score")
     ),
-    POST("/v1/responses", "Respond to a conversation", RESPONSE, (ResponseBody,), streams=True),
+    POST("/v1/responses", "Respond to a conversation", RESPONSE, ResponseBody, streams=True),
     GET("/v1/responses/{id}", "A stored response", RESPONSE),
     DELETE("/v1/responses/{id}", "Delete a response", DELETED),
-    POST("/v1/files", "Upload requests for a batch", FILE, form=FORM),
-    GET(
-        "/v1/files",
-        "Stored files",
-        _object("data", data=_list_of(FILE)),
-        queries=("purpose", "limit", "after", "order"),
-    ),
     GET("/v1/responses/{id}/input_items", "What a response replied to", ITEM_LIST),
     POST("/v1/responses/{id}/cancel", "Cancel a background response", RESPONSE),
-    POST(
-        "/v1/responses/input_tokens",
-        "The tokens of a conversation",
-        _object("object input_tokens:int"),
-        (ResponseBody,),
-    ),
-    POST(
-        "/v1/responses/compact",
-        "Shorten a conversation",
-        _object("id object output usage", output=_list_of(_object("type"))),
-        (CompactBody,),
-    ),
-    POST("/v1/conversations", "Begin a conversation", CONVERSATION, (ConversationBody,)),
+    POST("/v1/responses/input_tokens", "The tokens of a conversation", COUNTED, ResponseBody),
+    POST("/v1/responses/compact", "Shorten a conversation", COMPACTED, CompactBody),
+    POST("/v1/conversations", "Begin a conversation", CONVERSATION, ConversationBody),
     GET("/v1/conversations/{id}", "A conversation", CONVERSATION),
-    POST("/v1/conversations/{id}", "Change its metadata", CONVERSATION, (ConversationBody,)),
+    POST("/v1/conversations/{id}", "Change its metadata", CONVERSATION, ConversationBody),
     DELETE("/v1/conversations/{id}", "Delete a conversation", DELETED),
     GET("/v1/conversations/{id}/items", "Its items", ITEM_LIST),
-    POST("/v1/conversations/{id}/items", "Add items", ITEM_LIST, (ItemsBody,)),
+    POST("/v1/conversations/{id}/items", "Add items", ITEM_LIST, ItemsBody),
     GET("/v1/conversations/{id}/items/{item_id}", "One item", _object("id type")),
     DELETE("/v1/conversations/{id}/items/{item_id}", "Delete an item", CONVERSATION),
+    POST("/v1/files", "Upload requests for a batch", FILE, form=FORM),
+    GET("/v1/files", "Stored files", _page_of(FILE), queries=("purpose", *PAGE)),
     GET("/v1/files/{id}", "One of them", FILE),
     GET("/v1/files/{id}/content", "Its content"),
     DELETE("/v1/files/{id}", "Delete it", DELETED),
-    POST("/v1/batches", "Answer a file of requests", BATCH, (BatchBody,)),
-    GET(
-        "/v1/batches",
-        "Batches",
-        _object("data", data=_list_of(BATCH)),
-        queries=("limit", "after", "order"),
-    ),
+    POST("/v1/batches", "Answer a file of requests", BATCH, BatchBody),
+    GET("/v1/batches", "Batches", _page_of(BATCH), queries=PAGE),
     GET("/v1/batches/{id}", "One of them", BATCH),
     POST("/v1/batches/{id}/cancel", "Cancel it", BATCH),
-    GET("/v1/sessions", "Sessions", _object("data", data=_list_of(SESSION))),
+    GET("/v1/sessions", "Sessions", _page_of(SESSION)),
     GET("/v1/sessions/{id}", "One of them", SESSION),
     DELETE("/v1/sessions/{id}", "Delete one", DELETED),
-    POST(
-        "/v1/messages",
-        "Reply to a chat, in Anthropic's format",
-        MESSAGE,
-        (MessagesBody,),
-        streams=True,
-        errors="AnthropicError",
-    ),
-    POST(
-        "/v1/messages/count_tokens",
-        "The tokens of such a chat",
-        _object("input_tokens:int"),
-        (PromptBody,),
-        errors="AnthropicError",
-    ),
+    POST("/v1/messages", "Reply to a chat, for Anthropic", MESSAGE, MessagesBody, streams=True),
+    POST("/v1/messages/count_tokens", "The tokens of such a chat", INPUT_TOKENS, PromptBody),
     *(
-        POST(path, "Continue a text, in llama-server's format", LLAMA, (LlamaBody,), streams=True)
+        POST(path, "Continue a text, in llama-server's format", LLAMA, LlamaBody, streams=True)
         for path in ("/completion", "/completions")
     ),
-    POST("/apply-template", "A chat as a prompt", _object("prompt"), (ChatBody,)),
+    POST("/apply-template", "A chat as a prompt", _object("prompt"), ChatBody),
     GET("/props", "Context, slots, sampling and template", _object("default_generation_settings")),
     GET("/slots", "Which rows are busy", _list_of(_object("id n_ctx is_processing"))),
     GET("/tokenizer_info", "Special tokens and template", _object("chat_template")),
-    *(
-        replace(operation, errors="OllamaError")
-        for operation in (
-            POST(
-                "/api/chat",
-                "Reply to a chat, in Ollama's format",
-                OLLAMA_CHAT,
-                (OllamaChatBody,),
-                streams=True,
-                stream_type=NDJSON_TYPE,
-            ),
-            POST(
-                "/api/generate",
-                "Reply to a prompt, in Ollama's format",
-                OLLAMA_TEXT,
-                (GenerateBody,),
-                streams=True,
-                stream_type=NDJSON_TYPE,
-            ),
-            GET("/api/tags", "The model, as Ollama lists models", OLLAMA_MODELS),
-            GET("/api/ps", "The model, once it is loaded", OLLAMA_MODELS),
-            POST(
-                "/api/show",
-                "Details of the model",
-                _object("model_info capabilities"),
-                (ModelBody,),
-            ),
-            GET("/api/version", "The Ollama whose API this is", _object("version")),
-            POST("/api/pull", "Nothing to do for the model", _object("status"), (ModelBody,)),
-            POST("/api/embed", "Vectors of texts", _object("embeddings"), (EmbedBody,)),
-            POST("/api/embeddings", "Of one", _object("embedding"), (EmbeddingsBody,)),
-            POST("/api/create", "Refused"),
-            POST("/api/copy", "Refused"),
-            POST("/api/push", "Refused"),
-            DELETE("/api/delete", "Refused"),
-        )
-    ),
+    POST("/api/chat", "Reply to a chat, for Ollama", OLLAMA_CHAT, OllamaChatBody, streams=True),
+    POST("/api/generate", "Reply to a prompt", OLLAMA_TEXT, GenerateBody, streams=True),
+    GET("/api/tags", "The model, as Ollama lists models", OLLAMA_MODELS),
+    GET("/api/ps", "The model, once it is loaded", OLLAMA_MODELS),
+    POST("/api/show", "Details of the model", _object("model_info capabilities"), ModelBody),
+    GET("/api/version", "The Ollama whose API this is", _object("version")),
+    POST("/api/pull", "Nothing to do for the model", _object("status"), ModelBody),
+    POST("/api/embed", "Vectors of texts", _object("embeddings"), EmbedBody),
+    POST("/api/embeddings", "Of one", _object("embedding"), EmbeddingsBody),
+    POST("/api/create", "Refused"),
+    POST("/api/copy", "Refused"),
+    POST("/api/push", "Refused"),
+    DELETE("/api/delete", "Refused"),
 )
 
 

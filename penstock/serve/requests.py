@@ -34,6 +34,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_CHARS)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
+Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # lower runs earlier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

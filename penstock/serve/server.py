@@ -27,13 +27,13 @@ from penstock.config import EngineConfig, ServeConfig, WorkerConfig
 from penstock.errors import ConfigError, RequestError
 from penstock.models.source import find_model
 from penstock.progress import OnPhase, Phase
+from penstock.serve.admission import tenant_of_key
 from penstock.serve.batches.folder import BatchFolder
 from penstock.serve.client import EXIT_GRACE_S, EngineClient
 from penstock.serve.connection import allow_many_files, connection_limit
 from penstock.serve.devices import count_gpus, place_engines
 from penstock.serve.fleet import Fleet
 from penstock.serve.system_prompt import read_system_prompt, shared_prompt
-from penstock.serve.tenants import tenant_of_key
 from penstock.text.generation_config import checkpoint_sampling
 from penstock.types import SamplingParams
 

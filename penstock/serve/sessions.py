@@ -17,9 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import ContextLengthError, PenstockError, RequestError
-from penstock.serve.admission import priority_in
+from penstock.serve.admission import priority_in, tenant_of
 from penstock.serve.answer import json_response
-from penstock.serve.attachments import warning_headers
 from penstock.serve.conversations import (
     SHORTEN,
     ConversationInfo,
@@ -31,10 +30,10 @@ from penstock.serve.conversations import (
     Turn,
 )
 from penstock.serve.fleet import Fleet
+from penstock.serve.instructions import warning_headers
 from penstock.serve.intake import place_of
 from penstock.serve.requests import MAX_SESSION_ID_CHARS, ChatRequest, TextRequest
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 from penstock.serve.text_engine import TextEngine
 from penstock.serve.text_stream import Deliver, ReplyDelta, TextStream, without_thoughts
 from penstock.text.dialects import Delta, ParsedReply, ReplyEnd

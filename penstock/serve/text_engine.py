@@ -19,7 +19,6 @@ from penstock.serve.admission import require_priority
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import Place
 from penstock.serve.metrics import Metrics, TokenTimer
-from penstock.serve.preparation import Preparation
 from penstock.serve.requests import (
     MAX_CHARS_ASKED,
     ChatRequest,
@@ -46,6 +45,7 @@ from penstock.text.prompt import (
 )
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
+from penstock.text.turns import Preparation
 from penstock.types import EngineInfo, Request, SamplingParams
 
 LONG_TOKEN = 16  # characters; few tokens of a text are longer

@@ -17,11 +17,11 @@ from penstock.serve.admission import require_priority
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import Place
 from penstock.serve.metrics import Metrics
-from penstock.serve.preparation import Preparation
-from penstock.serve.text_stream import TextStream, Usage
+from penstock.serve.text_stream import TextStream
 from penstock.text.pooling import PairScores, VectorText
 from penstock.text.prompt import build_pooling_request
 from penstock.text.tokenizer import Tokenizer
+from penstock.text.turns import Preparation
 from penstock.types import EngineInfo, Pooling, Request, TokenDelta
 
 QUEUE_SHARE = 4  # one request takes at most this part of the queue
@@ -84,15 +84,6 @@ class VectorEngine:
     def tasks(self, info: EngineInfo) -> list[str]:
         """What the model can do, by vLLM's names."""
         return ["generate", "embed", "score"] if info.has_head else ["embed", "score"]
-
-    async def embed(
-        self, request_id: str, asked: EmbeddingRequest, place: Place | None = None
-    ) -> tuple[list[bytes], Usage]:
-        """All vectors of a request, in the order of its inputs."""
-        vectors: dict[int, bytes] = {}
-        with await self.stream_embeddings(request_id, asked, vectors.__setitem__, place) as stream:
-            await stream.wait_ended()
-        return [vectors[index] for index in range(len(vectors))], stream.usage
 
     async def stream_embeddings(
         self, request_id: str, asked: EmbeddingRequest, take: TakeVector, place: Place | None = None

@@ -21,15 +21,7 @@ _ABOUT_OTHER_KEYS = (
     "propertyNames",
 )
 _ALTERNATIVES = (
-    "anyOf",
-    "oneOf",
-    "if",
-    "then",
-    "else",
-    "dependentSchemas",
-    "$ref",
-    "$dynamicRef",
-    "not",
+    *("anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "$ref", "$dynamicRef", "not"),
 )
 _NAMED_SCHEMAS = ("properties", "$defs", "definitions")
 _LISTED_SCHEMAS = ("anyOf", "oneOf", "prefixItems")

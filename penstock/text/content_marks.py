@@ -32,28 +32,12 @@ _JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 # Never replaced: they are in names by which templates find fields, or JSON escapes them.
 _UNMARKED = frozenset("_-./ \t\r\n\"'\\")
 # Words that templates compare with: they stay even if a template builds control tokens from words.
-_STRUCTURE = {"system", "developer", "user", "assistant", "tool", "function"}
-_STRUCTURE |= {
-    "messages",
-    "role",
-    "content",
-    "name",
-    "reasoning_content",
-    "tool_call_id",
-    "tool_calls",
-    "id",
+_STRUCTURE = {
+    *("system", "developer", "user", "assistant", "tool", "function", "messages", "role"),
+    *("content", "name", "reasoning_content", "tool_call_id", "tool_calls", "id", "tools", "type"),
+    *("text", "description", "parameters", "arguments", "properties", "required", "object"),
+    *("array", "string", "number", "integer", "boolean", "items", "enum"),
 }
-_STRUCTURE |= {
-    "tools",
-    "type",
-    "text",
-    "description",
-    "parameters",
-    "arguments",
-    "properties",
-    "required",
-}
-_STRUCTURE |= {"object", "array", "string", "number", "integer", "boolean", "items", "enum"}
 # Where the text of a template ends and an expression begins, and the reverse.
 _TEXT_END = re.compile(r"(?=[\"'{%])")
 _TEXT_START = re.compile(r"(?<=[\"'}%])|(?<=%s)")

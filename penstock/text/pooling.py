@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from array import array
@@ -21,7 +20,7 @@ from typing import Any, cast
 from penstock.errors import CheckpointError, RequestError, nearest
 from penstock.gguf.folder import folder_of
 from penstock.text.chat_prompt import ChatEncoder
-from penstock.text.template import ChatTemplate, read_json
+from penstock.text.template import ChatTemplate, read_json, read_value
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Pooling, PoolingKind
 
@@ -108,12 +107,7 @@ def _read_modules(folder: Path, chosen: PoolingKind | None) -> VectorRules:
 
 
 def _read_list(file: Path) -> list[Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read", f"{error}.", "Fetch the file again."
-        ) from error
+    value = read_value(file)
     if not isinstance(value, list):
         raise CheckpointError(
             f"{file} is not a list", "A list of modules is expected.", "Fetch the file again."

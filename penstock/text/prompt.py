@@ -40,15 +40,7 @@ def build_requests(
 ) -> list[Request]:
     """`sampling.n` requests for one prompt, each with its own id and, if a seed is given, its own
     seed."""
-    prompt = tuple(token_ids)
-    if not prompt:
-        raise RequestError(
-            "the prompt is empty",
-            "It has 0 tokens; a model needs at least 1.",
-            "Send some text.",
-            param="prompt",
-        )
-    check_ids("prompt", prompt, tokenizer.vocab_size)
+    prompt = _checked(token_ids, "prompt", tokenizer)
     check_ids("logit_bias", sampling.logit_bias, tokenizer.vocab_size)
     check_ids("stop_token_ids", sampling.stop_token_ids, tokenizer.vocab_size)
     max_tokens = _resolve_max_tokens(len(prompt), sampling, max_model_len)
@@ -56,11 +48,7 @@ def build_requests(
     end_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
     banned = _banned_ids(sampling.bad_words, tokenizer)
     boundaries = _places_of(tokenizer.turn_start_ids, prompt)
-    digests = (
-        None
-        if page_size is None
-        else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt), segments)
-    )
+    digests = _digests(prompt, page_size, scope_of(tenant, cache_salt), segments)
     return [
         Request(
             id=id if sampling.n == 1 else f"{id}-{i}",
@@ -102,15 +90,7 @@ def build_pooling_request(
     page_size: int | None = None,
 ) -> Request:
     """For the vector of one prompt, which may fill the context: it has no reply."""
-    prompt = tuple(token_ids)
-    if not prompt:
-        raise RequestError(
-            "the input is empty",
-            "It has 0 tokens; a model needs at least 1.",
-            "Send some text.",
-            param="input",
-        )
-    check_ids("input", prompt, tokenizer.vocab_size)
+    prompt = _checked(token_ids, "input", tokenizer)
     if len(prompt) > max_model_len:
         raise ContextLengthError(
             f"the input is too long: {len(prompt)} tokens > {max_model_len} maximum",
@@ -119,11 +99,6 @@ def build_pooling_request(
             "--max-model-len.",
             param="input",
         )
-    digests = (
-        None
-        if page_size is None
-        else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt))
-    )
     return Request(
         id=id,
         token_ids=prompt,
@@ -131,8 +106,29 @@ def build_pooling_request(
         priority=priority,
         tenant=tenant,
         cache_salt=cache_salt,
-        page_digests=digests,
+        page_digests=_digests(prompt, page_size, scope_of(tenant, cache_salt)),
     )
+
+
+def _checked(token_ids: Sequence[int], name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if not token_ids:
+        raise RequestError(
+            f"the {name} is empty",
+            "It has 0 tokens; a model needs at least 1.",
+            "Send some text.",
+            param=name,
+        )
+    check_ids(name, token_ids, tokenizer.vocab_size)
+    return tuple(token_ids)
+
+
+def _digests(
+    prompt: tuple[int, ...],
+    page_size: int | None,
+    scope: str,
+    segments: tuple[Segment, ...] = (),
+) -> PageDigests | None:
+    return None if page_size is None else PageDigests.of(prompt, page_size, scope, segments)
 
 
 def limit_scores(

@@ -30,27 +30,14 @@ from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, 
 
 TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES = {"no-think": NO_THINK_TEMPLATE}
-SPECIAL_TOKEN_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+SPECIAL_TOKEN_NAMES = [
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+]
 # What a template finds without a request (template_worker.py): a variable of that name would hide
 # it.
 TEMPLATE_GLOBALS = (
-    "cycler",
-    "debug",
-    "dict",
-    "joiner",
-    "namespace",
-    "raise_exception",
-    "range",
-    "strftime_now",
-    *SPECIAL_TOKEN_NAMES,
+    *("cycler", "debug", "dict", "joiner", "namespace", "raise_exception", "range"),
+    *("strftime_now", *SPECIAL_TOKEN_NAMES),
 )
 RESERVED_NAMES = frozenset(
     {"messages", "tools", "add_generation_prompt", "chat_template", "tokenize", *TEMPLATE_GLOBALS}
@@ -304,16 +291,7 @@ def _read_chosen(chosen: str) -> tuple[str, Path]:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object of the checkpoint; {} when the file is absent."""
-    if not has_file(file):
-        return {}
-    try:
-        value = json.loads(_read_text(file))
-    except (ValueError, RecursionError) as error:
-        if known := impostor(file):
-            raise known from error
-        raise CheckpointError(
-            f"{file} is not valid JSON", f"{error}.", "Fetch the file again."
-        ) from error
+    value = read_value(file) if has_file(file) else {}
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{file} is a {type(value).__name__}",
@@ -321,6 +299,17 @@ def read_json(file: Path) -> dict[str, Any]:
             "Fetch the file again.",
         )
     return value
+
+
+def read_value(file: Path) -> Any:
+    try:
+        return json.loads(_read_text(file))
+    except (ValueError, RecursionError) as error:
+        if known := impostor(file):
+            raise known from error
+        raise CheckpointError(
+            f"{file} is not valid JSON", f"{error}.", "Fetch the file again."
+        ) from error
 
 
 def _read_text(file: Path) -> str:

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 CHEAP = 64 * 1024  # bytes: rendered and tokenised in about 20 ms
 SECONDS_PER_BYTE = 0.5e-6  # by which expensive work is due later
@@ -101,3 +102,37 @@ class Turns:
         may_be_expensive = self._num_taken[False] < self._max_expensive
         heads = [*cheap[:1], *(expensive[:1] if may_be_expensive else ())]
         return min(heads, default=None)
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+MAX_THREADS = 8
+
+
+class Preparation:
+    """Work that must not block the event loop: templates, tokenising, grammars. In threads, of
+    which there are few: more would only wait for the cores and for Python's lock. Work that has
+    begun cannot be interrupted; if its client left, the request ends with the work, so that its
+    bytes count as long as they are in memory.
+    """
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        # One more than cores: expensive requests leave a thread to the others.
+        self._turns = Turns(num_threads or min(num_cpus() + 1, MAX_THREADS))
+
+    async def run(
+        self,
+        num_bytes: int,  # of the request: an estimate of its cost
+        work: Callable[Arguments, Result],
+        *arguments: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> Result:
+        async with self._turns.wait_async(num_bytes):
+            working = asyncio.ensure_future(asyncio.to_thread(work, *arguments, **options))
+            try:
+                return await asyncio.shield(working)
+            except asyncio.CancelledError:
+                await asyncio.wait({working})
+                working.exception()  # its client is gone
+                raise

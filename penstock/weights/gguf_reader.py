@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.gguf.block_types import BlockType
-from penstock.gguf.header import MAX_SHOWN, TensorInfo, damaged
-from penstock.gguf.split import read_model
+from penstock.gguf.folder import read_model
+from penstock.gguf.header import MAX_SHOWN, BlockType, TensorInfo, damaged
 from penstock.weights.codes import Codes
 from penstock.weights.gguf_blocks import READERS
 from penstock.weights.gguf_layout import Part, parts_of

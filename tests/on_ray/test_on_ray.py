@@ -29,7 +29,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from penstock.eval.stream_client import StreamedReply, Target, exchange, read_answer  # noqa: E402
 from penstock.ray import app  # noqa: E402
 from penstock.ray.door import prompt_text  # noqa: E402
-from penstock.ray.scaling import QueuedTokens  # noqa: E402
+from penstock.ray.router import QueuedTokens  # noqa: E402
 from penstock.ray.settings import RaySettings  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from penstock.errors import PenstockError
+
 AXIS_ROOM = 1.3
 NARROWEST_STEP = 1.5  # between two numbers below an axis
 SHORTEST_MS = 0.01  # where a time of 0, of tokens that came together, is drawn
@@ -131,6 +133,16 @@ Chart = LineChart | BarChart | RangeChart
 
 def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def require_matplotlib(flag: str) -> None:
+    """Before anything is measured: half an hour of load must not end with a missing package."""
+    if not has_matplotlib():
+        raise PenstockError(
+            f"{flag} needs matplotlib",
+            "It is not installed.",
+            f"Run `pip install 'penstock[eval]'` or `pip install matplotlib`, or leave {flag} out.",
+        )
 
 
 def short(number: float | None) -> str:

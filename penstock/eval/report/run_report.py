@@ -25,6 +25,7 @@ from penstock.eval.report.charts import (
     as_svg,
     has_matplotlib,
     percent,
+    require_matplotlib,
     save_png,
     short,
     whole,
@@ -53,12 +54,8 @@ class ReportSettings:
 
 def run(settings: ReportSettings) -> int:
     prepare_output(settings.output)
-    if settings.png and not has_matplotlib():
-        raise PenstockError(
-            "--png needs matplotlib",
-            "It is not installed.",
-            "Run `pip install 'penstock[eval]'` or `pip install matplotlib`, or leave --png out.",
-        )
+    if settings.png:
+        require_matplotlib("--png")
     results = read_all(settings.results, "RESULTS")
     if not results.origins:
         raise PenstockError(

@@ -33,7 +33,7 @@ from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
 GEMV_TOKENS = 16  # above, tokens share the router's rows
-SPLIT_TOKENS = 1024  # above, tokens alone give enough programs for all SMs
+SPLIT_TOKENS = 1536  # above, tokens alone give enough programs for all SMs
 # Another tile sums in another order: with `deterministic` this one serves every number of tokens.
 FIXED_TILE: Tile = {
     "BLOCK_M": 16,

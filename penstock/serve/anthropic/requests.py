@@ -15,11 +15,17 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
-from penstock.serve.attachments import replace_attachment
-from penstock.serve.body import decode_body, wrong_field
+from penstock.serve.body import decode_body, wrong_choice, wrong_field
 from penstock.serve.conversations import Thread, names_of_calls
 from penstock.serve.fields import COUNT_TOKENS, MESSAGES, FieldTable
-from penstock.serve.instructions import PARAGRAPH, PlainMessage, place_instructions, reminder
+from penstock.serve.instructions import (
+    PARAGRAPH,
+    PlainMessage,
+    place_instructions,
+    plain_call,
+    reminder,
+    replace_attachment,
+)
 from penstock.serve.openai.chat_options import (
     JsonForm,
     NamedFunction,
@@ -29,6 +35,7 @@ from penstock.serve.openai.chat_options import (
     check_tool_name,
     demanded_tools,
     effort_of,
+    plain_tool,
     thinking_budget,
     thinking_switch,
 )
@@ -293,10 +300,7 @@ def _plain_tool(tool: OfferedTool, index: int) -> PlainTool:
     check_tool_name(tool.name, f"{where}.name", f"{where}.name")
     if tool.input_schema is None:
         raise RequestError(f"{where} has no input_schema", param=f"{where}.input_schema")
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
+    return plain_tool(tool.name, tool.description, tool.input_schema)
 
 
 def _openai_choice(choice: ToolChoice | None) -> str | NamedTool | None:
@@ -337,11 +341,7 @@ def _split_turns(fields: PromptBody, omitted: list[str]) -> tuple[list[str], lis
         where = f"messages[{index}]"
         role = message.role
         if role not in BLOCKS_OF_ROLE:
-            raise RequestError(
-                f"{where}.role is {role[:32]!r}",
-                f"It must be one of {', '.join(BLOCKS_OF_ROLE)}.",
-                param=f"{where}.role",
-            )
+            raise wrong_choice(f"{where}.role", role, BLOCKS_OF_ROLE)
         blocks = _checked_blocks(message.content, f"{where}.content", BLOCKS_OF_ROLE[role], omitted)
         if role == "system":
             if not turns:
@@ -440,14 +440,7 @@ def _assistant_message(blocks: list[Block]) -> PlainMessage:
         message["reasoning_content"] = thought
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.input},
-            }
-            for call in calls
-        ]
+        message["tool_calls"] = [plain_call(call.id, call.name, call.input) for call in calls]
     return message
 
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from penstock.serve.answer import Answer, json_response, read_body
+from penstock.errors import RequestError
+from penstock.serve.admission import tenant_of
+from penstock.serve.answer import Answer, Within, json_response, read_body
 from penstock.serve.anthropic.replies import MessageFormat
 from penstock.serve.anthropic.requests import MessagesBody, message_request, parse_count
-from penstock.serve.anthropic.threads import Threads
 from penstock.serve.body import decode_body
-from penstock.serve.conversations import Thread
+from penstock.serve.conversations import Conversations, Key, Thread
 from penstock.serve.fields import COUNT_TOKENS, MESSAGES
 from penstock.serve.intake import place_of
 from penstock.serve.requests import TokenizeRequest
 from penstock.serve.sessions import SessionChat
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, TextStream
 
 
@@ -42,7 +45,7 @@ class AnthropicRoutes:
         self._count_table = COUNT_TOKENS.ignoring(state.config.ignore_field)
         self._threads = Threads(state.conversations)
 
-    async def create_message(self, request: Request) -> ThreadAnswer:
+    async def create_message(self, request: Request) -> Within:
         fields = decode_body(await read_body(request), MessagesBody, table=self._table)
         thread = None
         if fields.thread is not None:
@@ -65,7 +68,7 @@ class AnthropicRoutes:
             return stream
 
         answer = Answer(start, formatter, chat.is_stream, chat.timeout_s, headers=talk.headers)
-        return ThreadAnswer(answer, self._threads, thread or Thread())
+        return Within(answer, partial(self._threads.continuing, thread or Thread()))
 
     async def count_tokens(self, request: Request) -> Response:
         chat = parse_count(
@@ -77,14 +80,97 @@ class AnthropicRoutes:
         return json_response({"input_tokens": len(tokens)})
 
 
-class ThreadAnswer:
-    """An answer during which no other request may continue its thread."""
+REPLAY = 'Send the whole conversation with thread {"type": "create"}.'
 
-    def __init__(self, answer: Answer, threads: Threads, thread: Thread) -> None:
-        self._answer = answer
-        self._threads = threads
-        self._thread = thread
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._threads.continuing(self._thread):
-            await self._answer(scope, receive, send)
+class ThreadUnsupportedError(RequestError):
+    """SDKs then continue without a thread."""
+
+    details: ClassVar[dict[str, Any]] = {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+
+
+class ThreadNotFoundError(RequestError):
+    status = 404
+    details: ClassVar[dict[str, Any]] = {"error_code": "thread_not_found"}
+
+
+class ThreadAlreadyContinuedError(RequestError):
+    details: ClassVar[dict[str, Any]] = {"error_code": "thread_already_continued"}
+
+
+class ThreadInFlightError(RequestError):
+    details: ClassVar[dict[str, Any]] = {"error_code": "thread_continue_in_flight"}
+
+
+class Threads:
+    """A reply's id stands for the conversation up to it, with its tools and system prompt.
+
+    `{"type": "create"}` starts one; `{"type": "continue", "previous_message_id"}` sends only what
+    is new. A thread is a session (conversations.py) named by its last reply's id: the same limits
+    apply, and a failed reply changes nothing. A reply can be continued once. SDKs read the
+    `details` of these errors, and send the whole conversation again.
+    """
+
+    def __init__(self, conversations: Conversations) -> None:
+        self._conversations = conversations
+        self._in_flight: set[Key] = set()
+
+    def find(self, asked: dict[str, Any], tenant: str) -> Thread:
+        """The thread that the field `thread` of a request names."""
+        if not self._conversations.is_keeping:
+            raise ThreadUnsupportedError(
+                "thread is not supported",
+                "--session-mb is 0: no messages are kept.",
+                param="thread",
+            )
+        previous = asked.get("previous_message_id")
+        if asked.get("type") == "create":
+            return Thread()
+        if asked.get("type") != "continue" or not isinstance(previous, str):
+            raise RequestError(
+                "thread has neither of the two forms",
+                'The forms are {"type": "create"} and {"type": "continue", "previous_message_id": '
+                '"…"}.',
+                param="thread",
+            )
+        return self._continue((tenant, previous))
+
+    def _continue(self, key: Key) -> Thread:
+        thread = self._conversations.thread(key)
+        if thread is not None:
+            return thread
+        if self._conversations.why_ended(key) == "deleted":  # the next reply's session replaced it
+            raise ThreadAlreadyContinuedError(
+                f"{key[1][:64]!r} has already been continued",
+                "A reply can be continued once.",
+                REPLAY,
+                param="thread",
+            )
+        raise ThreadNotFoundError(
+            f"No thread has the reply {key[1][:64]!r}",
+            "Threads are kept as sessions are: for --session-minutes, in --session-mb of memory.",
+            REPLAY,
+            param="thread",
+        )
+
+    @contextmanager
+    def continuing(self, thread: Thread) -> Iterator[None]:
+        """While it is answered, no other request may continue the same reply."""
+        if thread.previous is None:
+            yield
+            return
+        if thread.previous in self._in_flight:
+            raise ThreadInFlightError(
+                f"{thread.previous[1][:64]!r} is being continued",
+                "A reply can be continued once.",
+                f"Wait for the other request. {REPLAY}",
+                param="thread",
+            )
+        self._in_flight.add(thread.previous)
+        try:
+            yield
+        finally:
+            self._in_flight.discard(thread.previous)

@@ -16,7 +16,7 @@ import os
 import time
 import uuid
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -100,15 +100,7 @@ class Batch(msgspec.Struct, kw_only=True):
         return self.status in ENDED
 
     def view(self) -> dict[str, Any]:
-        reached = (
-            "in_progress",
-            "finalizing",
-            "completed",
-            "failed",
-            "expired",
-            "cancelling",
-            "cancelled",
-        )
+        reached = [status for status in get_args(Status) if status != "validating"]
         return {
             "id": self.id,
             "object": "batch",

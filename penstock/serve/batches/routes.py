@@ -13,14 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import RequestError
+from penstock.serve.admission import tenant_of
 from penstock.serve.answer import json_response, read_body
 from penstock.serve.batches.files import expiry_s, folder_of, page_of
 from penstock.serve.batches.folder import Batch
 from penstock.serve.batches.runner import BatchRunner
-from penstock.serve.body import decode_body
+from penstock.serve.body import decode_body, wrong_choice
 from penstock.serve.fields import BATCHES
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 
 DEFAULT_LIST, MAX_LIST = 20, 100
 MAX_WINDOW_S = 14 * 24 * 3600
@@ -67,19 +67,14 @@ class BatchRoutes:
         assert self._runner is not None
         asked = decode_body(await read_body(request, for_reply=False), BatchBody, table=self._table)
         if asked.endpoint not in self._runner.endpoints:
-            raise RequestError(
-                f"endpoint is {asked.endpoint[:128]!r}",
-                f"It must be one of {', '.join(self._runner.endpoints)}.",
-                param="endpoint",
-            )
+            raise wrong_choice("endpoint", asked.endpoint, self._runner.endpoints)
         window_s = _window_s(asked.completion_window)
         file = folder.file(asked.input_file_id, tenant, "input_file_id")
         if file.purpose != "batch":
             raise RequestError(
                 f"The file's purpose is {file.purpose}", "It must be batch.", param="input_file_id"
             )
-        expires = asked.output_expires_after
-        param = "output_expires_after"
+        expires, param = asked.output_expires_after, "output_expires_after"
         folder.require_place()
         folder.require_room(0)
         now = int(time.time())

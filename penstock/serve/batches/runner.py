@@ -36,11 +36,11 @@ from penstock.batch_lines import (
     scan,
 )
 from penstock.errors import PenstockError
+from penstock.serve.admission import tenant_of_key
 from penstock.serve.batches.folder import Batch, BatchFolder, Status, StorageFullError, StoredFile
 from penstock.serve.request_log import RequestRecord
 from penstock.serve.requests import MAX_PRIORITY
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of_key
 
 log = logging.getLogger("penstock.serve")
 
@@ -153,28 +153,20 @@ class BatchRunner:
                 raise
             batch.ends_as = "cancelled"
         except (OSError, StorageFullError) as error:
-            self._fail(batch, error)
+            self._fail(batch, "storage", _storage_problem(error))
         except Exception:
             log.exception("a batch failed unexpectedly")
-            batch.ends_as = "failed"
             message = "The server failed on this batch. Its log has the details."
-            batch.problems = [
-                {"code": "internal_error", "line": None, "message": message, "param": None}
-            ]
+            self._fail(batch, "internal_error", message)
         try:
             await self._finalize(batch)
         except (OSError, StorageFullError) as error:
             log.error("the results of batch %s could not be written: %s", batch.id, error)
-            self._fail(batch, error)
+            self._fail(batch, "storage", _storage_problem(error))
             batch.reach("failed")  # in memory at least; the next server tries again
 
-    def _fail(self, batch: Batch, error: OSError | StorageFullError) -> None:
-        what = (
-            error.what
-            if isinstance(error, PenstockError)
-            else f"A file could not be written: {error}"
-        )
-        batch.problems = [{"code": "storage", "line": None, "message": what, "param": None}]
+    def _fail(self, batch: Batch, code: str, message: str) -> None:
+        batch.problems = [{"code": code, "line": None, "message": message, "param": None}]
         batch.ends_as = "failed"
 
     async def _process(self, batch: Batch) -> None:
@@ -437,6 +429,12 @@ class _ErrorFields(msgspec.Struct):
 
 class _ErrorBody(msgspec.Struct):
     error: _ErrorFields
+
+
+def _storage_problem(error: OSError | StorageFullError) -> str:
+    if isinstance(error, PenstockError):
+        return error.what
+    return f"A file could not be written: {error}"
 
 
 def _result_id(batch: Batch, number: int) -> str:

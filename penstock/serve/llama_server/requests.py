@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
-from penstock.serve.body import decode_body
+from penstock.serve.body import decode_body, renaming
 from penstock.serve.fields import LLAMA_COMPLETION, FieldTable
-from penstock.serve.llama_options import LlamaOptions, renaming, require_off, sampling_fields
+from penstock.serve.llama_options import LlamaOptions, require_off, sampling_fields
 from penstock.serve.openai.chat_options import JsonForm
 from penstock.serve.openai.forms import TextForm
 from penstock.serve.openai.requests import CompletionBody, completion_request

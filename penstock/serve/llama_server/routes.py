@@ -6,28 +6,32 @@ accept its fields too (openai/routes.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 import penstock
-from penstock.errors import OverloadedError
-from penstock.serve.answer import Answer, json_response, read_body
+from penstock.errors import OverloadedError, PenstockError
+from penstock.serve.admission import tenant_of
+from penstock.serve.answer import Answer, Choice, Pieces, ReplyClock, json_response, read_body
+from penstock.serve.body import renaming
+from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.fields import LLAMA_COMPLETION
 from penstock.serve.intake import place_of
-from penstock.serve.llama_options import renaming
-from penstock.serve.llama_server.replies import LlamaFormat, settings_of
-from penstock.serve.llama_server.requests import Prompt, parse_completion
+from penstock.serve.llama_server.requests import LlamaRequest, Prompt, parse_completion
+from penstock.serve.openai.replies import encode_error, encode_event
 from penstock.serve.openai.requests import parse_chat
-from penstock.serve.reply_clock import ReplyClock
+from penstock.serve.openai.scores import LOWEST_LOGPROB
 from penstock.serve.requests import TokenizeRequest
 from penstock.serve.sessions import in_session
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
-from penstock.serve.text_stream import Deliver, TextStream
+from penstock.serve.text_stream import Deliver, ReplyDelta, ScoredToken, TextStream, Usage
+from penstock.text.dialects import ContentDelta, ParsedReply, ReplyEnd
 from penstock.types import SamplingParams
 
 
@@ -81,14 +85,12 @@ class LlamaServerRoutes:
             return prompt
         token_ids: list[int] = []
         for place, part in enumerate(prompt):
-            token_ids += (
-                [part] if isinstance(part, int) else await self._encode(part, place == 0, tenant)
-            )
+            if isinstance(part, int):
+                token_ids.append(part)
+            else:
+                asked = TokenizeRequest(part, None, place == 0, False)
+                token_ids += await self._text.tokenize(asked, tenant, len(part))
         return token_ids
-
-    async def _encode(self, text: str, is_first: bool, tenant: str) -> list[int]:
-        asked = TokenizeRequest(text, None, is_first, False)
-        return await self._text.tokenize(asked, tenant, len(text))
 
     async def apply_template(self, request: Request) -> Response:
         chat = parse_chat(await read_body(request, for_reply=False))
@@ -154,3 +156,176 @@ class NoSlotError(OverloadedError):
     """llama-server's answer to a question for a free slot."""
 
     status = 503
+
+
+NS_A_MS = 1e6
+ANY_SLOT = -1
+Fields = dict[str, Any]
+
+
+class LlamaScores:
+    """A list of tokens, each with its id and the likeliest at its place."""
+
+    def __init__(self) -> None:
+        self._encoded = bytearray()
+
+    def add(self, tokens: Sequence[ScoredToken]) -> None:
+        for token in tokens:
+            top = [
+                _scored(id, data, logprob) for id, (data, logprob) in zip(token.top_ids, token.top)
+            ]
+            assert token.logprob is not None  # prompts are not scored
+            fields = {**_scored(token.token_id, token.data, token.logprob), "top_logprobs": top}
+            self._encoded += (b"," if self._encoded else b"") + msgspec.json.encode(fields)
+
+    def take(self) -> Pieces:
+        encoded, self._encoded = self._encoded, bytearray()
+        return [b"[", encoded, b"]"]
+
+
+def _scored(id: int, data: bytes, logprob: float) -> Fields:
+    text = data.decode("utf-8", "replace")
+    return {"id": id, "token": text, "bytes": list(data), "logprob": max(logprob, LOWEST_LOGPROB)}
+
+
+class LlamaFormat:
+    """Each reply ends with one object that has everything; in a stream its text was sent before.
+    Several replies to one request are a list of such objects.
+
+    `usage_of` a reply, by its index, and the texts of prompts are set before the first delta.
+    """
+
+    usage_of: Callable[[int], Usage]
+    prompts: list[str]
+
+    def __init__(self, model: str, clock: ReplyClock, request: LlamaRequest) -> None:
+        self.clock = clock
+        self._model = model
+        self._request = request
+        self._sampling = request.asked.sampling
+        self._choices: dict[int, Choice] = {}  # of a stream, without their texts
+
+    def new_choice(self) -> Choice:
+        return Choice(scores=None if self._sampling.logprobs is None else LlamaScores())
+
+    def encode_chunk(self, delta: ReplyDelta) -> bytes:
+        if delta.index not in self._choices:
+            self._choices[delta.index] = self.new_choice()
+        choice = self._choices[delta.index]
+        choice.take(delta)
+        text = "".join(piece.text for piece in delta.deltas if isinstance(piece, ContentDelta))
+        token_ids = delta.extra.token_ids if delta.extra else ()
+        if not (text or token_ids or delta.logprobs):
+            return b""
+        usage = self.usage_of(delta.index)
+        fields: Fields = {
+            "index": delta.index,
+            "content": text,
+            "tokens": token_ids,
+            "stop": False,
+            "id_slot": ANY_SLOT,
+            "tokens_predicted": usage.num_completion_tokens,
+            "tokens_evaluated": usage.num_prompt_tokens,
+        }
+        if choice.scores is not None:
+            fields["completion_probabilities"] = msgspec.Raw(b"".join(choice.scores.take()))
+        return encode_event(msgspec.json.encode(fields))
+
+    def encode_heartbeat(self) -> bytes:
+        return HEARTBEAT_COMMENT
+
+    def encode_end(self, usage: Usage) -> bytes:
+        ends = []
+        for index, choice in sorted(self._choices.items()):
+            choice.token_ids.clear()  # they were sent
+            ends.append(encode_event(msgspec.json.encode(self._whole(index, choice, content=""))))
+        return b"".join(ends)
+
+    def encode_failure(self, error: PenstockError) -> bytes:
+        return encode_event(encode_error(error))
+
+    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
+        replies = [self._whole(index, choice) for index, choice in sorted(choices.items())]
+        return msgspec.json.encode(replies[0] if len(replies) == 1 else replies)
+
+    def _whole(self, index: int, choice: Choice, content: str | None = None) -> Fields:
+        """`content`: if it is not the whole text of the reply."""
+        end = choice.deltas[-1]
+        assert isinstance(end, ReplyEnd)
+        said = ParsedReply.of(choice.deltas).content
+        usage = self.usage_of(index)
+        fields: Fields = {
+            "index": index,
+            "content": said if content is None else content,
+            "tokens": choice.token_ids if self._request.returns_tokens else [],
+            "id_slot": ANY_SLOT,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": usage.num_completion_tokens,
+            "tokens_evaluated": usage.num_prompt_tokens,
+            "generation_settings": settings_of(self._sampling),
+            "prompt": self.prompts[index // self._sampling.n],
+            "has_new_line": "\n" in said,
+            "truncated": False,  # a prompt that does not fit is refused
+            "stop_type": _stop_type(end),
+            "stopping_word": end.stop_string or "",
+            "tokens_cached": usage.num_cached_tokens,
+            "timings": _timings(usage, self.clock),
+        }
+        if choice.scores is not None and content is None:
+            fields["completion_probabilities"] = msgspec.Raw(b"".join(choice.scores.take()))
+        names = self._request.response_fields
+        return fields if names is None else _selected(fields, names)
+
+
+def settings_of(sampling: SamplingParams) -> Fields:
+    """By llama-server's names."""
+    return {
+        "n_predict": -1 if sampling.max_tokens is None else sampling.max_tokens,
+        "seed": -1 if sampling.seed is None else sampling.seed,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_last_n": -1,
+        "repeat_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stop": sampling.stop,
+        "ignore_eos": sampling.ignore_eos,
+        "n_probs": sampling.logprobs or 0,
+    }
+
+
+def _selected(fields: Fields, names: list[str]) -> Fields:
+    """The existing ones; `a/b` is b of a, by its own name."""
+    selected: Fields = {}
+    for name in names:
+        outer, _, inner = name.partition("/")
+        if not inner and outer in fields:
+            selected[outer] = fields[outer]
+        elif isinstance(fields.get(outer), dict) and inner in fields[outer]:
+            selected[inner] = fields[outer][inner]
+    return selected
+
+
+def _stop_type(end: ReplyEnd) -> str:
+    if end.reason == "length":
+        return "limit"
+    return "eos" if end.stop_string is None else "word"
+
+
+def _timings(usage: Usage, clock: ReplyClock) -> Fields:
+    num_computed = usage.num_prompt_tokens - usage.num_cached_tokens
+    prompt_ms, reply_ms = max(1, clock.prompt_ns) / NS_A_MS, clock.reply_ns / NS_A_MS
+    return {
+        "cache_n": usage.num_cached_tokens,
+        "prompt_n": num_computed,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / max(1, num_computed),
+        "prompt_per_second": 1e3 * num_computed / prompt_ms,
+        "predicted_n": usage.num_completion_tokens,
+        "predicted_ms": reply_ms,
+        "predicted_per_token_ms": reply_ms / max(1, usage.num_completion_tokens),
+        "predicted_per_second": 1e3 * usage.num_completion_tokens / reply_ms,
+    }

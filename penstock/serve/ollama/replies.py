@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.serve.answer import Choice, Pieces
-from penstock.serve.ollama.context import Conversation
+from penstock.serve.answer import Choice, Pieces, ReplyClock
+from penstock.serve.ollama.requests import Conversation
 from penstock.serve.openai.scores import ChatScores
-from penstock.serve.reply_clock import ReplyClock
 from penstock.serve.text_stream import ReplyDelta, Usage
 from penstock.text.dialects import (
     ContentDelta,

@@ -7,6 +7,7 @@ the replies.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -14,10 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError, nearest
-from penstock.serve.body import decode_body, wrong_field
+from penstock.serve.body import decode_body, renaming, wrong_field
 from penstock.serve.fields import OLLAMA_CHAT, OLLAMA_GENERATE, FieldTable
-from penstock.serve.llama_options import OFF, LlamaOptions, renaming, require_off, sampling_fields
-from penstock.serve.ollama.context import Conversation, decode_context
+from penstock.serve.llama_options import OFF, LlamaOptions, require_off, sampling_fields
 from penstock.serve.openai.chat_options import JsonSchema, ResponseFormat, Tool, json_form
 from penstock.serve.openai.messages import Message, ToolCall
 from penstock.serve.openai.requests import (
@@ -38,19 +38,9 @@ from penstock.serve.requests import (
 
 # For loading a model in Ollama, or for samplers that are off: they change nothing here.
 HARMLESS = {
-    *(
-        "num_ctx",
-        "num_keep",
-        "num_batch",
-        "num_gpu",
-        "main_gpu",
-        "num_thread",
-        "numa",
-        "low_vram",
-        "f16_kv",
-    ),
-    *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "penalize_newline"),
-    *("mirostat_tau", "mirostat_eta"),
+    *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram"),
+    *("f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"),
+    *("penalize_newline", "mirostat_tau", "mirostat_eta"),
 }
 NAMES = {
     "max_tokens": "num_predict",
@@ -296,3 +286,44 @@ def _sampling(options: dict[str, Any] | None) -> dict[str, Any]:
 def _set(body: msgspec.Struct, fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         setattr(body, name, value)
+
+
+NUMBER = "H"  # of two bytes: every client's integers can hold it
+MARK = b"penstock"  # prefix of all of them
+
+
+class SaidMessage(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The `context` of /api/generate, which the client sends back as a list of numbers. Ollama's
+    contains tokens. Clients do not look inside, so here it contains the messages.
+    """
+
+    messages: list[dict[str, Any]]
+
+    def context_with(self, reply: str) -> list[int]:
+        """Without reasoning, which templates leave out of earlier turns."""
+        said = [*self.messages, {"role": "assistant", "content": reply}]
+        data = MARK + msgspec.json.encode(said)
+        data += b" " * (len(data) % 2)
+        return array(NUMBER, data).tolist()
+
+
+def decode_context(numbers: list[int]) -> list[dict[str, Any]]:
+    try:
+        data = array(NUMBER, numbers).tobytes()
+        if not data.startswith(MARK):
+            raise ValueError
+        messages = msgspec.json.decode(data[len(MARK) :], type=list[SaidMessage])
+    except (ValueError, OverflowError, msgspec.DecodeError) as error:
+        raise RequestError(
+            "context does not come from this server",
+            "A context is an encoded conversation of the server that answered.",
+            "Send the context of an answer of this server, or use /api/chat.",
+            param="context",
+        ) from error
+    return [msgspec.to_builtins(message) for message in messages]

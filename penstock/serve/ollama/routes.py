@@ -6,31 +6,45 @@ started.
 
 from __future__ import annotations
 
+import hashlib
+import time
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 import penstock
 from penstock.errors import PenstockError, RequestError
-from penstock.serve.answer import JSON_TYPE, Answer, Start, json_response, read_body
+from penstock.serve.admission import tenant_of
+from penstock.serve.answer import (
+    JSON_TYPE,
+    Answer,
+    ReplyClock,
+    Start,
+    json_response,
+    read_body,
+)
 from penstock.serve.body import decode_body
 from penstock.serve.fields import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
 from penstock.serve.intake import place_of
-from penstock.serve.ollama import embeddings
-from penstock.serve.ollama.models import ModelCard
 from penstock.serve.ollama.replies import (
     NDJSON_TYPE,
     ChatFormat,
     GenerateFormat,
     OllamaFormat,
     head,
+    timestamp,
 )
 from penstock.serve.ollama.requests import ModelBody, parse_chat, parse_generate
-from penstock.serve.reply_clock import ReplyClock
-from penstock.serve.requests import ChatRequest, CompletionRequest, TextRequest
+from penstock.serve.openai.embeddings import MAX_INPUTS
+from penstock.serve.requests import CacheSalt, ChatRequest, CompletionRequest, TextRequest
 from penstock.serve.sessions import SessionChat, in_session
 from penstock.serve.state import ServerState
-from penstock.serve.text_stream import Deliver, TextStream
+from penstock.serve.text_stream import Deliver, TextStream, Usage
+from penstock.serve.vectors import EmbeddingRequest
 
 # The version of Ollama whose API this is, by its features: clients refuse versions before 0.6.4.
 OLLAMA_VERSION = "0.12.11"
@@ -128,10 +142,39 @@ class OllamaRoutes:
         )
 
     async def embed(self, request: Request) -> Answer | Response:
-        return _as_response(await embeddings.embed(request, self._state, self._embed_table))
+        fields = decode_body(await read_body(request), EmbedBody, table=self._embed_table)
+        asked = EmbeddingRequest(
+            inputs=[fields.input] if isinstance(fields.input, str) else fields.input,
+            normalize=True,
+            dimensions=fields.dimensions,
+            max_tokens=None if fields.truncate is False else TO_CONTEXT,
+            tenant=tenant_of(request.scope),
+            cache_salt=fields.cache_salt,
+        )
+        return self._answer_vectors(request, asked, EmbedAnswer(self._state.model_name))
 
     async def embed_one(self, request: Request) -> Answer | Response:
-        return _as_response(await embeddings.embed_one(request, self._state, self._embed_table))
+        fields = decode_body(await read_body(request), EmbeddingsBody, table=self._embed_table)
+        asked = EmbeddingRequest(
+            inputs=[fields.prompt],
+            normalize=False,
+            max_tokens=TO_CONTEXT,
+            tenant=tenant_of(request.scope),
+            cache_salt=fields.cache_salt,
+        )
+        answer = EmbedAnswer(self._state.model_name, is_single=True)
+        return self._answer_vectors(request, asked, answer)
+
+    def _answer_vectors(
+        self, request: Request, asked: EmbeddingRequest, answer: EmbedAnswer
+    ) -> Answer | Response:
+        if not any(asked.inputs):  # clients send that to load a model
+            return Response(answer.encode_body({}, Usage(0, 0, 0, 0)), media_type=JSON_TYPE)
+        vectors, id = self._text.vectors, request.scope["request_id"]
+        place = place_of(request.scope)
+        return Answer(
+            lambda _: vectors.stream_embeddings(id, asked, answer.take, place), answer, False
+        )
 
     async def list_models(self, request: Request) -> Response:
         return json_response({"models": [self._model.listed()]})
@@ -167,5 +210,159 @@ class OllamaRoutes:
         )
 
 
-def _as_response(answer: Answer | bytes) -> Answer | Response:
-    return Response(answer, media_type=JSON_TYPE) if isinstance(answer, bytes) else answer
+LATEST = ":latest"
+ARCHITECTURE = "penstock"  # clients look for "ARCHITECTURE.context_length"
+PRECISIONS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+NEVER = "2999-12-31T23:59:59Z"
+
+
+class NoSuchModelError(PenstockError):
+    """Ollama's own message: clients look for it, and then pull the model."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class ModelCard:
+    """The one model of this server, as Ollama describes models: what the engine reports. What only
+    Ollama's files know (families, layers, licences) is empty.
+    """
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    @property
+    def name(self) -> str:
+        """With a tag: clients look for a colon."""
+        name = self._state.model_name
+        return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+    def require(self, name: str) -> None:
+        if name not in (self._state.model_name, self.name):
+            raise NoSuchModelError(
+                f"model {name[:128]!r} not found", f"This server serves {self.name}."
+            )
+
+    def listed(self) -> dict[str, Any]:
+        return {
+            **self._names(),
+            "modified_at": timestamp(self._state.started_at),
+            "size": self._num_bytes,
+            "digest": self._digest,
+            "details": self._details(),
+        }
+
+    def running(self) -> dict[str, Any]:
+        info = self._state.client.info
+        on_gpu = info is not None and info.device.startswith("cuda")
+        return {
+            **self._names(),
+            "size": self._num_bytes,
+            "digest": self._digest,
+            "details": self._details(),
+            "expires_at": NEVER,
+            "size_vram": self._num_bytes if on_gpu else 0,
+            "context_length": self._context_length,
+        }
+
+    def shown(self) -> dict[str, Any]:
+        text = self._state.text
+        capabilities = ["completion"]
+        capabilities += ["tools"] if text.can_call else []
+        capabilities += ["thinking"] if text.can_think else []
+        return {
+            "modelfile": "",
+            "parameters": "",
+            "template": text.template_source or "",
+            "details": self._details(),
+            "model_info": {
+                "general.architecture": ARCHITECTURE,
+                "general.basename": self._state.model_name,
+                f"{ARCHITECTURE}.context_length": self._context_length,
+            },
+            "capabilities": capabilities,
+            "modified_at": timestamp(self._state.started_at),
+        }
+
+    def _names(self) -> dict[str, str]:
+        return {"name": self.name, "model": self.name}
+
+    @property
+    def _context_length(self) -> int:
+        info = self._state.client.info
+        return 0 if info is None else info.max_model_len
+
+    @property
+    def _num_bytes(self) -> int:
+        info = self._state.client.info
+        return 0 if info is None else info.weight_bytes
+
+    @property
+    def _digest(self) -> str:
+        """Of the name: clients show its beginning, and distinguish models by it."""
+        return hashlib.sha256(self._state.model_name.encode()).hexdigest()
+
+    def _details(self) -> dict[str, Any]:
+        info = self._state.client.info
+        dtype = "" if info is None else info.dtype
+        packed = (
+            []
+            if info is None
+            else [scheme for scheme in info.stored_as if scheme not in PRECISIONS]
+        )
+        return {
+            "parent_model": "",
+            "format": "",
+            "family": ARCHITECTURE,
+            "families": [ARCHITECTURE],
+            "parameter_size": "",
+            "quantization_level": packed[0] if packed else PRECISIONS.get(dtype, dtype),
+        }
+
+
+TO_CONTEXT = -1  # truncate an input to the context
+
+
+class EmbedBody(msgspec.Struct, kw_only=True):
+    input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)] = ""
+    model: str | None = None
+    truncate: bool | None = None  # default: true
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    keep_alive: float | str | None = None
+    options: dict[str, Any] | None = None  # for loading and sampling: neither applies here
+    cache_salt: CacheSalt | None = None  # not Ollama's
+
+
+class EmbeddingsBody(msgspec.Struct, kw_only=True):
+    prompt: str = ""
+    model: str | None = None
+    keep_alive: float | str | None = None
+    options: dict[str, Any] | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class EmbedAnswer:
+    """All vectors, or the only one."""
+
+    def __init__(self, model: str, is_single: bool = False) -> None:
+        self._model = model
+        self._is_single = is_single
+        self._asked_ns = time.perf_counter_ns()
+        self._encoded: dict[int, bytes] = {}
+
+    def take(self, index: int, vector: bytes) -> None:
+        self._encoded[index] = msgspec.json.encode(memoryview(vector).cast("f").tolist())
+
+    def encode_body(self, choices: object, usage: Usage) -> bytes:
+        vectors = [msgspec.Raw(self._encoded[index]) for index in range(len(self._encoded))]
+        if self._is_single:
+            return msgspec.json.encode({"embedding": vectors[0] if vectors else []})
+        return msgspec.json.encode(
+            {
+                "model": self._model,
+                "embeddings": vectors,
+                "total_duration": time.perf_counter_ns() - self._asked_ns,
+                "load_duration": 0,
+                "prompt_eval_count": usage.num_prompt_tokens,
+            }
+        )

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.body import wrong_choice
 
 PlainTool = dict[str, Any]  # as OpenAI has it, and as chat templates expect it
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -123,7 +124,8 @@ def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
                 param="tools",
             )
         check_tool_name(tool.function.name, f"tools[{index}].function.name", "tools")
-    return list({tool.function.name: _plain_tool(tool) for tool in tools}.values())
+    functions = {tool.function.name: tool.function for tool in tools}
+    return [plain_tool(f.name, f.description, f.parameters) for f in functions.values()]
 
 
 def check_tool_name(name: str, where: str, param: str) -> None:
@@ -136,11 +138,9 @@ def check_tool_name(name: str, where: str, param: str) -> None:
         )
 
 
-def _plain_tool(tool: Tool) -> PlainTool:
-    function: dict[str, Any] = {"name": tool.function.name}
-    for name in ("description", "parameters"):
-        if (value := getattr(tool.function, name)) is not None:
-            function[name] = value
+def plain_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> PlainTool:
+    given = {"name": name, "description": description, "parameters": parameters}
+    function = {key: value for key, value in given.items() if value is not None}
     return {"type": "function", "function": function}
 
 
@@ -228,11 +228,7 @@ def thinking_switch(thinking: bool | Thinking | None) -> bool | None:
         return thinking
     switches = {"enabled": True, "disabled": False, "auto": None, "adaptive": None}
     if thinking.type not in switches:
-        raise RequestError(
-            f"thinking.type is {thinking.type[:32]!r}",
-            f"It must be one of {', '.join(switches)}.",
-            param="thinking.type",
-        )
+        raise wrong_choice("thinking.type", thinking.type, switches)
     return switches[thinking.type]
 
 
@@ -242,9 +238,7 @@ def effort_of(effort: str | None, param: str) -> tuple[bool | None, int | None]:
     if effort is None:
         return None, None
     if effort not in EFFORTS:
-        raise RequestError(
-            f"{param} is {effort[:32]!r}", f"It must be one of {', '.join(EFFORTS)}.", param=param
-        )
+        raise wrong_choice(param, effort, EFFORTS)
     return EFFORTS[effort]
 
 

@@ -11,7 +11,7 @@ import time
 from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -19,15 +19,14 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from penstock.errors import RequestError
-from penstock.serve.admission import priority_in
-from penstock.serve.answer import Answer, ReplyFormat, read_body
+from penstock.serve.admission import priority_in, tenant_of
+from penstock.serve.answer import Answer, read_body
 from penstock.serve.body import decode_body
 from penstock.serve.fields import EMBEDDINGS, RERANK, SCORE
 from penstock.serve.intake import place_of
 from penstock.serve.openai.requests import split_prompts
-from penstock.serve.requests import MAX_ID_VALUES, MAX_PRIORITY, MAX_TIMEOUT_S, CacheSalt, TokenId
+from penstock.serve.requests import MAX_ID_VALUES, CacheSalt, Priority, Timeout, TokenId
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import TextStream, Usage
 from penstock.serve.vectors import EmbeddingRequest, ScoreRequest
 
@@ -42,8 +41,8 @@ class VectorBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    timeout: Timeout | None = None
+    priority: Priority | None = None
     cache_salt: CacheSalt | None = None
 
 
@@ -104,10 +103,7 @@ def routes(state: ServerState) -> list[Route]:
     api = VectorRoutes(state)
     return [
         Route("/v1/embeddings", api.embed, methods=["POST"]),
-        *(
-            Route(path, api.rerank, methods=["POST"])
-            for path in ("/v1/rerank", "/v2/rerank", "/rerank")
-        ),
+        *(Route(f"{v}/rerank", api.rerank, methods=["POST"]) for v in ("/v1", "/v2", "")),
         *(Route(path, api.score, methods=["POST"]) for path in ("/v1/score", "/score")),
     ]
 
@@ -185,9 +181,9 @@ def _whole_answer(
     answer: EmbeddingAnswer | ScoreAnswer,
     timeout_s: float | None,
 ) -> Answer:
-    """The answer receives the vectors itself. Only streams need the rest of a format."""
+    """The answer receives the vectors itself."""
     id, place = request.scope["request_id"], place_of(request.scope)
-    return Answer(lambda _: start(id, place=place), cast(ReplyFormat, answer), False, timeout_s)
+    return Answer(lambda _: start(id, place=place), answer, False, timeout_s)
 
 
 def _usage(usage: Usage) -> dict[str, int]:

@@ -10,8 +10,13 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
-from penstock.serve.attachments import replace_attachment
-from penstock.serve.instructions import PlainMessage, place_instructions
+from penstock.serve.body import wrong_choice
+from penstock.serve.instructions import (
+    PlainMessage,
+    place_instructions,
+    plain_call,
+    replace_attachment,
+)
 
 ROLES = {
     "system": "system",
@@ -59,11 +64,7 @@ def plain_messages(messages: list[Message], omitted: list[str]) -> list[PlainMes
 
 def _plain_message(message: Message, where: str, omitted: list[str]) -> PlainMessage:
     if message.role not in ROLES:
-        raise RequestError(
-            f"{where}.role is {message.role[:32]!r}",
-            f"It must be one of {', '.join(ROLES)}.",
-            param=f"{where}.role",
-        )
+        raise wrong_choice(f"{where}.role", message.role, ROLES)
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{where} has no content", param=f"{where}.content")
     plain: PlainMessage = {
@@ -77,11 +78,7 @@ def _plain_message(message: Message, where: str, omitted: list[str]) -> PlainMes
         plain["reasoning_content"] = message.reasoning
     if message.tool_calls:
         plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
-            }
+            plain_call(call.id, call.function.name, call.function.arguments)
             for call in message.tool_calls
         ]
     return plain

@@ -65,7 +65,9 @@ class OpenAIReplyFormat(ABC):
         self._has_logprobs = has_logprobs
         self._include_usage = include_usage
         self._output = output
-        self._chunk_head = _chunk_head(self.chunk_kind, self._head)
+        # Everything of a streamed chunk before its choices, open for more fields.
+        head = msgspec.json.encode({**self._head, "object": self.chunk_kind})
+        self._chunk_head = b"data: %b," % head[:-1]
         self._scores: dict[int, Scores] = {}  # of a stream's choices
 
     def new_choice(self) -> Choice:
@@ -82,7 +84,10 @@ class OpenAIReplyFormat(ABC):
         return HEARTBEAT_COMMENT
 
     def encode_end(self, usage: Usage) -> bytes:
-        return (_usage_chunk(self._chunk_head, usage) if self._include_usage else b"") + DONE
+        if not self._include_usage:
+            return DONE
+        told = msgspec.json.encode(_usage(usage))
+        return b'%b"choices":[],"usage":%b}\n\n%b' % (self._chunk_head, told, DONE)
 
     def encode_failure(self, error: PenstockError) -> bytes:
         return encode_event(encode_error(error))
@@ -168,16 +173,10 @@ class ChatReplyFormat(OpenAIReplyFormat):
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         frames = self._frames.get(delta.index)
-        if (
-            frames is not None
-            and len(delta.deltas) == 1
-            and not self._has_logprobs
-            and delta.extra is None
-        ):
+        is_plain = not self._has_logprobs and delta.extra is None
+        if frames is not None and len(delta.deltas) == 1 and is_plain:
             piece = delta.deltas[0]
-            if isinstance(
-                piece, (ContentDelta, ReasoningDelta)
-            ):  # nearly all chunks: head + text + tail
+            if isinstance(piece, (ContentDelta, ReasoningDelta)):  # nearly all: head + text + tail
                 return msgspec.json.encode(piece.text).join(frames[type(piece)])
         chunks = []
         if frames is None:
@@ -320,15 +319,6 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 50
 
 def encode_event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
-
-
-def _chunk_head(kind: str, head: dict[str, Any]) -> bytes:
-    """Everything of a streamed chunk before its choices, open for more fields."""
-    return b"data: " + msgspec.json.encode({**head, "object": kind})[:-1] + b","
-
-
-def _usage_chunk(chunk_head: bytes, usage: Usage) -> bytes:
-    return chunk_head + b'"choices":[],"usage":' + msgspec.json.encode(_usage(usage)) + b"}\n\n"
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

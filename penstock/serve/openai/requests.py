@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
-from penstock.serve.body import decode_body
+from penstock.serve.body import decode_body, renaming
 from penstock.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, FieldTable
 from penstock.serve.openai.chat_options import (
     JsonForm,
@@ -42,16 +42,16 @@ from penstock.serve.requests import (
     MAX_CHARS_ASKED,
     MAX_ID_VALUES,
     MAX_IDS,
-    MAX_PRIORITY,
-    MAX_TIMEOUT_S,
     NO_DEFAULTS,
     CacheSalt,
     ChatRequest,
     CompletionRequest,
     Defaults,
+    Priority,
     Scalar,
     SessionId,
     StopString,
+    Timeout,
     TokenId,
     TokenizeRequest,
 )
@@ -85,24 +85,15 @@ class DrawFields(msgspec.Struct, kw_only=True):
     seed: int | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = (
-        None  # lower runs earlier
-    )
+    timeout: Timeout | None = None
+    priority: Priority | None = None
     session_id: SessionId | None = None
     cache_salt: CacheSalt | None = None
 
 
 DRAW_NAMES = (  # the fields that `SamplingParams` has by the same name
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "ignore_eos"),
 )
 
 
@@ -347,17 +338,10 @@ def _sampling(
     given["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     given["bad_words"] = tuple(fields.bad_words or ())
     given["logit_bias"] = _logit_bias(fields.logit_bias or {})
-    try:
+    if getattr(fields, "max_completion_tokens", None) is not None:
+        renamed = {**renamed, "max_tokens": "max_completion_tokens"}
+    with renaming(renamed):
         return SamplingParams(logprobs=logprobs, **given)
-    except RequestError as error:
-        name = renamed.get(error.param or "", error.param)
-        if (
-            error.param == "max_tokens"
-            and getattr(fields, "max_completion_tokens", None) is not None
-        ):
-            name = "max_completion_tokens"
-        what = error.what.replace(error.param or "", name or "", 1)
-        raise RequestError(what, error.why, error.todo, param=name) from error
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

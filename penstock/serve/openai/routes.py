@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.digests import PageDigests, scope_of
+from penstock.serve.admission import tenant_of
 from penstock.serve.answer import JSON_TYPE, NO_HEADERS, Answer, Start, json_response, read_body
 from penstock.serve.fields import CHAT, COMPLETIONS
 from penstock.serve.intake import place_of
@@ -28,7 +29,6 @@ from penstock.serve.openai.requests import (
 from penstock.serve.requests import ChatRequest, CompletionRequest, TextRequest
 from penstock.serve.sessions import SessionChat, in_session
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 
 LIST_PART = 50_000  # ids or texts: some milliseconds
 

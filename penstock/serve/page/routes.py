@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.serve.answer import EVENT_STREAM_TYPE, STREAM_HEADERS
+from penstock.serve.answer import event_stream
 from penstock.serve.metrics import Histogram
 from penstock.serve.page.files import FOLDER, INDEX, PREFIX, StaticFile, file_names
 from penstock.serve.replica import ReplicaReport, sum_stats
@@ -58,9 +58,8 @@ class LiveRoute:
         self._taken_at = 0.0  # on the monotonic clock
         self._taking = asyncio.Lock()
 
-    async def stream(self, request: Request) -> StreamingResponse:
-        headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
-        return StreamingResponse(self._events(), media_type=EVENT_STREAM_TYPE, headers=headers)
+    async def stream(self, request: Request) -> Response:
+        return event_stream(self._events())
 
     async def _events(self) -> AsyncIterator[bytes]:
         """Until the client leaves, or the server ends."""

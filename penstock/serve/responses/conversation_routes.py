@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.serve.admission import tenant_of
 from penstock.serve.answer import JSON_TYPE, json_response, read_body
 from penstock.serve.body import decode_body
 from penstock.serve.fields import CONVERSATIONS
@@ -25,7 +26,6 @@ from penstock.serve.responses.requests import Metadata
 from penstock.serve.responses.routes import list_of, page_of, resolved
 from penstock.serve.responses.store import ResponseStore, UnknownItemError, new_id
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
 
 
 class ConversationBody(msgspec.Struct, kw_only=True):

@@ -15,8 +15,14 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
-from penstock.serve.attachments import replace_attachment
-from penstock.serve.instructions import PARAGRAPH, PlainMessage, place_instructions
+from penstock.serve.body import wrong_choice
+from penstock.serve.instructions import (
+    PARAGRAPH,
+    PlainMessage,
+    place_instructions,
+    plain_call,
+    replace_attachment,
+)
 from penstock.text.dialects.json_calls import read_arguments
 from penstock.text.json_values import refuse_many_arguments
 
@@ -210,10 +216,8 @@ class _Conversation:
             self._add_message(item, where)
         elif kind == "reasoning":
             self._add_thought(item, where)
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             self._add_call(item, where)
-        elif kind == "custom_tool_call":
-            self._add_custom_call(item, where)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             self._add_result(item, where)
         elif kind == "compaction":
@@ -230,11 +234,7 @@ class _Conversation:
     def _add_message(self, item: Item, where: str) -> None:
         assert item.role is not None
         if item.role not in ROLES:
-            raise RequestError(
-                f"{where}.role is {item.role[:32]!r}",
-                f"It must be one of {', '.join(ROLES)}.",
-                param=f"{where}.role",
-            )
+            raise wrong_choice(f"{where}.role", item.role, ROLES)
         if item.content is None:
             raise RequestError(f"{where} has no content", param=f"{where}.content")
         role, text = ROLES[item.role], _text(item.content, f"{where}.content")
@@ -262,26 +262,16 @@ class _Conversation:
         turn.thoughts.append(text)
 
     def _add_call(self, item: Item, where: str) -> None:
-        if item.call_id is None or item.name is None or item.arguments is None:
+        is_custom = item.type == "custom_tool_call"
+        written = item.input if is_custom else item.arguments
+        if item.call_id is None or item.name is None or written is None:
             raise RequestError(
                 f"{where} is incomplete",
-                "A function_call has call_id, name and arguments.",
+                f"A {item.type} has call_id, name and {'input' if is_custom else 'arguments'}.",
                 param=where,
             )
-        function = {"name": item.name, "arguments": read_arguments(item.arguments)}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        self._turn().calls.append(call)
-        self._called[item.call_id] = item.name
-
-    def _add_custom_call(self, item: Item, where: str) -> None:
-        if item.call_id is None or item.name is None or item.input is None:
-            raise RequestError(
-                f"{where} is incomplete",
-                "A custom_tool_call has call_id, name and input.",
-                param=where,
-            )
-        function = {"name": item.name, "arguments": {CUSTOM_INPUT: item.input}}
-        self._turn().calls.append({"id": item.call_id, "type": "function", "function": function})
+        arguments = {CUSTOM_INPUT: written} if is_custom else read_arguments(written)
+        self._turn().calls.append(plain_call(item.call_id, item.name, arguments))
         self._called[item.call_id] = item.name
 
     def _add_compaction(self, item: Item, where: str) -> None:

@@ -20,11 +20,12 @@ import msgspec
 
 from penstock.errors import ContextLengthError, OverloadedError, PenstockError, RequestError
 from penstock.serve.answer import Choice
+from penstock.serve.body import rename
 from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.openai.scores import ChatToken, chat_token
 from penstock.serve.responses.custom_tools import InputText
 from penstock.serve.responses.items import seal
-from penstock.serve.responses.requests import PLAIN_FORM, ReplyForm, use_own_name
+from penstock.serve.responses.requests import OWN_NAMES, PLAIN_FORM, ReplyForm
 from penstock.serve.text_stream import ReplyDelta, ScoredToken, Usage
 from penstock.text.dialects import (
     ContentDelta,
@@ -331,7 +332,7 @@ class ResponseReplyFormat:
         events = b"" if self._has_begun else self._encode_start()
         param = None
         if isinstance(error, RequestError):
-            use_own_name(error)
+            rename(error, OWN_NAMES)
             param = error.param
         events += self._output.encode_event(
             "error", {"code": error.code, "message": str(error), "param": param}

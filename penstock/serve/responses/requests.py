@@ -10,8 +10,8 @@ items.py turns items into messages, store.py stores conversations.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
-from penstock.serve.body import decode_body
+from penstock.serve.body import decode_body, renaming, wrong_choice
 from penstock.serve.fields import RESPONSES, FieldTable
 from penstock.serve.openai.chat_options import (
     AllowedTools,
@@ -63,6 +63,7 @@ OWN_NAMES = {  # fields by other names than those of chats
     "tool_choice.function": "tool_choice",
     "tool_choice.allowed_tools.mode": "tool_choice.mode",
 }
+own_names = functools.partial(renaming, OWN_NAMES)
 
 
 class ToolFormat(msgspec.Struct, omit_defaults=True):
@@ -235,23 +236,6 @@ def sent_items(fields: ResponseBody) -> list[Item]:
     return fields.input or []
 
 
-@contextlib.contextmanager
-def own_names(names: Mapping[str, str] = OWN_NAMES) -> Iterator[None]:
-    """Makes errors that name a field of a chat name this API's field."""
-    try:
-        yield
-    except RequestError as error:
-        use_own_name(error, names)
-        raise
-
-
-def use_own_name(error: RequestError, names: Mapping[str, str] = OWN_NAMES) -> None:
-    if error.param is not None and error.param in names:
-        own = names[error.param]
-        error.what = error.what.replace(error.param, own, 1)
-        error.param = own
-
-
 def _chat_request(
     fields: ResponseBody, messages: list[PlainMessage], defaults: Defaults
 ) -> ChatRequest:
@@ -310,9 +294,7 @@ def _refuse_unsupported(fields: ResponseBody) -> None:
         ("text.verbosity", text.verbosity, ("low", "medium", "high")),
     ):
         if value is not None and value not in known:
-            raise RequestError(
-                f"{name} is {value[:32]!r}", f"It must be one of {', '.join(known)}.", param=name
-            )
+            raise wrong_choice(name, value, known)
     for name in fields.include or ():
         if name not in (*HARMLESS_INCLUDES, SEALED_THOUGHTS, LOGPROBS):
             raise RequestError(
@@ -385,7 +367,7 @@ def _sampling(fields: ResponseBody, defaults: Defaults) -> SamplingParams:
     logprobs = fields.top_logprobs or None
     if logprobs is None and LOGPROBS in (fields.include or ()):
         logprobs = 0
-    with own_names({"logprobs": "top_logprobs"}):
+    with renaming({"logprobs": "top_logprobs"}):
         return SamplingParams(max_tokens=fields.max_output_tokens, logprobs=logprobs, **given)
 
 

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from penstock.errors import RequestError
+from penstock.serve.admission import tenant_of
 from penstock.serve.answer import (
-    EVENT_STREAM_TYPE,
     JSON_TYPE,
-    STREAM_HEADERS,
     Answer,
+    Choice,
+    Within,
+    event_stream,
+    ids_of_page,
     json_response,
+    list_fields,
     read_body,
     require_open,
     shorter,
 )
-from penstock.serve.fields import COMPACT, RESPONSES
+from penstock.serve.body import decode_body
+from penstock.serve.fields import COMPACT, RESPONSES, FieldTable
 from penstock.serve.intake import Place, place_of
-from penstock.serve.pages import ids_of_page, list_fields
 from penstock.serve.requests import TokenizeRequest
-from penstock.serve.responses.compaction import CompactionFormat, parse_compact
-from penstock.serve.responses.items import Item, items_of, shown
-from penstock.serve.responses.replies import Fields, Keep, ResponseChoice, ResponseReplyFormat
+from penstock.serve.responses.items import Item, Items, items_of, seal, shown
+from penstock.serve.responses.replies import (
+    Fields,
+    Keep,
+    ResponseChoice,
+    ResponseReplyFormat,
+    usage_fields,
+)
 from penstock.serve.responses.requests import (
+    Reasoning,
     ResponseBody,
     ResponseRequest,
     own_names,
@@ -37,11 +48,12 @@ from penstock.serve.responses.requests import (
     response_request,
     sent_items,
 )
-from penstock.serve.responses.runs import Events, Run, Runs
+from penstock.serve.responses.runs import Run, Runs
 from penstock.serve.responses.store import Kind, ResponseStore, new_id
 from penstock.serve.sessions import SessionChat, session_key
 from penstock.serve.state import ServerState
-from penstock.serve.tenants import tenant_of
+from penstock.serve.text_stream import Usage
+from penstock.text.dialects import ParsedReply
 
 DEFAULT_ITEMS, MAX_LISTED_ITEMS = 20, 100  # of a page
 
@@ -67,7 +79,7 @@ class ResponsesRoutes:
         self._table = RESPONSES.ignoring(state.config.ignore_field)
         self._compact_table = COMPACT.ignoring(state.config.ignore_field)
 
-    async def respond(self, request: Request) -> OwnNames | Response:
+    async def respond(self, request: Request) -> Within | Response:
         fields = parse_response(await read_body(request), self._table)
         asked = self._asked(fields, request)
         talk = SessionChat(asked.chat, request, self._state)
@@ -83,16 +95,8 @@ class ResponsesRoutes:
                 chat.is_stream,
             )
             return await self._run(id, run, talk, request, chat.timeout_s)
-        return OwnNames(
-            Answer(
-                talk.stream,
-                formatter,
-                chat.is_stream,
-                chat.timeout_s,
-                ResponseChoice,
-                headers=talk.headers,
-            )
-        )
+        form = (formatter, chat.is_stream, chat.timeout_s, ResponseChoice)
+        return Within(Answer(talk.stream, *form, headers=talk.headers), own_names)
 
     def _keeper(
         self, id: str, said: list[Item] | None, fields: ResponseBody, tenant: str
@@ -125,7 +129,7 @@ class ResponsesRoutes:
         self._runs.add(id, tenant_of(request.scope), run)
         run.follow(stream, shorter(timeout_s, self._state.config.request_timeout))
         if run.events is not None:
-            return stream_events(run.events)
+            return event_stream(run.events.read(0))
         return Response(run.body(), headers=talk.headers, media_type=JSON_TYPE)
 
     def _asked(self, fields: ResponseBody, request: Request) -> ResponseRequest:
@@ -171,7 +175,7 @@ class ResponsesRoutes:
                 "It must be an event's number.",
                 param="starting_after",
             )
-        return stream_events(self._runs.events_of(id), int(after) + 1)
+        return event_stream(self._runs.events_of(id).read(int(after) + 1))
 
     async def delete(self, request: Request) -> Response:
         id, tenant = request.path_params["id"], tenant_of(request.scope)
@@ -220,35 +224,19 @@ class ResponsesRoutes:
             )
         return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
-    async def compact(self, request: Request) -> OwnNames:
+    async def compact(self, request: Request) -> Within:
         fields = parse_compact(await read_body(request), self._compact_table)
         asked = self._asked(fields, request)
         # Not a turn of a session: the client continues with the result.
         chat = replace(asked.chat, loop_guard=True, tenant=tenant_of(request.scope))
         id, place = request.scope["request_id"], place_of(request.scope)
-        return OwnNames(
-            Answer(
-                lambda deliver: self._state.text.stream_chat(id, chat, deliver, place),
-                CompactionFormat(asked.items),
-                is_stream=False,
-            )
-        )
+        start = partial(self._state.text.stream_chat, id, chat, place=place)
+        return Within(Answer(start, CompactionFormat(asked.items), is_stream=False), own_names)
 
 
 class _Ended(msgspec.Struct):
     background: bool
     status: str
-
-
-class OwnNames:
-    """An answer whose errors name fields by this API's names, not those of chats."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with own_names():
-            await self._answer(scope, receive, send)
 
 
 def resolved(
@@ -273,12 +261,6 @@ def add_if_there(
         return
 
 
-def stream_events(events: Events, num_skipped: int = 0) -> Response:
-    headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
-    headers["content-type"] = EVENT_STREAM_TYPE
-    return StreamingResponse(events.read(num_skipped), headers=headers)
-
-
 def page_of(item_ids: Sequence[str], request: Request, store: ResponseStore) -> Fields:
     """The page of these items that the query asks for."""
     ids, has_more = ids_of_page(item_ids, request, DEFAULT_ITEMS, MAX_LISTED_ITEMS)
@@ -289,3 +271,61 @@ def list_of(
     ids: Sequence[str], store: ResponseStore, tenant: str, has_more: bool = False
 ) -> Fields:
     return list_fields(ids, [shown(item) for item in store.items_by_id(ids, tenant)], has_more)
+
+
+ASK = (
+    "Summarise our conversation for someone who goes on with it and has not read it: the goal, "
+    "what was done and found, decisions with their reasons, names, paths and numbers that are "
+    "still needed, and what is left to do. Reply with the summary alone."
+)
+KEPT_ROLES = ("user", "system", "developer")
+
+
+class CompactBody(msgspec.Struct, kw_only=True):
+    """A long conversation becomes its user messages and the model's summary of the rest, an opaque
+    item that clients send back like any other. The oldest messages are left out if all of them do
+    not fit the context.
+    """
+
+    model: str | None = None
+    input: str | Items | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+
+
+def parse_compact(body: bytes, table: FieldTable = COMPACT) -> ResponseBody:
+    """The request for a summary."""
+    fields = decode_body(body, CompactBody, table=table)
+    asked = ResponseBody(
+        input=fields.input,
+        instructions=fields.instructions,
+        previous_response_id=fields.previous_response_id,
+        prompt_cache_key=fields.prompt_cache_key,
+        reasoning=Reasoning(effort="none"),
+        truncation="auto",
+        store=False,
+    )
+    asked.input = [*sent_items(asked), Item(role="user", content=ASK)]
+    return asked
+
+
+class CompactionFormat:
+    """A conversation as its user messages and the model's summary of the rest, an opaque item that
+    clients send back like any other. Not streamed."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        *said, _ = items  # the last item is `ASK`
+        self._kept = [item for item in said if item.role in KEPT_ROLES]
+
+    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
+        summary = ParsedReply.of(choices[0].deltas).content
+        token = new_id("cmp")
+        compaction = {"id": token, "type": "compaction", "encrypted_content": seal(summary)}
+        messages = [
+            {**shown(item), "id": item.id or f"msg_{token.removeprefix('cmp_')}_{index}"}
+            for index, item in enumerate(self._kept)
+        ]
+        head = {"id": new_id(), "object": "response.compaction", "created_at": int(time.time())}
+        output = {"output": [*messages, compaction], "usage": usage_fields(usage)}
+        return msgspec.json.encode({**head, **output})

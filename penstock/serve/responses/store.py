@@ -195,7 +195,7 @@ class ResponseStore:
         return self._find(id, tenant, param).body
 
     def items_of(self, id: str, param: str | None, tenant: str = "") -> list[Item]:
-        return self._decode(self._find(id, tenant, param).item_ids, tenant)
+        return self.items_by_id(self._find(id, tenant, param).item_ids, tenant)
 
     def item_ids_of(self, id: str, tenant: str = "", *, is_input: bool = False) -> list[str]:
         """All, or those before the reply."""
@@ -217,15 +217,12 @@ class ResponseStore:
                 raise self._unknown_item(id, param)
         return sum(len(items[id].json) for id in item_ids)
 
-    def items_by_id(self, item_ids: Sequence[str], tenant: str = "") -> list[Item]:
-        """The tenant's items that exist."""
-        return self._decode(item_ids, tenant)
-
     def delete(self, id: str, tenant: str = "") -> None:
         self._find(id, tenant)
         self._forget(id)
 
-    def _decode(self, item_ids: Sequence[str], tenant: str) -> list[Item]:
+    def items_by_id(self, item_ids: Sequence[str], tenant: str = "") -> list[Item]:
+        """The tenant's items that exist."""
         if not item_ids:
             return []
         items = self._shelves[tenant].items
