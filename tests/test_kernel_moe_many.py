@@ -110,6 +110,21 @@ def test_experts_may_have_any_number_of_tokens(
     assert_as_reference(arguments, dtype, height)
 
 
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_pairs_whose_weight_is_zero_are_not_read(device: str, dtype: torch.dtype) -> None:
+    """Experts left to the host share a slot, and no kernel writes all of its pairs."""
+    num_tokens, k, width = 3, 4, 40
+    weights = torch.rand(num_tokens, k).to(device)
+    weights[:, 1::2] = 0.0
+    outputs = random(num_tokens * k, width, dtype=torch.float32, device=device, seed=1)
+    outputs[1::2] = float("nan")
+    residual = random(num_tokens, width, dtype=dtype, device=device, seed=2)
+    out = torch.empty_like(residual)
+    moe_grouped_gemm.add_pairs(out, outputs, weights, None, residual)
+    by_token = outputs.nan_to_num().view(num_tokens, k, width) * weights[..., None]
+    assert_near(out, residual.float() + by_token.sum(1), dtype)
+
+
 @pytest.mark.parametrize("shared_width", [128, 0])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_packed_experts_are_expanded_in_groups(

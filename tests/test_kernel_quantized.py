@@ -158,6 +158,32 @@ def test_experts_are_those_of_the_expanded_rows(
         assert_near(seen, expected, dtype, is_rounded=is_rounded)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [3, 5, 8, 30])
+def test_a_slot_of_zeros_may_be_chosen_any_number_of_times(
+    dtype: torch.dtype, num_tokens: int
+) -> None:
+    """The slot of experts that the host computes: up to all choices of all tokens, of weight 0."""
+    E, k, I, H = 12, 8, 256, 512
+    gate_up, down = experts_of("int8", E, 2 * I, H, dtype), experts_of("int8", E, H, I, dtype)
+    for weight in (gate_up, down):
+        (rows,) = weight.parts
+        assert isinstance(rows, TiledRows)
+        rows.records[-1].zero_()
+    x = numbers(num_tokens, H, dtype=dtype, seed=num_tokens) / 50
+    residual = numbers(num_tokens, H, dtype=dtype, seed=1)
+    ids = torch.full((num_tokens, k), E - 1, dtype=torch.int32, device="cuda")
+    weights = torch.zeros(num_tokens, k, device="cuda")
+    ids[1:, 2], weights[1:, 2] = 4, 0.5
+    seen = sparse_mlp(x, weights, ids, gate_up, down, residual)
+    exact = [weight.dequantize().double()[4] for weight in (gate_up, down)]
+    gate, up = (x.double() @ exact[0].T).chunk(2, dim=-1)
+    inner = (torch.nn.functional.silu(gate) * up).to(dtype).double()
+    expected = residual.double()
+    expected[1:] += 0.5 * (inner @ exact[1].T)[1:]
+    assert_near(seen, expected, dtype)
+
+
 def _first_matrix(weight: Weight, dtype: torch.dtype) -> Any:
     (rows,) = weight.parts
     assert isinstance(rows, TiledRows)

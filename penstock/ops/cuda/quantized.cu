@@ -279,7 +279,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     OwnPairs own;
     if (index >= 0) own.scan(ids, num_tokens * ROUTED, index);
     expert = own.expert;
+    // A token chooses an expert once. Only a slot of zeros may have more pairs than fit: their
+    // weights are zero, and the sum over pairs skips them.
     num_pairs = index < 0 ? num_tokens : expert < NUM_EXPERTS ? __popcll(own.choices) : 0;
+    num_pairs = min(num_pairs, TOKENS);
     const auto pair_at = [&](int i) { return own.at(i); };
     const auto row_at = pair_at;
 #else

@@ -318,8 +318,11 @@ def _add_pairs_kernel(
     own = outputs + token * ((TOP_K + HAS_SHARED) * H) + columns
     total = tl.load(residual + token * H + columns, mask=is_column, other=0.0).to(tl.float32)
     for slot in tl.static_range(TOP_K):
-        b_output = tl.load(own + slot * H, mask=is_column, other=0.0).to(tl.float32)
-        total += b_output * tl.load(weights + token * TOP_K + slot)
+        weight = tl.load(weights + token * TOP_K + slot)
+        # No kernel need write a pair whose weight is zero: it may be one of many of an empty slot.
+        is_read = tl.where(weight != 0.0, is_column, False)
+        b_output = tl.load(own + slot * H, mask=is_read, other=0.0).to(tl.float32)
+        total += b_output * weight
     if HAS_SHARED:
         b_shared = tl.load(own + TOP_K * H, mask=is_column, other=0.0).to(tl.float32)
         total += b_shared * tl.load(shared_weight + token)
