@@ -15,6 +15,7 @@ from penstock.ray.marked_stream import MarkedStream
 from penstock.serve.journal import MARK_BEGIN, MARKS_HEADER, RELAY_HEADER
 from serving import MESSAGES, Server, start_server
 from thinking_template import write_thinking_template
+from two_layers import two_layers
 
 KEY = "of-the-relay"
 # Replies are equal to the last bit, wherever they are computed, only in fixed tiles and chunks.
@@ -31,7 +32,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/chat/completions",
         {
             **CHAT,
-            "temperature": 0.0,
+            "seed": 3,
+            "temperature": 1.0,
             "chat_template_kwargs": {"enable_thinking": True},
             "thinking_token_budget": 8,
         },
@@ -52,7 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template = write_thinking_template(tmp_path_factory.mktemp("template"))
     serve = {"relay_key": KEY, "chat_template": str(template), "enable_thinking": False}
-    with start_server(engine=ENGINE, serve=serve) as server:
+    with start_server(engine={**ENGINE, "model": two_layers()}, serve=serve) as server:
         yield server
 
 
