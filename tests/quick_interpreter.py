@@ -2,8 +2,10 @@
 every CPU.
 
 A launch puts the interpreter's functions in the place of the language's, and every device function
-that a kernel calls would do so again. Every tensor would wrap its shape into new objects, and every
-operation list the types that numpy has for Triton's. A reduction or scan with a function of our own is done
+that a kernel calls would do so again. Every tensor would wrap its shape into new objects, its type
+would write its name, and every operation list the types that numpy has for Triton's. Every sum and
+product of integers would be done once more in 64 bits, for a check that only happens when kernels
+are debugged. A reduction or scan with a function of our own is done
 element by element, each wrapped into a tensor: a hundred thousand Python calls for one state of a
 DeltaNet head, where whole slices can be combined in the same order. Where an interpreter is made
 otherwise inside, nothing is replaced and the tests only take longer.
@@ -17,6 +19,7 @@ every machine. E4M3, which the interpreter rounds in its own way, is rounded and
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,13 @@ def quicken() -> None:
     if hasattr(interpreter, "_get_np_dtype"):
         interpreter._get_np_dtype = _once_a_type(interpreter._get_np_dtype)
     tl.tensor.__init__ = _once_a_shape(tl.tensor.__init__)
+    tl.block_type.__init__ = _once_a_block(tl.block_type.__init__)
+    builder = getattr(interpreter, "interpreter_builder", None)
+    if (
+        hasattr(getattr(builder, "options", None), "sanitize_overflow")
+        and not builder.options.debug
+    ):
+        builder.options = replace(builder.options, sanitize_overflow=False)
     for name, slow, quick in (
         ("ReduceOps", "generic_reduce", _reduce_slices),
         ("ScanOps", "generic_scan", _scan_slices),
@@ -84,6 +94,24 @@ def _once_a_shape(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, 
             known[shape] = tensor.shape, tensor.numel
 
     return init_with_known_shape
+
+
+def _once_a_block(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    known: dict[tuple[str, tuple[int, ...]], tuple[Any, Any, str]] = {}
+
+    def init_with_known_block(block: Any, element: Any, shape: Any) -> None:
+        key = None
+        if type(element) is tl.dtype and all(type(size) is int for size in shape):
+            key = element.name, tuple(shape)
+            if key in known:
+                block.element_ty = element
+                block.shape, block.numel, block.name = known[key]
+                return
+        init(block, element, shape)
+        if key is not None and vars(block).keys() == {"element_ty", "shape", "numel", "name"}:
+            known[key] = block.shape, block.numel, block.name
+
+    return init_with_known_block
 
 
 def _running(ops: Any, parts: tuple[Any, ...], axis: int) -> list[tuple[np.ndarray, ...]]:
