@@ -1,11 +1,13 @@
 """Speeds up Triton's interpreter, and makes its dot products the same on every CPU.
 
 A launch patches the interpreter's functions into the language, and every device function that a
-kernel calls would patch again. Every tensor would wrap its shape in new objects, and every
-operation would list numpy's types for Triton's. A reduction or scan with a custom function runs
-element by element, each wrapped in a tensor: a hundred thousand Python calls for one state of a
-DeltaNet head, where whole slices can be combined in the same order. If an interpreter has other
-internals, nothing is replaced, and the tests only take longer.
+kernel calls would patch again. Every tensor would wrap its shape in new objects and write the name
+of its type, and every operation would list numpy's types for Triton's. Every integer addition and
+multiplication would be repeated in 64 bits, for a check that only debugged kernels make. A
+reduction or scan with a custom function runs element by element, each wrapped in a tensor: a
+hundred thousand Python calls for one state of a DeltaNet head, where whole slices can be combined
+in the same order. If an interpreter has other internals, nothing is replaced, and the tests only
+take longer.
 
 A dot product would be numpy's, whose BLAS rounds an element by its position in the tile on some
 CPUs (OpenBLAS with AVX2), whereas tensor cores sum every element of a tile in one order. Here it is
@@ -16,6 +18,7 @@ E4M3, which the interpreter rounds in its own way, is rounded and read by torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +33,13 @@ def quicken() -> None:
     if hasattr(interpreter, "_get_np_dtype"):
         interpreter._get_np_dtype = _once_a_type(interpreter._get_np_dtype)
     tl.tensor.__init__ = _once_a_shape(tl.tensor.__init__)
+    tl.block_type.__init__ = _once_a_block(tl.block_type.__init__)
+    builder = getattr(interpreter, "interpreter_builder", None)
+    if (
+        hasattr(getattr(builder, "options", None), "sanitize_overflow")
+        and not builder.options.debug
+    ):
+        builder.options = replace(builder.options, sanitize_overflow=False)
     for name, slow, quick in (
         ("ReduceOps", "generic_reduce", _reduce_slices),
         ("ScanOps", "generic_scan", _scan_slices),
@@ -83,6 +93,24 @@ def _once_a_shape(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, 
             known[shape] = tensor.shape, tensor.numel
 
     return init_with_known_shape
+
+
+def _once_a_block(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    known: dict[tuple[str, tuple[int, ...]], tuple[Any, Any, str]] = {}
+
+    def init_with_known_block(block: Any, element: Any, shape: Any) -> None:
+        key = None
+        if type(element) is tl.dtype and all(type(size) is int for size in shape):
+            key = element.name, tuple(shape)
+            if key in known:
+                block.element_ty = element
+                block.shape, block.numel, block.name = known[key]
+                return
+        init(block, element, shape)
+        if key is not None and vars(block).keys() == {"element_ty", "shape", "numel", "name"}:
+            known[key] = block.shape, block.numel, block.name
+
+    return init_with_known_block
 
 
 def _running(ops: Any, parts: tuple[Any, ...], axis: int) -> list[tuple[np.ndarray, ...]]:

@@ -20,8 +20,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 import httpx
 
+import nursery
+from nursery import start_forked
+
 if TYPE_CHECKING:
     import openai
+
+    Process = subprocess.Popen[str] | nursery.Child
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 120.0
@@ -41,7 +46,7 @@ FREE = {"ignore_eos": True}
 class Server:
     """A server process and what it has said."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: Process) -> None:
         self.process = process
         self.url = ""
         self.phases: list[dict[str, Any]] = []
@@ -127,23 +132,15 @@ def start_server(
     log: IO[str] | None = None,  # for its stderr; None: inherited
     max_files: int | None = None,  # limit of open files
     path: Path | None = None,  # additional module path of server and engines
+    forked: bool = True,  # from a process that has imported torch
 ) -> Iterator[Server]:
     settings = {"engine": {**TINY_ENGINE, **(engine or {})}, "serve": {"port": 0, **(serve or {})}}
-    limit = [] if max_files is None else ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash"]
-    process = subprocess.Popen(
-        [*limit, sys.executable, __file__, json.dumps(settings)],
-        stdin=subprocess.DEVNULL,  # never a terminal
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(
-                str(folder) for folder in (REPOSITORY, path) if folder is not None
-            ),
-            "OMP_NUM_THREADS": "1",
-        },
-    )
+    command = [sys.executable, __file__, json.dumps(settings)]
+    process: Process | None = None
+    if forked and wait_for == "ready" and max_files is None and path is None:
+        process = start_forked(command, log)
+    if process is None:
+        process = _start_executed(command, log, max_files, path)
     server = Server(process)
     try:
         server.wait_phase(wait_for)
@@ -153,6 +150,25 @@ def start_server(
         server.http.close()
         process.kill()
         process.wait()
+
+
+def _start_executed(
+    command: list[str], log: IO[str] | None, max_files: int | None, path: Path | None
+) -> subprocess.Popen[str]:
+    limit = [] if max_files is None else ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash"]
+    folders = [REPOSITORY] if path is None else [REPOSITORY, path]
+    return subprocess.Popen(
+        [*limit, *command],
+        stdin=subprocess.DEVNULL,  # no terminal, whoever runs the tests
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+            "OMP_NUM_THREADS": "1",
+        },
+    )
 
 
 def ask(api: openai.OpenAI, **fields: Any) -> Any:
@@ -219,6 +235,8 @@ def main() -> int:
         fields = {"name": phase.name, "detail": phase.detail, "seconds": phase.seconds}
         print(json.dumps(fields), flush=True)
 
+    if nursery.is_forked:
+        nursery.fork_engines()
     settings = json.loads(sys.argv[1])
     try:
         given = {

@@ -53,7 +53,7 @@ def write_packed(folder: Path) -> list[Path]:
 
 
 def test_mutated_packed_files_load_or_are_refused_in_our_own_words(tmp_path: Path) -> None:
-    num_mutants = 40 * len(MUTATIONS)
+    num_mutants = 20 * len(MUTATIONS)
     found = run_mutants_of(write_packed(tmp_path), MUTATIONS, num_mutants, tmp_path)
     check(found, num_mutants, MUTATIONS)
 

@@ -14,6 +14,7 @@ import pytest
 from penstock.serve.journal import MARK_BEGIN, MARKS_HEADER, RELAY_HEADER, MarkedStream
 from serving import MESSAGES, Server, start_server
 from thinking_template import write_thinking_template
+from two_layers import two_layers
 
 KEY = "of-the-relay"
 # Replies are equal to the last bit, wherever they are computed, only in fixed tiles and chunks.
@@ -30,7 +31,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/chat/completions",
         {
             **CHAT,
-            "temperature": 0.0,
+            "seed": 3,
+            "temperature": 1.0,
             "chat_template_kwargs": {"enable_thinking": True},
             "thinking_token_budget": 8,
         },
@@ -51,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template = write_thinking_template(tmp_path_factory.mktemp("template"))
     serve = {"relay_key": KEY, "chat_template": str(template), "enable_thinking": False}
-    with start_server(engine=ENGINE, serve=serve) as server:
+    with start_server(engine={**ENGINE, "model": two_layers()}, serve=serve) as server:
         yield server
 
 

@@ -78,7 +78,7 @@ def test_a_second_signal_ends_server_and_engine_at_once() -> None:
 def test_without_an_engine_health_is_503_and_a_stream_that_waits_too_long_ends_with_an_error() -> (
     None
 ):
-    with start_server(serve={"resume_timeout": 0.3}) as server:
+    with start_server(serve={"resume_timeout": 0.3}, forked=False) as server:
         body = {"messages": MESSAGES, "stream": True, **FREE}
         with server.stream(body) as lines:
             os.kill(server.engine_pid, signal.SIGKILL)

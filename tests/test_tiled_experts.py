@@ -39,6 +39,7 @@ def expected(
     return out
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_tokens", "width", "inner"), [(1, 256, 128), (5, 384, 256)])
 def test_sums_are_those_of_the_expanded_weights(
