@@ -4,15 +4,37 @@ uninterrupted stream, wherever it was cut.
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import itertools
 import json
+import time
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import pytest
 
-from penstock.serve.journal import MARK_BEGIN, MARKS_HEADER, RELAY_HEADER, MarkedStream
+from penstock.config import ServeConfig
+from penstock.progress import OnPhase
+from penstock.serve.fleet import Fleet
+from penstock.serve.journal import (
+    MARK_BEGIN,
+    MARKS_HEADER,
+    RELAY_HEADER,
+    MarkedStream,
+    current_journal,
+    open_journal,
+    without_said,
+)
+from penstock.serve.metrics import Metrics, TokenTimer
+from penstock.serve.openai.replies import ChatReplyFormat
+from penstock.serve.text_stream import Reply, TextStream, Thought
+from penstock.text.dialects import DIALECTS, StreamParser
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import Request, SamplingParams, TokenDelta
 from serving import MESSAGES, Server, start_server
+from test_fleet import FakeEngine, settle
 from thinking_template import write_thinking_template
 from two_layers import two_layers
 
@@ -142,3 +164,113 @@ def test_streams_of_several_replies_cannot_be_resumed(server: Server) -> None:
     stream.take(answer.content)
     assert not stream.may_resume
     assert stream.end().endswith(b"data: [DONE]\n\n")
+
+
+PROMPT, END_ID, BUDGET = (1, 2, 3), 0, 4
+# Thoughts and answers. White space around them makes no event, so several steps of an engine come
+# before one mark.
+SCRIPTS = {
+    "an answer without text": ("one two\n\n\n\n\n\n\n\n", "\n\n\n\n\n\n\n\n\n\n"),
+    "an answer that begins late": ("one two\n\n\n\n\n\n\n\n", "\n\n\nforty two rivers\n"),
+    "a thought that ends behind its budget": (" a b c d e", "forty two rivers"),
+    "a thought that ends within its budget": ("one\n</think>\n\nforty two\n", ""),
+    "no text at all": ("", ""),
+}
+
+
+class ScriptedEngine(FakeEngine):
+    """Says the script of a thought, and that of an answer once thinking was closed."""
+
+    def __init__(self, script: tuple[str, str], num_at_once: int, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.closing_ids = tuple(tokenizer.encode("\n</think>\n\n"))
+        self._thought, self._answer = (tokenizer.encode(text) for text in script)
+        self._num_at_once = num_at_once
+
+    def step(self, num_cached_tokens: int = 0) -> None:
+        for id, (_, receiver, tokens) in list(self.rows.items()):
+            said = tuple(tokens[len(PROMPT) :])
+            closed = said[BUDGET : BUDGET + len(self.closing_ids)] == self.closing_ids
+            before = BUDGET + len(self.closing_ids) if closed else 0
+            script = [*(self._answer if closed else self._thought), END_ID]
+            new = tuple(script[len(said) - before :][: self._num_at_once])
+            tokens += new
+            finish: Any = "stop" if new[-1] == END_ID else None
+            if finish:
+                del self.rows[id]
+            receiver.take(TokenDelta(id, new, finish=finish))
+
+
+@functools.cache
+def own_tokenizer() -> Tokenizer:
+    return Tokenizer.load(None)
+
+
+async def relayed(script: tuple[str, str], num_at_once: int, said: bytes = b"") -> bytes:
+    """The events and marks of a reply without HTTP; `said`: of a lost server."""
+    scope = {"request_id": "a" * 32, "is_relayed": True, "said_bytes": len(said)}
+    open_journal(scope)
+    without_said(scope, said)
+    journal = current_journal()
+    assert journal is not None
+    tokenizer = own_tokenizer()
+    engine = ScriptedEngine(script, num_at_once, tokenizer)
+
+    async def launch(on_phase: OnPhase) -> ScriptedEngine:
+        return engine
+
+    fleet = Fleet([launch], ServeConfig(), lambda _: None)  # type: ignore[list-item]
+    await fleet.wait_ready()
+    style = ChatReplyFormat("r", "m", include_usage=True)
+    sent = bytearray()
+    stream = TextStream(fleet, lambda delta: sent.extend(journal.marked(style.encode_chunk(delta))))
+    reply = Reply(
+        stream,
+        Request(
+            id="r",
+            token_ids=PROMPT,
+            sampling=SamplingParams(max_tokens=100),
+            end_token_ids=(END_ID,),
+        ),
+        0,
+        tokenizer,
+        TokenTimer(Metrics(), len(PROMPT), 0.0),
+        StreamParser(DIALECTS["qwen_xml"], [], in_thinking=True),
+        thought=Thought(tokenizer.id_of("</think>"), BUDGET, engine.closing_ids),
+    )
+    stream.submit([[reply]])
+    await settle()
+    for _ in range(100):
+        engine.step()
+    await asyncio.wait_for(stream.wait_ended(), 5.0)
+    assert fleet.num_outstanding == 0
+    await fleet.close()
+    return bytes(sent) + style.encode_end(stream.usage)
+
+
+@pytest.mark.parametrize("num_at_once", [1, 3])
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_a_stream_that_is_cut_after_any_mark_has_the_events_of_an_uncut_one(
+    case: str, num_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts an engine says several tokens at once: the same text in other events."""
+    monkeypatch.setattr(time, "time", itertools.count(10**9).__next__)  # every look differs
+    script = SCRIPTS[case]
+    sent = asyncio.run(relayed(script, num_at_once))
+    whole = MarkedStream()
+    expected = whole.take(sent) + whole.end()
+    assert expected.count(b'"finish_reason":"stop"') == 1
+    marks = [place for place, byte in enumerate(sent) if byte == MARK_BEGIN[0]]
+    for mark in marks:
+        stream = MarkedStream()
+        seen = stream.take(sent[: sent.index(b"\n", mark) + 1])
+        _, said = stream.resume()
+        seen += stream.take(asyncio.run(relayed(script, num_at_once, said))) + stream.end()
+        if num_at_once == 1:
+            assert seen == expected
+            assert stream.said == whole.said
+        else:
+            assert text_of(seen) == text_of(expected)
+            assert seen.count(b'"finish_reason":"stop"') == 1
+            assert seen.splitlines()[-4:] == expected.splitlines()[-4:], "usage and the end"
+            assert [*chain(*stream.said.deltas)] == [*chain(*whole.said.deltas)]

@@ -83,9 +83,7 @@ class InFlight:
         # Clients see the number of its first engine.
         if self._num_cached_tokens != delta.num_cached_tokens:
             delta = msgspec.structs.replace(delta, num_cached_tokens=self._num_cached_tokens)
-        if delta.finish is not None:
-            self._fleet.forget(self)
-        self._receiver.take(delta)
+        self._give(delta)
 
     def replay(self, token_ids: Sequence[int], finish: FinishReason | None) -> None:
         """As if an engine had said these tokens."""
@@ -94,9 +92,15 @@ class InFlight:
         delta = TokenDelta(
             self.request.id, tuple(token_ids), finish=finish, num_cached_tokens=num_cached
         )
-        if finish is not None:
-            self._fleet.forget(self)
-        self._receiver.take(delta)
+        self._give(delta)
+
+    def _give(self, delta: TokenDelta) -> None:
+        try:
+            self._receiver.take(delta)
+        finally:
+            # Not before: a thought may end behind its budget, and then its reply goes on.
+            if delta.finish is not None:
+                self._fleet.forget(self)
 
     def fail(self, error: Exception) -> None:
         if self.client is not None and self.client.failure is not None:

@@ -38,7 +38,7 @@ class Said(msgspec.Struct, omit_defaults=True):
     created: int = 0
     seed: int | None = None
     num_cached: int | None = None
-    deltas: list[list[int]] = []  # tokens that made events together
+    deltas: list[list[int]] = []  # as they came: budgets and loop guards cut at their ends
     finish: FinishReason | None = None
     is_lost: bool = False  # it cannot be resumed
 
@@ -58,16 +58,13 @@ class Journal:
         self.replayed: Said | None = None
         self.is_replaying = False
         self.num_cached: int | None = None
-        self._new = Said(id=reply_id, created=int(time.time()))
-        self._tokens: list[int] = []  # since the last mark
-
-    @property
-    def created(self) -> int | None:
-        return None if self.replayed is None else self.replayed.created
+        self.created = int(time.time())  # the reply says the same wherever it goes on
+        self._new = Said(id=reply_id, created=self.created)
+        self._deltas: list[list[int]] = []  # since the last mark
 
     def resume(self, data: bytes) -> None:
         self.replayed = msgspec.json.decode(data, type=Said)
-        self.num_cached = self.replayed.num_cached
+        self.num_cached, self.created = self.replayed.num_cached, self.replayed.created
         self._new = Said()
 
     def give_up(self) -> None:
@@ -81,7 +78,7 @@ class Journal:
 
     def note(self, delta: TokenDelta) -> None:
         """Before it becomes text."""
-        self._tokens += delta.token_ids
+        self._deltas.append(list(delta.token_ids))
         if self.num_cached is None:
             self.num_cached = self._new.num_cached = delta.num_cached_tokens
         self._new.finish = delta.finish
@@ -94,7 +91,7 @@ class Journal:
 
     def mark(self) -> bytes:
         new, self._new = self._new, Said()
-        new.deltas, self._tokens = [self._tokens] if self._tokens else [], []
+        new.deltas, self._deltas = self._deltas, []
         return MARK_BEGIN + msgspec.json.encode(new) + MARK_END
 
 

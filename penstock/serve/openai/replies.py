@@ -57,7 +57,7 @@ class OpenAIReplyFormat(ABC):
         journal = current_journal()
         self._head = {
             "id": f"{self.id_prefix}-{request_id}",
-            "created": (journal and journal.created) or int(time.time()),
+            "created": int(time.time()) if journal is None else journal.created,
             "model": model,
         }
         if fingerprint:
