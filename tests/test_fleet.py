@@ -803,6 +803,23 @@ def test_engines_never_draw_alike_and_a_given_seed_is_kept() -> None:
     asyncio.run(scenario())
 
 
+def test_what_comes_after_a_closed_thought_is_drawn_with_the_seed_of_its_reply() -> None:
+    """So a relay that continues it elsewhere, before or after that, gets the same."""
+
+    async def scenario() -> None:
+        async with world_of(1) as world:
+            free = ask("free", temperature=1.0)
+            world.submit(free)
+            answer = replace(free, id="free-answer", num_resumed_tokens=1)
+            world.fleet.go_on("free", answer, Reader())
+            world.fleet.go_on("free-answer", ask("other", temperature=1.0), Reader())
+            seeds = [request.sampling.seed for request in world.current[0].asked]
+            assert None not in seeds
+            assert seeds[0] == seeds[1] != seeds[2]
+
+    asyncio.run(scenario())
+
+
 def test_a_server_with_a_sampling_seed_gives_the_same_seeds_again() -> None:
     async def seeds(**settings: Any) -> list[int | None]:
         async with world_of(1, **settings) as world:

@@ -258,6 +258,9 @@ class Fleet:
             raise self.failure
         inflight = self._in_flight.get(request_id)
         journal = None if inflight is None else inflight.journal
+        if inflight is not None and request.num_resumed_tokens:  # the same reply, with its seed
+            seed = inflight.request.sampling.seed
+            request = replace(request, sampling=replace(request.sampling, seed=seed))
         following = InFlight(self, _with_seed(request, self._seeds), receiver, journal)
         same: list[int] = []
         if inflight is not None:
