@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,57 @@ def test_a_kernel_is_compiled_once_and_without_a_cache_folder_every_time(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert library.load.__wrapped__(source).one() == 1
+
+
+def logging_compiler(folder: Path) -> tuple[Path, Path]:
+    """A slow program that compiles nothing, and the file to which it adds a line each time."""
+    log, compiler = folder / "log", folder / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\n'
+        f'echo >> {log}\nsleep 0.2\nfor out; do :; done; echo made > "$out"\n'
+    )
+    compiler.chmod(0o755)
+    (folder / "one.cpp").write_text("")
+    return compiler, log
+
+
+def test_processes_that_need_a_kernel_at_once_compile_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiler, log = logging_compiler(tmp_path)
+    forking = multiprocessing.get_context("fork")  # a spawned one would import torch again
+    wanted = (tmp_path / "one.cpp", str(compiler), ())
+    processes = [forking.Process(target=library._compiled, args=wanted) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    assert library._compiled(*wanted).read_text() == "made\n"
+    assert log.read_text() == "\n"
+
+
+@pytest.mark.parametrize("trouble", ["taken", "refused", "unknown"])
+def test_a_lock_that_cannot_be_had_costs_only_another_compilation(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiler, log = logging_compiler(tmp_path)
+    wanted = (tmp_path / "one.cpp", str(compiler), ())
+    path = library._compiled(*wanted)
+    path.unlink()
+    with path.with_suffix(".lock").open() as file:
+        if trouble == "taken":  # by a process that was stopped
+            fcntl.flock(file, fcntl.LOCK_EX)
+            monkeypatch.setattr(library, "LONGEST_LOCK", 0.05)
+        elif trouble == "refused":  # by a file system without locks, or read-only
+            path.with_suffix(".lock").unlink()
+            path.with_suffix(".lock").mkdir()
+        else:  # by the system
+            monkeypatch.setattr(library, "fcntl", None)
+        assert library._compiled(*wanted) == path
+    assert log.read_text() == "\n\n"
 
 
 def _version() -> str:

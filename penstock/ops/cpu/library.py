@@ -1,6 +1,7 @@
 """Compiles a C++ source for this CPU and loads it as a library. Knows no tensor and no shape.
 
 Compilation takes a second or two; results are cached on disk, by source, compiler and CPU features.
+Of several processes that need the same source, one compiles it while the others wait.
 Without a compiler `load` returns None, and slower code is used.
 """
 
@@ -15,14 +16,22 @@ import re
 import shutil
 import subprocess
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
 
 from penstock.ops.cache_folder import cache_folder, write_whole
 
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: every process compiles for itself
+    fcntl = None  # type: ignore[assignment]
+
 LONGEST_COMPILE = 60.0  # seconds
+LONGEST_LOCK, LOCK_POLL = 60.0, 0.02  # seconds
 # The instruction sets that torch uses, which a user can limit (ATEN_CPU_CAPABILITY).
 TARGETS = {"AVX512": ("-march=native",), "AVX2": ("-march=native", "-mno-avx512f")}
 log = logging.getLogger(__name__)
@@ -55,7 +64,9 @@ def _compiled(source: Path, compiler: str, target: tuple[str, ...]) -> Path:
     path = cache_folder("kernels") / f"{hashlib.blake2b(told, digest_size=16).hexdigest()}.so"
     if path.exists():
         return path
-    with tempfile.TemporaryDirectory() as folder:
+    with _only_one(path.with_suffix(".lock")), tempfile.TemporaryDirectory() as folder:
+        if path.exists():  # another process compiled it meanwhile
+            return path
         made = Path(folder) / path.name
         _run([*command, str(source), "-o", str(made)])
         with suppress(OSError):  # without a writable folder it is recompiled every time
@@ -63,6 +74,24 @@ def _compiled(source: Path, compiler: str, target: tuple[str, ...]) -> Path:
             return path
         ctypes.CDLL(str(made))  # stays loaded after its file is removed
         return made
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Holds this lock, or waits until the process that does has ended with it. Goes on without it
+    if it cannot be had, such as in a read-only folder, or not in time."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(lock.open("w"))
+            give_up_at = time.monotonic() + LONGEST_LOCK
+            while fcntl is not None and time.monotonic() < give_up_at:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(LOCK_POLL)
+        yield
 
 
 def _with_headers(source: Path) -> bytes:
