@@ -27,7 +27,7 @@ from penstock.eval.endpoint import Endpoint
 from penstock.eval.gates import run_gates
 from penstock.layers.inputs import RowSpan, StepInputs
 from penstock.models.source import ModelSource, find_model
-from penstock.ops import Chunks
+from penstock.ops import TokenBlocks
 from penstock.progress import Phase, PhaseList
 from penstock.quantize.layerwise import LayerwiseModel, Score, new_cache, whole_rows
 from penstock.quantize.run import quantize, read_rows
@@ -141,17 +141,18 @@ def in_codes(source: ModelSource, rows: Tensor) -> Score:
 
 def step_of(whole: StepInputs, first: int) -> StepInputs:
     """Some tokens of a step with one row."""
-    own = slice(first, first + STEP_TOKENS)
-    spans = (RowSpan(STEP_TOKENS, own.stop, is_prompt=True),)
+    own = slice(first, min(first + STEP_TOKENS, len(whole.token_ids)))
+    num_tokens = own.stop - first
+    spans = (RowSpan(num_tokens, own.stop, is_prompt=True),)
     return dataclasses.replace(
         whole,
         token_ids=whole.token_ids[own],
         positions=whole.positions[own],
         kv_index=whole.kv_index[own],
-        query_start=torch.tensor([0, STEP_TOKENS], dtype=torch.int32),
+        query_start=torch.tensor([0, num_tokens], dtype=torch.int32),
         context_lens=torch.tensor([own.stop], dtype=torch.int32),
         spans=spans,
-        chunks=Chunks.of(spans, "cpu"),
+        blocks=TokenBlocks.of(spans, torch.device("cpu")),
     )
 
 
@@ -163,6 +164,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=2048)
     arguments = parser.parse_args()
+    if arguments.what == "text" and len(arguments.files) != 2:
+        parser.error("text needs a model and a text")
     origin = provenance()
     del origin["host"]
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
@@ -170,7 +173,8 @@ def main() -> None:
         rows = results.get("gates", {}).get("rows", {})
         found = measure_gates(arguments.schemes.split(","), arguments.limit, rows)
     else:
-        found = measure_text(*arguments.files, arguments.tokens)
+        model, text = arguments.files
+        found = measure_text(model, text, arguments.tokens)
     command = " ".join(word.rpartition("/")[2] for word in sys.argv)
     results[arguments.what] = {**found, **origin, "command": f"python scripts/{command}"}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -7,8 +7,8 @@ Writes speculation-light.png and speculation-dark.png into the folder.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,11 @@ def draw(rows: list[dict[str, Any]], theme: Any, path: Path) -> None:
 
 
 def main() -> None:
-    source, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path, help="JSON of the measurement")
+    parser.add_argument("folder", type=Path, help="where the plots are written")
+    given = parser.parse_args()
+    source, folder = given.source, given.folder
     mpl.rcParams["font.family"] = "DejaVu Sans"
     rows = json.loads(source.read_text())["rows"]
     for name, theme in THEMES.items():
