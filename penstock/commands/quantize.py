@@ -1,4 +1,4 @@
-"""`penstock quantize`: makes a quantised checkpoint of a model, and says what that costs."""
+"""`penstock quantize`: makes a quantized checkpoint of a model, and says what that costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.models.source import find_model
 from penstock.progress import PhaseList, timed
 from penstock.quantize.settings import QuantizeSettings
 
-DESCRIPTION = """Quantise a checkpoint to FP8, INT8 or INT4, in the compressed-tensors format.
+DESCRIPTION = """Quantize a checkpoint to FP8, INT8 or INT4, in the compressed-tensors format.
 
 One layer at a time is in memory. A run that was stopped goes on where it was when it is started
 again with the same words."""
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         leave_a_core()
         report = quantize(source, output, settings, device, phases)
     if report["was_quantized"]:
-        print_note(f"{report['model']} was quantised before: the errors of that are in it, too.")
+        print_note(f"{report['model']} was quantized before: the errors of that are in it, too.")
     if arguments.json:
         print(json.dumps({**report, **provenance()}))
     else:

@@ -132,7 +132,7 @@ class Roofline:
 
     parameters: Parameters
     stored: Parameters  # in bytes
-    element_bytes: int  # of an activation, and of a weight that is not quantised
+    element_bytes: int  # of an activation, and of a weight that is not quantized
     kv_bytes: int  # of an element of KV
     state_bytes: int  # of an element of a recurrent state
     hidden_size: int
