@@ -14,7 +14,7 @@ from kernel_checks import FULL_SIZE, PLACES, assert_near, random
 from penstock.layers.mlp import SparseMLP
 from penstock.ops.reference import moe as reference
 from penstock.ops.reference.moe import new_counters
-from penstock.ops.triton import moe
+from penstock.ops.triton import moe, moe_route
 from penstock.ops.triton.tuning import Question, Tile, trials
 from penstock.ops.weight import Weight
 
@@ -149,12 +149,19 @@ def test_a_launch_counts_in_its_own_counters_alone(
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize("num_tokens", [3, 18, 300])
+@pytest.mark.parametrize(("num_tokens", "split_tokens"), [(3, 64), (18, 64), (40, 32)])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_experts_may_lie_in_any_slots(device: str, dtype: torch.dtype, num_tokens: int) -> None:
+def test_experts_may_lie_in_any_slots(
+    device: str,
+    dtype: torch.dtype,
+    num_tokens: int,
+    split_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A stack of more matrices than experts, in another order: the router writes where each one
-    is.
+    is, in all of its forms.
     """
+    monkeypatch.setattr(moe_route, "SPLIT_TOKENS", split_tokens)
     inputs = router_inputs(num_tokens, device, dtype)
     slots = torch.randperm(E + 3, generator=torch.Generator().manual_seed(0))[:E].to(
         device, torch.int32
