@@ -133,8 +133,7 @@ def _route_split(
     tile: Tile,
     constants: dict[str, Any],
 ) -> None:
-    (num_tokens, width), num_experts = x.shape, constants.pop("E")
-    del constants["H"]
+    (num_tokens, width), num_experts = x.shape, constants["E"]
     num_splits = tile["NUM_SPLITS"]
     logits = torch.empty(
         num_splits, num_tokens, num_experts + 1, dtype=torch.float32, device=x.device
@@ -148,14 +147,9 @@ def _route_split(
     _route_logits_kernel[grid](
         x, router, shared_gate, logits, num_tokens, E=num_experts, H=width, **tile, **options
     )
+    choosing = {name: value for name, value in constants.items() if name != "H"}
     _choose_kernel[(num_tokens,)](
-        logits,
-        *chosen,
-        num_tokens,
-        E=num_experts,
-        NUM_SPLITS=num_splits,
-        num_warps=1,
-        **constants,
+        logits, *chosen, num_tokens, NUM_SPLITS=num_splits, num_warps=1, **choosing
     )
 
 
