@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernel_checks import ON_GPU
 from penstock.ops.cuda import quantized
-from penstock.ops.cuda.quantized_gemm import Tile, gemm_rule, gemm_tile, is_gemm
+from penstock.ops.cuda.quantized_gemm import Tile, gemm_tile
 from penstock.ops.tiles import TiledRows, tile
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.packing import pack
@@ -52,11 +52,6 @@ def reals_of(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
 
 
-def rule_of(rows: TiledRows, num_tokens: int, num_plain: int = 0) -> Tile:
-    """Also where another kernel would be faster."""
-    return gemm_rule(rows, num_tokens, quantized.card_of(torch.device("cuda", 0)), num_plain)
-
-
 def check(
     rows: TiledRows, num_tokens: int, dtype: torch.dtype, *, own: Tile | None = None,
     out_dtype: torch.dtype | None = None, num_plain: int = 0, is_padded: bool = False,
@@ -73,8 +68,7 @@ def check(
     plain = reals_of(num_plain, K, dtype=dtype, seed=2) / 20 if num_plain else None
     bias = reals_of(N, dtype=dtype, seed=3) if adds else None
     residual = reals_of(num_tokens, N + 1, dtype=dtype, seed=4)[:, :N] if adds else None
-    own = own or rule_of(rows, num_tokens, num_plain)
-    quantized.multiply(x, rows, out, plain=plain, bias=bias, residual=residual, tile=own)
+    quantized.multiply_gemm(x, rows, out, plain=plain, bias=bias, residual=residual, tile=own)
     exact = rows.dequantize().double()
     if plain is not None:
         exact = torch.cat([exact, plain.double()])
@@ -114,7 +108,6 @@ def test_every_arrangement_of_warps_gives_the_same(
         own = gemm_tile(
             *shape, token_tiles=token_tiles, stages=stages, cluster=cluster, warp_steps=warp_steps
         )
-        assert is_gemm(own)
         if quantized.gemm_constants(rows, torch.bfloat16, own)["SHARED_BYTES"] > 99 * 1024:
             stages_less = own | {"STAGES": 2}
             own = stages_less
@@ -132,7 +125,7 @@ def test_the_same_product_has_the_same_bits() -> None:
     outs = []
     for _ in range(20):
         outs.append(torch.empty(64, 2048, dtype=torch.bfloat16, device="cuda"))
-        quantized.multiply(x, rows, outs[-1], tile=rule_of(rows, 64))
+        quantized.multiply_gemm(x, rows, outs[-1])
     assert all(torch.equal(outs[0], other) for other in outs)
 
 
@@ -147,7 +140,7 @@ def test_weights_are_read_before_the_kernel_ahead_ends_and_tokens_after_it() -> 
         del results[1:]
         for _ in range(8):
             out = torch.empty_like(x)
-            quantized.multiply(results[-1], rows, out, tile=rule_of(rows, 64))
+            quantized.multiply_gemm(results[-1], rows, out)
             results.append(out)
 
     chain()

@@ -141,21 +141,16 @@ def multiply(
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    tile: Tile | None = None,  # of either kernel; None: chosen by rule
 ) -> None:
-    num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
-    if tile is None and quantized_gemm.is_faster(
-        rows.num_rows, num_tokens, num_processors(x.device)
-    ):
-        tile = quantized_gemm.gemm_rule(rows, num_tokens, card_of(x.device), num_plain)
-    if tile is not None and quantized_gemm.is_gemm(tile):
+    if quantized_gemm.is_faster(rows.num_rows, len(x), num_processors(x.device)):
         assert norm_weight is None, "tokens are prepared by others"
-        _multiply_gemm(x, rows, out, plain, bias, residual, tile)
+        multiply_gemm(x, rows, out, plain=plain, bias=bias, residual=residual)
         return
+    num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
     token_tiles = 1 << max(0, cdiv(num_tokens, TOKENS) - 1).bit_length()
     is_staged = norm_weight is not None
     staged = staged_bytes(num_tokens, rows.num_columns, rows.group) if is_staged else 0
-    tile = tile or linear_rule(rows, token_tiles, num_processors(x.device), staged)
+    tile = linear_rule(rows, token_tiles, num_processors(x.device), staged)
     constants = {
         "TOKEN_TILES": token_tiles,
         "STAGED_TOKENS": _num_staged(num_tokens) if is_staged else 1,
@@ -191,11 +186,18 @@ def multiply(
     )
 
 
-def _multiply_gemm(
-    x: Tensor, rows: TiledRows, out: Tensor, plain: Tensor | None, bias: Tensor | None,
-    residual: Tensor | None, tile: Tile,
-) -> None:  # fmt: skip
+def multiply_gemm(
+    x: Tensor,  # [T, K]
+    rows: TiledRows,  # [N, K]
+    out: Tensor,  # [T, N + plain rows]  may be a slice
+    *,
+    plain: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    tile: Tile | None = None,  # None: chosen by rule
+) -> None:
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
+    tile = tile or quantized_gemm.gemm_rule(rows, num_tokens, card_of(x.device), num_plain)
     constants = gemm_constants(rows, x.dtype, tile) | {
         "HAS_PLAIN": int(plain is not None),
         "HAS_BIAS": int(bias is not None),

@@ -170,13 +170,6 @@ __device__ __forceinline__ void store_four(void* out, long long place, const flo
 #endif
 }
 
-typedef float Sums[ROW_TILES][TOKEN_TILES][4];
-
-__device__ __forceinline__ void clear(Sums& sums) {
-#pragma unroll
-    for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; ++i) (&sums[0][0][0])[i] = 0.0f;
-}
-
 // Loads the tokens of a run. `tokens` points to the thread's own columns of a step.
 __device__ __forceinline__ void load_tokens(Four (&values)[TOKEN_TILES], const u8* tokens,
                                             int run) {
@@ -276,23 +269,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const u8* codes, const
                     multiply(x_sums[j], ONES, ONES, ONES, ONES, token[j].part[2 * side],
                              token[j].part[2 * side + 1]);
             if (ARE_SCALES_LAST || (i + 1) % GROUP_PAIRS != 0) continue;
-#pragma unroll
-            for (int tile = 0; tile < ROW_TILES; ++tile)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float scale = scale_of(record[tile][half], group);
-                    float offset = 0.0f;
-                    if constexpr (ADDS_OFFSETS)
-                        offset = offset_of(record[tile][half], group, scale);
-#pragma unroll
-                    for (int j = 0; j < TOKEN_TILES; ++j)
-#pragma unroll
-                        for (int odd = 0; odd < 2; ++odd) {
-                            float& sum = sums[tile][j][2 * half + odd];
-                            sum = fmaf(scale, of_group[tile][j][2 * half + odd], sum);
-                            if constexpr (ADDS_OFFSETS) sum = fmaf(offset, x_sums[j][odd], sum);
-                        }
-                }
+            apply_scales<ADDS_OFFSETS>(sums, of_group, x_sums, record, group);
         }
     }
 }

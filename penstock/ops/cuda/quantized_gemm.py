@@ -114,10 +114,6 @@ def gemm_tile(
     }
 
 
-def is_gemm(tile: Tile) -> bool:
-    return "STAGES" in tile
-
-
 def num_warps(tile: Tile) -> int:
     return tile["ROW_WARPS"] * tile["TOKEN_WARPS"] * tile["COLUMN_WARPS"]
 

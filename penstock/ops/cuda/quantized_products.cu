@@ -161,35 +161,6 @@ __device__ __forceinline__ void stage(u16* staged, TokenSums& token_sums, Square
 }
 #endif
 
-typedef float Sums[ROW_TILES][TOKEN_TILES][4];
-
-__device__ __forceinline__ void clear(Sums& sums) {
-#pragma unroll
-    for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; ++i) (&sums[0][0][0])[i] = 0.0f;
-}
-
-// sums += scale * raw + offset * x_sums, for one group of columns.
-__device__ __forceinline__ void apply_scales(Sums& sums, const Sums& raw,
-                                             const float (&x_sums)[TOKEN_TILES][4],
-                                             const Step& step, int group) {
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; ++tile)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float scale = scale_of(step.records[tile][half], group);
-            float offset = 0.0f;
-            if constexpr (NEEDS_SUMS) offset = offset_of(step.records[tile][half], group, scale);
-#pragma unroll
-            for (int i = 0; i < TOKEN_TILES; ++i)
-#pragma unroll
-                for (int odd = 0; odd < 2; ++odd) {
-                    float& sum = sums[tile][i][2 * half + odd];
-                    sum = fmaf(scale, raw[tile][i][2 * half + odd], sum);
-                    if constexpr (NEEDS_SUMS) sum = fmaf(offset, x_sums[i][odd], sum);
-                }
-        }
-}
-
 // Multiplies one step of 128 columns. `ahead` holds the first runs of the tokens; on return, those
 // of the next step.
 __device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, const Tokens& tokens,
@@ -244,7 +215,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Step& held, cons
                     x_sums[0][odd] = tokens.sums->of[token][step * GROUPS + group];
                 }
 #endif
-            apply_scales(sums, raw, x_sums, held, group);
+            apply_scales<NEEDS_SUMS>(sums, raw, x_sums, held.records, group);
         }
     }
 }

@@ -270,3 +270,33 @@ __device__ __forceinline__ void store(void* out, long long place, float value) {
     ((u16*)out)[place] = (u16)pack(value, 0.0f);
 #endif
 }
+
+typedef float Sums[ROW_TILES][TOKEN_TILES][4];
+
+__device__ __forceinline__ void clear(Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; ++i) (&sums[0][0][0])[i] = 0.0f;
+}
+
+// sums += scale * raw + offset * x_sums, for one group of columns.
+template <bool ADDS_OFFSETS>
+__device__ __forceinline__ void apply_scales(Sums& sums, const Sums& raw,
+                                             const float (&x_sums)[TOKEN_TILES][4],
+                                             const Record (&records)[ROW_TILES][2], int group) {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float scale = scale_of(records[tile][half], group);
+            float offset = 0.0f;
+            if constexpr (ADDS_OFFSETS) offset = offset_of(records[tile][half], group, scale);
+#pragma unroll
+            for (int i = 0; i < TOKEN_TILES; ++i)
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    float& sum = sums[tile][i][2 * half + odd];
+                    sum = fmaf(scale, raw[tile][i][2 * half + odd], sum);
+                    if constexpr (ADDS_OFFSETS) sum = fmaf(offset, x_sums[i][odd], sum);
+                }
+        }
+}

@@ -31,7 +31,7 @@ MAX_TOKENS = 32768  # at a time: intermediate activations stay below two GB
 def sparse_mlp(
     x: Tensor,  # [T, H]  normed
     weights: Tensor,  # [T, k] float32
-    ids: Tensor,  # [T, k]  those of a token differ
+    ids: Tensor,  # [T, k]  those of a token differ, unless their weight is 0
     gate_up: Weight,  # [E, 2I, H]
     down: Weight,  # [E, H, I]
     residual: Tensor,  # [T, H]

@@ -48,7 +48,7 @@ def run(
     out: Tensor,  # [T, H]
     x: Tensor,  # [T, H]
     weights: Tensor,  # [T, k] float32
-    ids: Tensor,  # [T, k]  those of a token differ
+    ids: Tensor,  # [T, k]  those of a token differ, unless their weight is 0
     gate_up: Weight,  # [E, 2I, H]
     down: Weight,  # [E, H, I]
     residual: Tensor,  # [T, H]

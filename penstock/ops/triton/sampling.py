@@ -8,6 +8,8 @@ samples the same token whatever its batch and however the row is divided.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -42,29 +44,35 @@ def sample(
         settings = (temperature, top_k, top_p, min_p, seeds, positions)
         draw_filtered(logits, settings, token_ids, tile)
         return token_ids
-    num_chunks, options = launch.cdiv(vocab, tile["CHUNK"]), launch.launch_options(logits.device)
-    best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
-    row = (logits, vocab, logits.stride(0), temperature, seeds, positions)
-    draw_kernel[best.shape](*row, best, **tile, **options)
-    options |= {"MAX_CHUNKS": launch.next_power_of_2(num_chunks), "num_warps": 1}
-    merge_kernel[(num_rows,)](best, token_ids, num_chunks, **options)
+    _merge_chunks(draw_kernel, logits, (temperature, seeds, positions), token_ids, tile)
     return token_ids
 
 
 def likeliest(logits: Tensor) -> Tensor:  # [L, vocab] -> [L] int64
-    num_rows, vocab = logits.shape
+    num_rows = len(logits)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return token_ids
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    tile, options = rule(num_rows, False), launch.launch_options(logits.device)
-    num_chunks = launch.cdiv(vocab, tile["CHUNK"])
+    _merge_chunks(likeliest_kernel, logits, (), token_ids, rule(num_rows, False))
+    return token_ids
+
+
+def _merge_chunks(
+    kernel: Any,
+    logits: Tensor,  # [L, vocab]
+    settings: tuple[Tensor, ...],  # [L] each
+    token_ids: Tensor,  # [L] int64  written
+    tile: Tile,
+) -> None:
+    """One program of `kernel` finds the best token of a chunk, the second launch that of a row."""
+    num_rows, vocab = logits.shape
+    num_chunks, options = launch.cdiv(vocab, tile["CHUNK"]), launch.launch_options(logits.device)
     best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
-    likeliest_kernel[best.shape](logits, vocab, logits.stride(0), best, **tile, **options)
+    kernel[best.shape](logits, vocab, logits.stride(0), *settings, best, **tile, **options)
     options |= {"MAX_CHUNKS": launch.next_power_of_2(num_chunks), "num_warps": 1}
     merge_kernel[(num_rows,)](best, token_ids, num_chunks, **options)
-    return token_ids
 
 
 def rule(num_rows: int, filtered: bool) -> Tile:
