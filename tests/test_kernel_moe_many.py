@@ -20,6 +20,7 @@ from penstock.weights.on_the_fly import round_to
 from penstock.weights.packing import pack
 
 H, I, SHARED_I = 48, 24, 40
+QUANTIZED_WIDTH = 128  # of tokens and of experts
 EPS = 1e-6
 
 
@@ -125,14 +126,12 @@ def test_pairs_whose_weight_is_zero_are_not_read(device: str, dtype: torch.dtype
     assert_near(out, residual.float() + by_token.sum(1), dtype)
 
 
-@pytest.mark.parametrize("shared_width", [128, 0])
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_packed_experts_are_expanded_in_groups(
-    device: str, dtype: torch.dtype, shared_width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whose number changes no bit, down to one expert at a time."""
-    num_experts, k, width, inner = 5, 2, 128, 128
-    ids = some_ids(90, num_experts, k).to(device, torch.int32)
+def quantized_inputs(
+    num_tokens: int, num_experts: int, device: str, dtype: torch.dtype, *, has_shared: bool = True
+) -> tuple[Any, ...]:
+    """Two experts per token, all matrices of 4 bits."""
+    width, inner = QUANTIZED_WIDTH, QUANTIZED_WIDTH
+    ids = some_ids(num_tokens, num_experts, 2).to(device, torch.int32)
 
     def some(*shape: int, seed: int) -> Weight:
         values = random(*shape, dtype=torch.float32, device="cpu", seed=seed)
@@ -142,10 +141,10 @@ def test_packed_experts_are_expanded_in_groups(
         return weight
 
     shared: tuple[Any, ...] = (None, None, None)
-    if shared_width:
+    if has_shared:
         shared_weight = torch.rand(len(ids), 1).to(device)
         shared = (shared_weight, some(2 * inner, width, seed=6), some(width, inner, seed=7))
-    arguments = (
+    return (
         random(len(ids), width, dtype=dtype, device=device, seed=2),
         torch.rand(ids.shape).to(device),
         ids,
@@ -154,16 +153,61 @@ def test_packed_experts_are_expanded_in_groups(
         random(len(ids), width, dtype=dtype, device=device, seed=5),
         *shared,
     )
-    whole = moe.sparse_mlp(*arguments)
+
+
+@pytest.mark.parametrize("has_shared", [True, False])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_packed_experts_are_expanded_in_groups(
+    device: str, dtype: torch.dtype, has_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose number changes no bit, down to one expert at a time."""
+    arguments = quantized_inputs(90, 5, device, dtype, has_shared=has_shared)
+    whole, ids = moe.sparse_mlp(*arguments), arguments[2]
     x, weights, _, *rest = (
         Weight(given.parts[0].dequantize().to(dtype)) if isinstance(given, Weight) else given
         for given in arguments
     )
     assert_near(whole, reference.sparse_mlp(x, weights, ids.long(), *rest), dtype)
     for num_together in (3, 1):
-        most = num_together * 2 * inner * width * dtype.itemsize
+        most = num_together * 2 * QUANTIZED_WIDTH**2 * dtype.itemsize
         monkeypatch.setattr(moe_grouped_gemm, "MOST_EXPANDED", most)
         assert torch.equal(moe.sparse_mlp(*arguments), whole)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 20, 45, 90])
+@pytest.mark.parametrize("num_slots", [5, 14])
+@pytest.mark.parametrize("is_quantized", [True, False])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_experts_in_slots_give_the_bits_of_those_in_order(
+    device: str, dtype: torch.dtype, is_quantized: bool, num_slots: int, num_tokens: int
+) -> None:
+    """However many slots there are, and whatever the others hold: layers share a pool of them, and
+    a larger cache must not change a token.
+    """
+    num_experts = 5
+    if is_quantized:
+        arguments = quantized_inputs(num_tokens, num_experts, device, dtype)
+    else:
+        ids = some_ids(num_tokens, num_experts, 2)
+        arguments = sparse_inputs(ids, num_experts, device, dtype)
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.randperm(num_slots, generator=generator)[:num_experts].to(device)
+
+    def spread(tensor: Tensor) -> Tensor:
+        pool = tensor[torch.arange(num_slots, device=device) % num_experts]
+        pool[slots] = tensor
+        return pool
+
+    def in_slots(weight: Weight) -> Weight:
+        pool = Weight(spread(weight.values.data))
+        pool.parts = tuple(map_part(part, spread) for part in weight.parts)
+        return pool
+
+    x, weights, ids, gate_up, down, *rest = arguments
+    seen = moe.sparse_mlp(
+        x, weights, ids, in_slots(gate_up), in_slots(down), *rest, slots=slots.int()
+    )
+    assert torch.equal(seen, moe.sparse_mlp(*arguments))
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

@@ -151,28 +151,29 @@ class OffloadedExperts:
         if len(experts) > self.pool.num_slots:
             outputs = self._run_in_passes(x, ids, experts, deterministic)
             return add_experts(outputs, weights, x, residual, *shared, deterministic=deterministic)
-        slots = self._fetch(experts, ids)
         try:
+            slots = self._fetch(experts, ids)
             return sparse_mlp(
                 x,
                 weights,
-                slots,
+                ids,
                 gate_up,
                 down,
                 residual,
                 *shared,
                 counters,
+                slots=slots,
                 deterministic=deterministic,
             )
         finally:
             self.pool.residency.release()
 
-    def _fetch(self, experts: Sequence[int], ids: Tensor) -> Tensor:
-        """The slots for these ids."""
+    def _fetch(self, experts: Sequence[int], ids: Tensor) -> Tensor:  # [E]
+        """The slot of each of these experts; 0, which a kernel may read, for others."""
         slots = self.store.fetch(self.layer, experts, self.pool)
-        table = torch.zeros(self.num_experts, dtype=ids.dtype)  # read by kernels
+        table = torch.zeros(self.num_experts, dtype=ids.dtype)
         table[torch.tensor(experts)] = torch.tensor(slots, dtype=ids.dtype)
-        return table.to(ids.device)[ids.long()]
+        return table.to(ids.device)
 
     def _run_in_passes(
         self, x: Tensor, ids: Tensor, experts: Sequence[int], deterministic: bool
@@ -187,7 +188,7 @@ class OffloadedExperts:
             some = experts[first : first + most]
             tokens, choices = torch.isin(ids, torch.tensor(some)).nonzero(as_tuple=True)
             try:
-                slots = self._fetch(some, ids[tokens, choices])
+                slots = self._fetch(some, ids)[ids[tokens, choices].long()]
                 outputs[tokens, choices] = run_experts_grouped(
                     x[tokens],
                     slots[:, None],

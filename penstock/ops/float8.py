@@ -78,15 +78,18 @@ def rounds_tokens(parts: tuple[Part, ...], x: Tensor, num_tokens: int) -> bool:
 
 
 def rounded_experts(
-    x: Tensor, num_pairs: int, routed: tuple[Weight, Weight], shared: Sequence[Weight | None]
+    x: Tensor,
+    pairs_per_expert: float,
+    routed: tuple[Weight, Weight],
+    shared: Sequence[Weight | None],
 ) -> tuple[TiledRows, ...]:
-    """The rows of gate and up and of down, if GEMMs with this many pairs quantize tokens, and those
+    """The rows of gate and up and of down, if GEMMs with so many pairs quantize tokens, and those
     of the shared expert, if they have the same format. Empty: they do not.
     """
     if not _is_able(x):
         return ()
     few = HOPPER_FEW_PAIRS if _capability(x.device) == HOPPER else FEW_PAIRS
-    if num_pairs <= few * routed[1].shape[0]:
+    if pairs_per_expert <= few:
         return ()
     rows = [part for weight in routed for part in weight.parts]
     if len(rows) != 2 or not all(can_take(part) for part in rows):

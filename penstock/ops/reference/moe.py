@@ -111,11 +111,14 @@ def sparse_mlp(
     shared_down: Weight | None = None,  # [H, I']
     counters: Tensor | None = None,  # from `new_counters`; without them a kernel allocates its own
     *,
+    slots: Tensor | None = None,  # [E]  index of each expert in the stacks; None: in order
     deterministic: bool = False,
 ) -> Tensor:  # [T, H]
     """residual + the weighted sum of the chosen experts (+ the shared one), accumulated in
     float32.
     """
+    num_experts = down.shape[0] if slots is None else len(slots)
+    ids = ids if slots is None else slots[ids.long()]
     stored = (gate_up, down, shared_gate_up, shared_down)
     is_plain = not any(weight is not None and weight.parts for weight in stored)
     if is_plain and few_tokens.are_few(x, deterministic):
@@ -147,7 +150,8 @@ def sparse_mlp(
     rounded: tuple[TiledRows, ...] = ()
     if not deterministic:
         shared_stored = (shared_gate_up, shared_down)
-        rounded = rounded_experts(x, ids.numel(), (gate_up, down), shared_stored)
+        pairs_per_expert = ids.numel() / num_experts
+        rounded = rounded_experts(x, pairs_per_expert, (gate_up, down), shared_stored)
     if rounded:
         outputs = _run_experts_rounded(x, ids, *rounded[:2])
         if shared_weight is not None and len(rounded) == 4:  # as one more expert

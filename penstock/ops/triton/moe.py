@@ -40,6 +40,7 @@ def sparse_mlp(
     shared_down: Weight | None = None,  # [H, I']
     counters: Tensor | None = None,  # from `new_counters`; without them a kernel allocates its own
     *,
+    slots: Tensor | None = None,  # [E]  index of each expert in the stacks; None: in order
     deterministic: bool = False,
 ) -> Tensor:  # [T, H]
     if len(x) > MAX_TOKENS:
@@ -56,6 +57,7 @@ def sparse_mlp(
                 shared_gate_up,
                 shared_down,
                 counters,
+                slots=slots,
                 deterministic=deterministic,
             )
             for some in chunks
@@ -64,12 +66,16 @@ def sparse_mlp(
     assert x.is_contiguous()
     assert residual.is_contiguous()
     weights, ids = weights.contiguous(), ids.contiguous()
+    # The number of slots selects no kernel: a larger expert cache gives the same tokens.
+    num_experts = down.shape[0] if slots is None else len(slots)
+    expert_ids, ids = ids, ids if slots is None else slots[ids.long()]
     out = torch.empty_like(residual)
     stored = (gate_up, down, shared_gate_up, shared_down)
     if any(weight is not None and weight.parts for weight in stored) and not deterministic:
         shared_parts = (shared_gate_up, shared_down)
-        rounded = rounded_experts(x, ids.numel(), (gate_up, down), shared_parts)
-        experts = None if rounded else _quantized_experts(x, ids, *stored)
+        pairs_per_expert = ids.numel() / num_experts
+        rounded = rounded_experts(x, pairs_per_expert, (gate_up, down), shared_parts)
+        experts = None if rounded else _quantized_experts(x, ids, num_experts, *stored)
         if rounded or experts is not None:
             has_shared = len(rounded) == 4 or (experts is not None and experts.has_shared)
             if shared_weight is not None and not has_shared:  # stored in another format
@@ -80,18 +86,19 @@ def sparse_mlp(
             else:
                 _run_quantized(out, experts, x, weights, ids, residual, shared_weight, counters)
             return out
-    form = SMALL_GEMM if deterministic else _choose_form(x, ids, down)
+    form = SMALL_GEMM if deterministic else _choose_form(x, ids, num_experts, down)
     plain = [_plain_values(weight, x.dtype) for weight in (shared_gate_up, shared_down)]
     shared = (shared_weight, plain[0], plain[1])
     if form == GROUPED_GEMM:  # which dequantizes experts itself, a few at a time
-        moe_grouped_gemm.run(out, x, weights, ids, gate_up, down, residual, *shared, counters)
+        routed = (expert_ids, slots, gate_up, down)
+        moe_grouped_gemm.run(out, x, weights, *routed, residual, *shared, counters)
         return out
     values = [_plain_values(weight, x.dtype) for weight in (gate_up, down)]
     arguments = (out, x, weights, ids, values[0], values[1], residual, *shared)
     if form == GEMV:
-        moe_gemv.run(*arguments)
+        moe_gemv.run(*arguments, num_experts)
     else:
-        moe_small_gemm.run(*arguments, deterministic=deterministic)
+        moe_small_gemm.run(*arguments, num_experts, deterministic=deterministic)
     return out
 
 
@@ -113,6 +120,7 @@ def _plain_values(weight: Weight | None, dtype: torch.dtype) -> Any:
 def _quantized_experts(
     x: Tensor,
     ids: Tensor,
+    num_experts: int,
     gate_up: Weight,
     down: Weight,
     shared_gate_up: Weight | None,
@@ -121,7 +129,7 @@ def _quantized_experts(
     """With the shared one, if it has the same format. None: they are dequantized, because there are
     many tokens or an expert's rows have several formats.
     """
-    (num_tokens, k), num_experts = ids.shape, down.shape[0]
+    num_tokens, k = ids.shape
     if num_tokens * k > FEW_PAIRS * num_experts or x.dtype not in quantized.DTYPES:
         return None
     routed = [one.parts[0] for one in (gate_up, down) if len(one.parts) == 1]
@@ -155,12 +163,11 @@ def _run_quantized(
     moe_grouped_gemm.add_pairs(out, outputs, weights, shared_weight, residual)
 
 
-def _choose_form(x: Tensor, ids: Tensor, down: Weight) -> int:
+def _choose_form(x: Tensor, ids: Tensor, num_experts: int, down: Weight) -> int:
     """For unquantized experts. Quantized ones with many tokens are never dequantized all at
     once.
     """
-    num_experts, width, inner_width = down.shape
-    num_tokens, k = ids.shape
+    (num_tokens, k), (_, width, inner_width) = ids.shape, down.shape
     rule = SMALL_GEMM if bucket(num_tokens) * k <= SMALL_GEMM_PAIRS * num_experts else GROUPED_GEMM
     if num_tokens <= GEMV_TOKENS:
         rule = GEMV

@@ -34,8 +34,9 @@ def run(
     shared_weight: Tensor | None,  # [T, 1] float32
     shared_gate_up: Tensor | None,  # [2I', H]
     shared_down: Tensor | None,  # [H, I']
+    num_experts: int,  # of the layer; the stacks may hold more or fewer
 ) -> None:
-    (num_tokens, k), (num_experts, width, inner_width) = ids.shape, down.shape
+    (num_tokens, k), (_, width, inner_width) = ids.shape, down.shape
     shared_width = 0 if shared_down is None else shared_down.shape[1]
     widest = max(inner_width, shared_width)
     inner = x.new_empty(num_tokens, k + 1, widest)

@@ -49,6 +49,7 @@ def run(
     x: Tensor,  # [T, H]
     weights: Tensor,  # [T, k] float32
     ids: Tensor,  # [T, k]  those of a token differ, unless their weight is 0
+    slots: Tensor | None,  # [E]  index of each expert in the stacks; None: in order
     gate_up: Weight,  # [E, 2I, H]
     down: Weight,  # [E, H, I]
     residual: Tensor,  # [T, H]
@@ -57,22 +58,25 @@ def run(
     shared_down: Tensor | None,  # [H, I']
     counters: Tensor | None,  # [n] int32
 ) -> None:
-    (num_tokens, k), (num_experts, width, inner_width) = ids.shape, down.shape
+    (num_tokens, k), (num_stacked, width, inner_width) = ids.shape, down.shape
+    num_experts = num_stacked if slots is None else len(slots)
     shared_width = 0 if shared_down is None else shared_down.shape[1]
     widest = max(inner_width, shared_width)
-    slots = k + (shared_width > 0)
+    num_rows = k + (shared_width > 0)  # per token
     shape = (num_experts, k, inner_width, width)
     rules = _rules(
         bucket(num_tokens) * k // num_experts, x.element_size(), has_dependent_launch(x.device)
     )
+    if slots is not None and not (gate_up.parts and down.parts):  # the kernel reads slots in place
+        num_experts, ids, slots = num_stacked, slots[ids.long()], None
 
     height = choose("moe_permute", shape, num_tokens, rules["list"], x.device)["BLOCK_M"]
-    order, tiles = list_pairs(ids, num_experts, slots, height, counters)
-    inner = x.new_empty(num_tokens * slots, widest)
-    outputs = x.new_empty(num_tokens * slots, width)
+    order, tiles = list_pairs(ids, num_experts, num_rows, height, counters)
+    inner = x.new_empty(num_tokens * num_rows, widest)
+    outputs = x.new_empty(num_tokens * num_rows, width)
     dims = {
         "E": num_experts,
-        "SLOTS": slots,
+        "SLOTS": num_rows,
         "H": width,
         "I": inner_width,
         "SHARED_I": shared_width,
@@ -88,7 +92,7 @@ def run(
         tile = choose(f"moe_{name}_grouped_gemm", shape, num_tokens, rules[name], x.device)
         constants = {**dims, "IS_DOWN": name == "down", **tile, **options}
         grid = (cdiv(num_columns, tile["BLOCK_N"]), len(tiles))
-        for first, values in _groups(experts, x.dtype):
+        for first, values in _groups(experts, slots, x.dtype):
             last, is_part = first + len(values), len(values) < num_experts
             last += last == num_experts  # including the shared one
             given = (source, order, tiles, values, values if shared is None else shared, result)
@@ -97,15 +101,20 @@ def run(
     add_pairs(out, outputs, weights, shared_weight, residual)
 
 
-def _groups(experts: Weight, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Dequantized experts, with the number of the first: all of them, or a few at a time."""
+def _groups(
+    experts: Weight, slots: Tensor | None, dtype: torch.dtype
+) -> Iterator[tuple[int, Tensor]]:
+    """Dequantized experts, with the number of the first: all of them, or a few at a time. A layer's
+    own, if its slots are among others'.
+    """
     if not experts.parts:
         yield 0, experts.values
         return
-    num_experts, N, K = experts.shape
+    num_stacked, N, K = experts.shape
     most = max(1, MOST_EXPANDED // (N * K * dtype.itemsize))
-    for first in range(0, num_experts, most):
-        some = itemgetter(slice(first, first + most))
+    for first in range(0, num_stacked if slots is None else len(slots), most):
+        own = slice(first, first + most)
+        some = itemgetter(own if slots is None else slots[own].long())
         parts = tuple(map_part(part, some) for part in experts.parts)
         yield first, quantized.expand_parts(parts, dtype)
 

@@ -55,10 +55,11 @@ def run(
     shared_weight: Tensor | None,  # [T, 1] float32
     shared_gate_up: Tensor | None,  # [2I', H]
     shared_down: Tensor | None,  # [H, I']
+    num_experts: int,  # of the layer; the stacks may hold more or fewer
     *,
     deterministic: bool,
 ) -> None:
-    (num_tokens, k), (num_experts, width, inner_width) = ids.shape, down.shape
+    (num_tokens, k), (num_stacked, width, inner_width) = ids.shape, down.shape
     shared_width = 0 if shared_down is None else shared_down.shape[1]
     widest = max(inner_width, shared_width)
     num_rows = num_tokens * (k + (shared_width > 0))
@@ -73,7 +74,7 @@ def run(
     most_pairs = bucket(num_tokens) * k
     mean_pairs = most_pairs // num_experts
     is_listed = most_pairs > num_experts
-    order, starts = _list_pairs(ids, num_experts, most_pairs) if is_listed else (ids, ids)
+    order, starts = _list_pairs(ids, num_stacked, most_pairs) if is_listed else (ids, ids)
     for name, is_down, source, experts, shared, result, num_columns in (
         ("moe_gate_up_small_gemm", False, x, gate_up, shared_gate_up, inner, 2 * widest),
         ("moe_down_small_gemm", True, inner, down, shared_down, outputs, width),
@@ -83,7 +84,7 @@ def run(
             tile = choose(name, shape, num_tokens, _rule(mean_pairs, x.element_size()), x.device)
         splits = max(1, bucket(2 * mean_pairs) // tile["BLOCK_M"])
         num_shared = cdiv(num_tokens, tile["BLOCK_M"]) if shared_width else 0
-        num_groups = num_shared + (num_experts * splits if is_listed else num_tokens * k)
+        num_groups = num_shared + (num_stacked * splits if is_listed else num_tokens * k)
         places = (
             source,
             ids,
