@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -55,6 +57,21 @@ def test_levels_of_half_integers_become_codes_of_eight_bits() -> None:
 def test_a_q4_k_weight_takes_less_than_five_bits() -> None:
     tiled = tile(pack(make_codes("Q4_K", 160, 1024)))
     assert tiled.num_bytes * 8 / (160 * 1024) <= 4.75
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "levels"])
+def test_columns_that_are_permuted_by_heads_are_put_in_order(kind: str) -> None:
+    """A GGUF file tiles the value heads of DeltaNet: as steps in order, no kernel gathers them."""
+    K = 768
+    heads = torch.tensor([3, 0, 5, 1, 4, 2])
+    columns = (128 * heads[:, None] + torch.arange(128)).flatten()
+    codes = dataclasses.replace(make_codes(kind, 48, K), columns=columns)
+    tiled = tile(pack(codes))
+    assert tiled.columns is None
+    assert torch.equal(tiled.dequantize(), codes.dequantize())
+    half = (64 * torch.randperm(12)[:, None] + torch.arange(64)).flatten()
+    codes = dataclasses.replace(codes, columns=half)
+    assert torch.equal(tile(pack(codes)).dequantize(), codes.dequantize())
 
 
 def test_a_stack_is_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,11 @@ def _tile(rows: QuantizedRows, keeps_rows: bool) -> TiledRows:
         padded = _gather(blocks, bits, is_float8, group == NARROW_GROUP)
     records = torch.nn.functional.pad(records, (0, 0, 0, 0, 0, -rows.num_rows % TILE_ROWS))
     records = records.unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2).contiguous()
+    columns, codes = rows.columns, padded.contiguous()
+    is_movable = not is_row_major and (group <= STEP or group >= rows.num_columns)
+    order = _step_order(columns) if columns is not None and is_movable else None
+    if order is not None:  # no kernel has to gather the input
+        columns, codes, records = None, codes[..., order, :], records[..., order, :, :]
     return TiledRows(
         num_rows=rows.num_rows,
         num_columns=rows.num_columns,
@@ -192,12 +197,24 @@ def _tile(rows: QuantizedRows, keeps_rows: bool) -> TiledRows:
         zero=zero,
         group=group,
         fields=fields,
-        codes=padded.contiguous(),
+        codes=codes,
         records=records,
-        columns=rows.columns,
+        columns=columns,
         is_row_major=is_row_major,
         block_scales=_block_scales(scales, group) if is_float8 else None,
     )
+
+
+def _step_order(columns: Tensor) -> Tensor | None:
+    """The steps in the order of the input, if columns are permuted by whole steps, as heads are."""
+    if columns.dim() > 1 or len(columns) % STEP:
+        return None
+    steps = columns.long().view(-1, STEP)
+    are_whole = steps[:, 0] % STEP == 0
+    in_step = torch.arange(STEP, device=columns.device)
+    if not are_whole.all() or not torch.equal(steps, steps[:, :1] + in_step):
+        return None
+    return steps[:, 0].argsort()
 
 
 def _block_scales(scales: Scales, group: int) -> Tensor | None:
