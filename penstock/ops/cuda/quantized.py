@@ -243,7 +243,7 @@ def linear_rule(
     is_wide = tiles >= 4 * num_processors
     has_bytes = rows.bits == 8  # a step is twice the bytes, so fewer are in flight
     if rows.group < STEP:
-        return _small_group_rule(steps, tiles, token_tiles, num_processors)
+        return _small_group_rule(rows, steps, tiles, token_tiles, num_processors)
     if is_wide and token_tiles == 1:
         return _wide_rule(rows, steps, cdiv(tiles, num_processors), staged_bytes > 0)
     if is_wide and token_tiles <= 4:
@@ -283,18 +283,29 @@ def _wide_rule(rows: TiledRows, steps: int, share: int, is_staged: bool) -> Tile
     return _tile(1, row_warps * split, row_warps, 1 if has_bytes else 8 // split, blocks)
 
 
-def _small_group_rule(steps: int, tiles: int, token_tiles: int, num_processors: int) -> Tile:
-    """Several scales per step need registers, so a warp computes one row tile. With many tokens and
-    rows it computes two, and the warps of a block have different rows.
+def _small_group_rule(
+    rows: TiledRows, steps: int, tiles: int, token_tiles: int, num_processors: int
+) -> Tile:
+    """Several scales per step need registers, so a warp computes one row tile, and holds few steps
+    where many warps share an SM. With many tokens and rows it computes two, and the warps of a
+    block have different rows.
     """
-    is_wide = tiles >= 4 * num_processors
+    is_wide, has_bytes = tiles >= 4 * num_processors, rows.bits == 8
+    share = cdiv(tiles, num_processors)
     if is_wide and token_tiles >= 4:
         return _tile(2, min(4, 2 * steps), 2, 1, 1)
+    if is_wide and token_tiles > 1:
+        return _tile(1, 4, 1, 4, 3)
+    if is_wide and has_bytes and share <= 6:
+        return _tile(1, 2 * min(4, steps), 2, 1, 3)
+    if is_wide and has_bytes:
+        return _tile(1, min(4, steps), 1, *((4, 4) if share > MAX_SHARE else (1, 6)))
     if is_wide:
-        return _tile(1, min(4, steps), 1, 2, 6) if token_tiles == 1 else _tile(1, 4, 1, 4, 3)
+        return _tile(1, min(8, steps), 1, 2, 3) if share <= 5 else _tile(1, min(4, steps), 1, 2, 6)
+    if token_tiles == 1 and tiles <= num_processors:
+        return _tile(1, min(8, steps), 1, 4, 1)
     if token_tiles == 1:
-        fits_once = tiles <= num_processors
-        return _tile(1, min(16, steps), 1, 2 if fits_once else 1, 1 if fits_once else 2)
+        return _tile(1, min(16, steps), 1, 1, 2)
     return _tile(1, min(8, steps), 1, 4, 2 if token_tiles == 2 else 1)
 
 
@@ -325,17 +336,17 @@ def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile
     if mode == DOWN_TOKEN:
         return _tile(1, slots, 1, 4, 1) if num_tokens == 1 else _tile(1, slots, 1, 2, 2)
     if mode == DOWN_PAIRS and has_small_groups:
-        return _tile(4, min(4, steps), 1, 1, 4)
+        return _tile(2, min(2, steps), 1, 1, 8) if has_bytes else _tile(4, min(4, steps), 1, 1, 4)
     if mode == DOWN_PAIRS:
         warps = min(4, max(1, steps // 4))
         return _tile(4, warps, 1, 1, 16 // warps)
     if num_tokens > PAIR_TOKENS and has_small_groups:
-        return _tile(2, min(4, steps), 1, 1, 6)
+        return _tile(2, min(4, steps), 1, 1, 6) if has_bytes else _tile(4, min(4, steps), 1, 1, 3)
     if num_tokens > PAIR_TOKENS:
         return _tile(4, min(4, steps), 1, 1, 4)
-    if has_bytes or has_small_groups:
+    if has_bytes:
         return _tile(2, min(8, steps), 1, 1, 3)
-    if num_tokens == 1:
+    if num_tokens == 1 and not has_small_groups:
         return _tile(2, min(16, steps), 1, 1, 2)
     return _tile(2, min(8, steps), 1, 2, 2)
 
