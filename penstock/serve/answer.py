@@ -387,7 +387,7 @@ def ids_of_page(
     order, limit = query.get("order", "desc"), query.get("limit", str(default))
     if order not in ("asc", "desc"):
         raise RequestError(f"order is {order[:32]!r}", "It must be asc or desc.", param="order")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= most):
         raise RequestError(f"limit is {limit[:32]!r}", f"It must be 1 to {most}.", param="limit")
     ordered = list(ids) if order == "asc" else list(reversed(ids))
     if (after := query.get("after")) is not None:

@@ -40,7 +40,7 @@ CONTAINERS_HOSTS = ("host.docker.internal", "host.containers.internal")
 # Names that no registrar sells: no outsider can make one of them point here.
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
 _JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.-]+\+)?json")
-_HOST = re.compile(r"(?P<name>\[[0-9a-f:.%]+\]|[^\[\]:/@\s]+)(:(?P<port>\d*))?")
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.%]+\]|[^\[\]:/@\s]+)(:(?P<port>\d{0,5}))?")
 
 
 class ForbiddenError(PenstockError):

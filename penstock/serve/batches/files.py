@@ -62,7 +62,7 @@ def expiry_s(anchor: Any, seconds: Any, param: str) -> int:
         raise RequestError(
             f"{param}.anchor is {anchor!r:.64}", "It must be created_at.", param=f"{param}.anchor"
         )
-    is_number = isinstance(seconds, int) or (isinstance(seconds, str) and seconds.isdigit())
+    is_number = isinstance(seconds, int) or (isinstance(seconds, str) and seconds.isdecimal())
     if not is_number or not MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S:
         raise RequestError(
             f"{param}.seconds is {seconds!r:.64}",
