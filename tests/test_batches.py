@@ -187,12 +187,13 @@ def test_what_cannot_be_a_file_is_refused_and_leaves_nothing(
     assert_refused(server.http.post(url, json={"purpose": "batch"}), 415, None)
     headers = {"content-type": "multipart/form-data; boundary=X"}
     assert_refused(server.http.post(url, content=b"--X\r\n", headers=headers), 400, None)
-    expiry = {
-        "purpose": "batch",
-        "expires_after[anchor]": "created_at",
-        "expires_after[seconds]": "5",
-    }
-    assert_refused(server.http.post(url, files=file, data=expiry), 400, "expires_after.seconds")
+    expiry = {"purpose": "batch", "expires_after[anchor]": "created_at"}
+    for seconds in ("5", "\N{SUPERSCRIPT TWO}"):
+        expiry["expires_after[seconds]"] = seconds
+        refused = server.http.post(url, files=file, data=expiry)
+        assert_refused(refused, 400, "expires_after.seconds")
+    for limit in ("0", "10001", "0" * 8 + "1" + "0" * 5):
+        assert_refused(server.http.get(url, params={"limit": limit}), 400, "limit")
     with pytest.raises(openai.APIStatusError, match="more than 524288 bytes") as raised:
         api.files.create(file=("in.jsonl", b"x" * 600_000), purpose="batch")
     assert raised.value.status_code == 413

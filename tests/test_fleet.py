@@ -727,7 +727,7 @@ def test_the_queue_is_shared_by_tenants_when_it_is_full() -> None:
     places.reserve("ben", 4)  # half of them is its share
     with pytest.raises(OverloadedError) as error:
         places.require("ben")
-    assert "4 of them have this API key, one of 2" in error.value.why
+    assert "4 of them use this API key, one of 2" in error.value.why
     places.require("cleo", 2)
     places.release("ann", 5)
     places.require("ann")  # there is a place again, for anybody

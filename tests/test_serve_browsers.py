@@ -205,6 +205,7 @@ def test_an_origin_that_is_the_servers_own(origin: str, host: str) -> None:
         ("http://:8000", ":8000"),
         ("http://[::1", "[::1]"),
         ("http://localhost:x", "localhost"),
+        ("http://localhost", "localhost:" + "1" * 5000),
         ("null", "null"),
     ],
 )

@@ -349,7 +349,7 @@ def test_a_session_that_no_longer_fits_the_context_says_what_to_do(server: Serve
     refused = server.post(CHAT.body([user("The " + "river " * 1200)], session_id="long"))
     assert_refused(refused, 400, "messages")
     message = refused.json()["error"]["message"]
-    assert "2 of the messages are the session's." in message
+    assert "2 of the messages are from the session." in message
     assert "delete the session" in message
     assert say(server, "Hello!", "long")[0] == "continued", "a refused turn is not held"
 

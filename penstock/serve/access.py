@@ -1,9 +1,8 @@
-"""Which requests are answered: those with a known key, from known origins, with a body declared as
-JSON.
+"""Access control: API keys or, without keys, known hosts and origins; and bodies declared as JSON.
 
-This is middleware in front of every route, so that no route can forget it. Keys are compared by
-digest and all of them each time, so response times reveal nothing about them. Requests with the
-same key are one tenant: tenants share no caches, sessions or stored responses.
+This is middleware in front of every route, so that no route can forget it. A key is compared with
+all known keys by digest, so response times reveal nothing about them. Requests with the same key
+are one tenant: tenants share no caches, sessions or stored responses.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from penstock.serve.browsers import JsonBodies, KnownSites
 from penstock.serve.error_answers import answer_error
 from penstock.serve.page.files import PAGE_PATHS
 
-# Clients without a key: load balancers, probes, and a browser that opens the page to enter one.
+# Paths without a key: for load balancers, probes, and browsers that open the page to enter one.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/docs"}) | PAGE_PATHS
 EXPOSED_HEADERS = ("x-request-id", "x-session-status", "x-penstock-warning", "retry-after")
 
 
 def access_middleware(config: ServeConfig) -> list[Middleware]:
-    """Origins first: a browser asks for permission without a key, and must be able to read a
-    refusal."""
+    """CORS comes before keys: a preflight request has no key, and pages must be able to read a
+    401."""
     keys = config.load_api_keys()
     middleware = []
     if not keys:

@@ -1,6 +1,7 @@
 """Queue places shared by tenants, and the priorities that requests may have.
 
-A tenant sends one API key. This only counts; callers decide what a place is for, and for how long.
+A tenant is identified by its API key. This only counts: callers decide what a place is and how long
+it is held.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from penstock.errors import OverloadedError, RequestError
 
 
 class QueueShares:
-    """A number of places for all tenants. A tenant that is alone may take all of them.
+    """A fixed number of places in a queue, for all tenants. A single tenant may take all of them.
 
-    When all are taken, a tenant below its share (an equal part for each tenant present) still gets
-    one. So there may be more requests than places, but never because of one tenant.
+    When all are taken, a tenant below its fair share (an equal part for each active tenant) still
+    gets one. So the limit may be exceeded, but never by a single tenant.
     """
 
     def __init__(self, max_places: int, what: str) -> None:
         self.max_places = max_places
-        self.taken: Counter[str] = Counter()  # by tenant, of those that have any
+        self.taken: Counter[str] = Counter()  # by tenant; has no zeros
         self._what = what  # what the queue holds, for error messages
 
     @property
@@ -32,11 +33,11 @@ class QueueShares:
         return self.taken.total()
 
     def has_room(self, num_places: int = 1) -> bool:
-        """Whether any tenant may have so many."""
+        """Whether this many places are free."""
         return self.num_taken + num_places <= self.max_places
 
     def require(self, tenant: str, num_places: int = 1) -> None:
-        """Raises an error if this tenant cannot have so many."""
+        """Raises an error if this tenant may not take this many more."""
         num_own, num_tenants = self.taken[tenant], len(self.taken.keys() | {tenant})
         share = max(1, self.max_places // num_tenants)
         if self.has_room(num_places) or num_own + num_places <= share:
@@ -44,17 +45,17 @@ class QueueShares:
         why = f"{self.num_taken} {self._what}; the limit is {self.max_places}."
         if num_tenants > 1:
             why += (
-                f" {num_own} of them have this API key, one of {num_tenants} that share the server."
+                f" {num_own} of them use this API key, one of {num_tenants} that share the server."
             )
         raise OverloadedError("The server is full", why, "Try again later.")
 
     def reserve(self, tenant: str, num_places: int = 1) -> None:
-        """Takes the places or raises; every one must be released."""
+        """Takes places, or raises an error; the caller must release each of them."""
         self.require(tenant, num_places)
         self.take(tenant, num_places)
 
     def take(self, tenant: str, num_places: int = 1) -> None:
-        """For who has a place already and must not lose it."""
+        """Takes places without a check, for a request that was already admitted."""
         self.taken[tenant] += num_places
 
     def release(self, tenant: str, num_places: int = 1) -> None:
@@ -65,16 +66,16 @@ class QueueShares:
 
 
 def priority_in(scope: Mapping[str, Any], priority: int) -> int:
-    """As the request says, but behind all others where it is a line of a batch."""
+    """The request's own priority; lines of a batch go behind all other requests."""
     return max(priority, scope.get("least_priority", priority))
 
 
 def require_priority(priority: int, min_priority: int) -> None:
-    """Raises for a request that is more urgent than the operator lets clients be."""
+    """Raises an error for a priority that is more urgent than the operator allows."""
     if priority < min_priority:
         raise RequestError(
             f"priority is {priority}",
-            f"Lower runs earlier, and the lowest that this server accepts is {min_priority}.",
+            f"Lower values run earlier; the lowest that this server accepts is {min_priority}.",
             "Omit it, or start the server with a lower --min-priority.",
             param="priority",
         )
@@ -87,6 +88,6 @@ def tenant_of_key(key: str) -> str:
 
 
 def tenant_of(scope: Scope) -> str:
-    """The tenant of a request; the empty one on a server without keys."""
+    """The tenant of a request; an empty string on a server without keys."""
     tenant: str = scope.get("tenant", "")
     return tenant

@@ -58,7 +58,7 @@ NO_HEADERS: Mapping[str, str] = {}
 # A connection whose request body was not read to its end cannot be reused.
 UNREAD_HEADERS = {"connection": "close"}
 
-Pieces = list[bytes | bytearray]  # joined, they are what is sent
+Pieces = list[bytes | bytearray]  # joined when they are sent
 Start = Callable[[Deliver], Awaitable[TextStream]]
 
 
@@ -69,7 +69,7 @@ class Scores(Protocol):
     def add(self, tokens: Sequence[ScoredToken]) -> None: ...
 
     def take(self) -> Pieces:
-        """JSON of those that were added since the last call."""
+        """Returns the JSON of those that were added since the last call."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class BodyFormat(Protocol):
 
 
 class ReplyFormat(BodyFormat, Protocol):
-    """Of an endpoint whose answers may be streamed."""
+    """The format of an endpoint whose answers may be streamed."""
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         """The events of one delta of a stream; may be empty."""
@@ -127,7 +127,7 @@ def require_open(state: ServerState) -> None:
 
 
 def shorter(*limits_s: float | None) -> float | None:
-    """None is no limit."""
+    """The shortest of these limits; None means no limit."""
     return min((limit for limit in limits_s if limit is not None), default=None)
 
 
@@ -141,7 +141,7 @@ class Answer:
         is_stream: bool,
         timeout_s: float | None = None,
         new_choice: Callable[[], Choice] = Choice,
-        headers: Mapping[str, str] = NO_HEADERS,  # of an answer that is no error
+        headers: Mapping[str, str] = NO_HEADERS,  # only for successful answers
         stream_type: str = EVENT_STREAM_TYPE,
     ) -> None:
         self._start: Start | None = start
@@ -155,7 +155,7 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         require_open(_state(scope))
-        # The server's own limit is for clients that wait; a line of a batch has the batch's window.
+        # No client waits for a line of a batch: the batch's completion window limits it instead.
         self._allow(None if "least_priority" in scope else _state(scope).config.request_timeout)
         answer = self._send_events if self._is_stream else self._send_json
         await run_while_connected(receive, answer(scope, receive, send))
@@ -214,15 +214,13 @@ class Answer:
         return self._formatter.encode_failure(error)
 
     def _allow(self, servers_timeout_s: float | None) -> None:
-        """The shorter of the two limits, from now on."""
+        """Starts the clock, with the shorter of the two limits."""
         self._timeout_s = shorter(self._timeout_s, servers_timeout_s)
         if self._timeout_s is not None:
             self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
 
     async def _begin(self, deliver: Deliver) -> TextStream:
-        """Drops the function that holds the request, so that a long chat does not stay in
-        memory.
-        """
+        """Drops `start`, which holds the request, so that a long chat does not stay in memory."""
         start, self._start = self._start, None
         assert start is not None
         try:
@@ -240,7 +238,7 @@ class Answer:
 
     @contextlib.contextmanager
     def _accounted(self, scope: Scope, stream: TextStream) -> Iterator[None]:
-        """Ends the stream when its time is over, and always records what it used."""
+        """Fails the stream at its deadline, and always records its usage."""
         ending = None
         if self._ends_at is not None:
             ending = asyncio.get_running_loop().call_at(self._ends_at, stream.fail, self._late())
@@ -260,12 +258,12 @@ def _state(scope: Scope) -> ServerState:
 
 
 def unexpected_error() -> PenstockError:
-    """What a client is told about a bug of ours."""
+    """The error that a client gets for a bug in the server."""
     return PenstockError("The server failed on this request", "The server's log has the details.")
 
 
 class Within:
-    """An answer that is sent inside a context."""
+    """Sends an answer inside a context manager."""
 
     def __init__(self, answer: Answer, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self._answer = answer
@@ -305,10 +303,10 @@ async def _wait_disconnect(receive: Receive) -> None:
 
 
 async def read_body(request: Request, *, for_reply: bool = True) -> bytes:
-    """Reads the whole body, unless it is too large, too slow, or finds no place.
+    """Reads the whole body; raises an error if it is too large or too slow, or the queue is full.
 
     From here on the request holds a place in the queue and its bytes are counted, until it is
-    submitted or ends. `for_reply`: it is for the engines, not only about tokens.
+    submitted or ends. `for_reply`: it needs an engine; False for those that only count tokens.
     """
     state, scope = _state(request.scope), request.scope
     length = request.headers.get("content-length", "")
@@ -351,8 +349,8 @@ def _body_too_large(max_bytes: int) -> HTTPException:
 
 
 class ReplyClock:
-    """When a request arrived, and when its first and last tokens came: some APIs report these. In
-    nanoseconds. Time in the queue counts for the prompt."""
+    """When a request arrived, and when its first and last tokens came, in nanoseconds: some APIs
+    report these times. Time in the queue counts as prompt time."""
 
     def __init__(self) -> None:
         self._asked = self._began = self._ended = time.perf_counter_ns()
@@ -389,7 +387,7 @@ def ids_of_page(
     order, limit = query.get("order", "desc"), query.get("limit", str(default))
     if order not in ("asc", "desc"):
         raise RequestError(f"order is {order[:32]!r}", "It must be asc or desc.", param="order")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= most):
         raise RequestError(f"limit is {limit[:32]!r}", f"It must be 1 to {most}.", param="limit")
     ordered = list(ids) if order == "asc" else list(reversed(ids))
     if (after := query.get("after")) is not None:

@@ -57,7 +57,7 @@ class TrailingSlashes:
 
 
 def create_app(state: ServerState) -> Starlette:
-    """`state.batch_runner` of the app runs batches; None: batches are off."""
+    """The app's `state.batch_runner` runs batches; it is None if batches are off."""
     store = ResponseStore()
     routes = [
         *page_routes.routes(state),

@@ -1,10 +1,10 @@
-"""From the bytes of a POST to a struct, for every API: size limits, and errors for wrong fields.
+"""Decodes the body of a POST into a struct, for every API: size limits, and errors by field.
 
-Decoding a body blocks the server. So its values are counted first: a body with more than a request
-can use is refused, with the name of the field that has them. If a body does not fit its struct
-because of a number such as 16.0 or an unknown field that asks for nothing, it is repaired and
-decoded again. Knows no API's fields; each API brings its structs, and its table of the fields that
-they lack (fields.py).
+Decoding a body blocks the server. So its values are counted first, and a body with too many is
+refused with the name of its largest field. A body that does not match its struct because of a
+number such as 16.0, or an unknown field that is null or empty, is repaired and decoded again. Knows
+no API's fields: each API brings its structs, and a table of the fields that they do not declare
+(fields.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _UNKNOWN_FIELD = re.compile(
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$\.(\w+)")
 _STEP = re.compile(r"(\w+)|\[(\d+)\]")
 MAX_REPAIRS = 8
-MAX_EXACT = 2**53  # above it, a float is not exactly one integer
+MAX_EXACT = 2**53  # above it, floats cannot represent every integer
 
 
 def decode_body(
     body: bytes, kind: type[Body], max_values: int = MAX_VALUES, table: FieldTable | None = None
 ) -> Body:
-    """`table`: which fields that the struct lacks are ignored; without one, all are."""
+    """`table` says which undeclared fields are ignored; without one, all of them are."""
     if has_more_values([body], max_values):
         name = _large_field(body, kind, max_values)
         raise RequestError(
@@ -76,7 +76,7 @@ def _repaired(
     kind: type[msgspec.Struct],
     table: FieldTable | None,
 ) -> bytes:
-    """The body without what may be ignored; raises an error for the rest."""
+    """The body without the fields that may be ignored; raises an error for any other."""
     number, unknown = _FLOAT_FOR_INT.search(str(error)), _UNKNOWN_FIELD.search(str(error))
     if number is None and unknown is None:
         raise error
@@ -97,7 +97,7 @@ def _repaired(
 
 
 def _with_integers(value: Any, is_deep: bool) -> Any:
-    """With 16 instead of 16.0; deep: also inside lists and objects."""
+    """Turns 16.0 into 16; `is_deep`: also inside lists and objects."""
     if isinstance(value, float) and value.is_integer() and abs(value) < MAX_EXACT:
         return int(value)
     if is_deep and isinstance(value, list):
@@ -108,7 +108,7 @@ def _with_integers(value: Any, is_deep: bool) -> Any:
 
 
 def _remove_unknown(fields: Any, path: str, name: str, error: msgspec.ValidationError) -> None:
-    """Removes it from an object inside the body, if it asks for nothing."""
+    """Removes a field of an object inside the body if it is null or empty; else raises an error."""
     for key, index in _STEP.findall(path):
         fields = fields[key] if key else fields[int(index)]
     if not (isinstance(fields, dict) and name in fields and asks_for_nothing(fields.pop(name))):
@@ -121,7 +121,7 @@ def _remove_unknown(fields: Any, path: str, name: str, error: msgspec.Validation
 
 
 def wrong_field(error: msgspec.ValidationError, where: str = "") -> RequestError:
-    """Names the field that is missing or has a wrong type; `where`: the part of the body that was
+    """An error that names the missing or wrong field; `where`: the part of the body that was
     read."""
     message = str(error)
     matches = (_FIELD_PATH.search(message), _MISSING_FIELD.search(message))
@@ -131,7 +131,7 @@ def wrong_field(error: msgspec.ValidationError, where: str = "") -> RequestError
 
 
 def wrong_choice(where: str, value: str, allowed: Iterable[str]) -> RequestError:
-    """For a field that must be one of a few texts."""
+    """The error for a field that must be one of a few strings."""
     return RequestError(
         f"{where} is {value[:128]!r}", f"It must be one of {', '.join(allowed)}.", param=where
     )
@@ -155,7 +155,7 @@ def rename(error: RequestError, names: Mapping[str, str]) -> None:
 
 
 def _large_field(body: bytes, kind: type[msgspec.Struct], max_values: int) -> str | None:
-    """The field with the most values; None: several, or an unknown one."""
+    """The field that has most of the values; None: no declared field has that many."""
     undecoded = _decode(body, _undecoded(kind))
     num_values = {
         name: most_values(bytes(getattr(undecoded, name))) for name in undecoded.__struct_fields__
@@ -166,7 +166,7 @@ def _large_field(body: bytes, kind: type[msgspec.Struct], max_values: int) -> st
 
 @functools.cache
 def _undecoded(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The fields of a body as they were sent."""
+    """A struct with the same fields, which keeps their JSON undecoded."""
     names = [field.encode_name for field in msgspec.structs.fields(kind)]
     return msgspec.defstruct(
         f"Undecoded{kind.__name__}", [(n, msgspec.Raw, msgspec.Raw()) for n in names]
@@ -175,8 +175,8 @@ def _undecoded(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
 
 @contextlib.contextmanager
 def _gc_paused() -> Iterator[None]:
-    """New values are not garbage yet, but so many of them would trigger collections again and
-    again."""
+    """Decoding creates many objects, none of them garbage: they would trigger useless
+    collections."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -25,21 +25,22 @@ from penstock.errors import PenstockError
 from penstock.serve.error_answers import answer_error
 
 ANY = "*"
-# SageMaker passes on any type that its callers name. A page can send these three without preflight.
+# SageMaker passes on any type that its callers set; only the FORM_TYPES are refused there.
 ANY_TYPE_PATH = "/invocations"
-# A file comes in a form, which a page can send without preflight: its origin keeps other pages out.
+# Files come in a form, which pages may send without preflight: the origin check keeps others out.
 UPLOAD_PATH, UPLOAD_TYPE = "/v1/files", "multipart/form-data"
+# Types that a page can send without preflight.
 FORM_TYPES = frozenset({"application/x-www-form-urlencoded", "multipart/form-data", "text/plain"})
 WILDCARD_ADDRESSES = (
     "0.0.0.0",
     "::",
 )  # a client that connects to one of them reaches its own machine
-# By these names containers call the machine they run on, its loopback too.
+# Names by which containers reach their host, even its loopback interface.
 CONTAINERS_HOSTS = ("host.docker.internal", "host.containers.internal")
 # Names that no registrar sells: no outsider can make one of them point here.
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
 _JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.-]+\+)?json")
-_HOST = re.compile(r"(?P<name>\[[0-9a-f:.%]+\]|[^\[\]:/@\s]+)(:(?P<port>\d*))?")
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.%]+\]|[^\[\]:/@\s]+)(:(?P<port>\d{0,5}))?")
 
 
 class ForbiddenError(PenstockError):
@@ -99,11 +100,10 @@ def _wrong_type(content_type: str, path: str) -> MediaTypeError:
 
 
 class KnownSites:
-    """Answers 403 to pages of other sites, and to requests for a name that could be another
-    site's.
+    """Answers 403 to pages of other sites, and to `Host` names that another site could own.
 
-    `public_paths` are for pages of any origin: files that are the same for everybody. The sandbox
-    of our page is a frame of origin `null`, and loads its script from here.
+    Pages of any origin may load `public_paths`, which are the same for every user: the sandbox of
+    our page is a frame of origin `null`, and loads its script from here.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig, public_paths: Set[str]) -> None:
@@ -145,11 +145,11 @@ class KnownSites:
 
 
 class HostNames:
-    """The names and addresses by which clients may call a server without keys.
+    """The names and addresses that a server without keys accepts as `Host`.
 
-    A server that listens only on this machine is called by a loopback name or address. One that
-    listens on a network is called by an address, by this machine's name, or by a name that no
-    registrar sells.
+    A server that listens only on this machine accepts loopback names and addresses. One that
+    listens on a network accepts any address, this machine's name, and names that no registrar
+    sells.
     """
 
     def __init__(self, bound: str, allowed: Sequence[str]) -> None:
@@ -175,7 +175,7 @@ class HostNames:
 
 
 def is_same_origin(origin: str, hosts: Sequence[str]) -> bool:
-    """Whether a page comes from this very server, by the name that the request used."""
+    """Whether a page was loaded from this server, under the name that the request used."""
     try:
         site = urlsplit(origin.lower())
         port = site.port
@@ -194,8 +194,8 @@ def is_same_origin(origin: str, hosts: Sequence[str]) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """Without port and brackets; empty: it is not a name."""
-    if _address(host) is not None:  # as settings have an IPv6 address, without brackets
+    """The host without port and brackets; empty if it is malformed."""
+    if _address(host) is not None:  # settings contain IPv6 addresses without brackets
         return host.lower()
     match = _HOST.fullmatch(host.lower())
     return "" if match is None else match["name"].strip("[]").rstrip(".")

@@ -1,8 +1,8 @@
 """The server's view of one engine process: starts it, talks to it, and notices when it dies.
 
-Owns the process and its socket, and knows which receiver belongs to which request. Knows tokens, no
-text, no HTTP and no other engine: the fleet decides what happens to the requests of a dead one. A
-step's deltas go from the wire to their receivers in plain calls: no task is woken for a token.
+Owns the process and its socket, and knows which receiver belongs to which request. Knows nothing of
+text, HTTP or other engines: the fleet decides what happens to the requests of a dead one. A step's
+deltas go from the wire to their receivers in plain calls: no task is woken for a token.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ log = logging.getLogger("penstock.serve")
 MAX_SOCKET_FOLDER_BYTES = 70
 KILLED_BY = (signal.SIGKILL, signal.SIGTERM)
 EXIT_GRACE_S = 5.0
-EXIT_NOTICE_S = 0.5  # how long the report of a death may wait for its cause
+EXIT_NOTICE_S = 0.5  # how long to wait for an exit code before a death is reported
 
 
 class Receiver(Protocol):
-    """The receiver of a request: called with each delta as it is read from the wire, so it must
-    never wait."""
+    """Receives the deltas of one request. Called while the wire is being read, so it must never
+    block."""
 
     def take(self, delta: TokenDelta) -> None:
         """Raises to end the request: it is aborted, and the error comes back through `fail`."""
 
     def fail(self, error: Exception) -> None:
-        """There will be no more deltas, for this reason."""
+        """No more deltas will come, because of this error."""
 
 
 class EngineClient:
-    """One engine process. `launch` returns as soon as the process answers; `wait_ready` when it can
+    """One engine process. `launch` returns when the process has connected, `wait_ready` when it can
     serve."""
 
     def __init__(
@@ -61,9 +61,9 @@ class EngineClient:
         self.phase = Phase("starting")
         self.info: EngineInfo | None = None
         self.failure: PenstockError | None = None  # why the engine is dead
-        self.is_own_fault = False  # its own computation ended it, not a signal from outside
+        self.is_own_fault = False  # it failed by itself; no signal from outside killed it
         self.num_unanswered_pings = 0
-        self.step_s = 0.0  # how long it had been in its step at its last answer
+        self.step_s = 0.0  # how long its current step had run at its last answer to a ping
         self._process = process
         self._on_phase = on_phase
         self._channel = channel
@@ -120,7 +120,7 @@ class EngineClient:
         return self.info
 
     async def wait_dead(self, timeout_s: float) -> bool:
-        """Waits for its death, and returns whether it died."""
+        """Waits for the engine's death, and returns whether it died."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._dead.wait(), timeout_s)
         return self._dead.is_set()
@@ -134,7 +134,7 @@ class EngineClient:
             self._receivers[request.id] = receiver
 
     def abort(self, request_id: str) -> None:
-        """Its receiver gets no more deltas."""
+        """Ends a request: its receiver gets no more deltas."""
         if self._receivers.pop(request_id, None) is not None:
             self._channel.send(wire.Abort(request_id))
 
@@ -154,7 +154,7 @@ class EngineClient:
         return dropped
 
     async def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int:
-        """Of a prompt of this length, if it came now."""
+        """How many tokens of such a prompt the prefix cache has now."""
         num_cached: int = await self._ask(
             lambda query_id: wire.CachedQuery(query_id, digests, num_tokens)
         )
@@ -213,7 +213,7 @@ class EngineClient:
             await self._reap()
 
     async def _reap(self) -> None:
-        """The channel is closed, so the process is dead or about to be; it never survives this."""
+        """Waits for the process to exit after its channel was closed, and kills it if it hangs."""
         ending = asyncio.ensure_future(self._process.wait())
         await asyncio.wait({ending}, timeout=EXIT_NOTICE_S)
         returncode = self._process.returncode
@@ -264,7 +264,7 @@ class EngineClient:
             del self._receivers[delta.request_id]
         try:
             receiver.take(delta)
-        except Exception as error:  # of any kind: other requests continue
+        except Exception as error:  # whatever it is, other requests continue
             self.abort(delta.request_id)
             receiver.fail(error)
 
@@ -285,8 +285,8 @@ class EngineClient:
 
 
 def _dead_engine() -> EngineDeadError:
-    """What a client is told. The reason stays in /health and the log: it may name paths of this
-    machine."""
+    """The error that clients get. The reason is only in /health and the log: it may contain paths
+    of this machine."""
     return EngineDeadError(
         "The engine is not running", "Its process ended.", "Ask the operator of this server."
     )
@@ -294,8 +294,8 @@ def _dead_engine() -> EngineDeadError:
 
 @contextlib.contextmanager
 def _socket_path() -> Iterator[str]:
-    """In a folder of mode 0700, so that only we can connect. In /tmp if TMPDIR is gone, or too long
-    for a socket path. Removing both opens no file, so nothing is left behind when file descriptors
+    """A socket in a folder of mode 0700, so that only this user can connect; in /tmp if TMPDIR does
+    not exist or is too long. Removing both opens no file, so it works even when file descriptors
     run out."""
     chosen = tempfile.gettempdir()
     is_usable = os.path.isdir(chosen) and len(os.fsencode(chosen)) <= MAX_SOCKET_FOLDER_BYTES

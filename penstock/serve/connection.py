@@ -2,8 +2,8 @@
 events.
 
 This is uvicorn's HTTP, with limits on the time and size of a request's headers and framing, and on
-the time of its body. Half-sent requests are cut off, so that a thousand of them hold nothing for
-long, and so are clients that do not read their answers.
+the time of its body. Half-sent requests are cut off, and so are clients that do not read their
+answers, so that neither holds memory or file descriptors for long.
 
 Through ASGI every event of a stream passes a chain of coroutines and wakes a task: three times the
 work of sending it. So a streamed answer starts and ends through ASGI, and writes its events
@@ -26,9 +26,9 @@ from penstock.errors import ConfigError, OverloadedError
 
 log = logging.getLogger("penstock.serve")
 
-# A client that reads slower than tokens are generated is cut off here: thousands of unread events.
+# A client that reads more slowly than tokens are generated is cut off at this many unread bytes.
 MAX_BACKLOG_BYTES = 1024 * 1024
-# A client that reads nothing at all, although data waits, is cut off after so many checks in a row.
+# A client that reads nothing although data waits is cut off after this many checks in a row.
 LOOK_AT_UNREAD_S = 3.0
 MAX_LOOKS_AT_UNREAD = 10
 MAX_HEAD_BYTES = 64 * 1024
@@ -38,16 +38,16 @@ MAX_FRAMING_PER_BYTE = 8
 # Longer than clients keep idle connections: otherwise we might close one while its next request is
 # arriving.
 KEEP_ALIVE_S = 75
-# After a body's time is over: for the route, which answers in its API's own format.
+# Added to a body's timeout, so that the route can still answer in its API's own format.
 ANSWER_GRACE_S = 1.0
 # How often to check a client that has closed its side of the connection, and may be gone.
 LOOK_AT_HALF_CLOSED_S = 0.25
-FIRST_PROBE, LOOKS_PER_PROBE = 4, 20  # how often to send it something before its reply begins
+FIRST_PROBE, LOOKS_PER_PROBE = 4, 20  # checks until it is sent something before its reply begins
 MAX_LOOKS_AT_HALF_CLOSED = 20  # for HTTP/1.0, where nothing can be sent before the reply
 TURNED_AWAY_S = 0.25
 FULL_NEWS_S = 60.0
 TOO_MANY = b"Too many connections are open. Try again later."
-# Before uvicorn cancels what runs at shutdown, and logs it as a failure of ours.
+# At shutdown, clients are cut off before uvicorn cancels their requests, which it logs as errors.
 CUT_OFF_BEFORE_S = 0.5
 # Each connection takes a file descriptor, and engines need some to start.
 OWN_FILES = 48  # event loop, log, chat templates, libraries; 16 of them are in use when idle
@@ -60,7 +60,7 @@ class HttpConnection(HttpToolsProtocol):
 
     read_timeout_s = ServeConfig().read_timeout
     max_connections = 2**31
-    full_until = 0.0  # for all connections: the log was told, and is not told again until then
+    full_until = 0.0  # shared by all connections: until then, the warning is not logged again
 
     @classmethod
     def limited_by(cls, config: ServeConfig) -> type[HttpConnection]:
@@ -73,14 +73,14 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.timeout_keep_alive = KEEP_ALIVE_S
-        self._reading: asyncio.TimerHandle | None = None  # the clock of a request
-        self._being_read: asyncio.TimerHandle | None = None  # the clock of its answer
-        self._num_messages = 0  # that have begun
+        self._reading: asyncio.TimerHandle | None = None  # times out the request
+        self._being_read: asyncio.TimerHandle | None = None  # checks that its answer is read
+        self._num_messages = 0  # requests that have begun on this connection
         self._is_in_message = False
-        self._num_framing_bytes = 0  # of the message: all that is not its body
+        self._num_framing_bytes = 0  # everything but the body of the current message
         self._num_body_bytes = 0
         self._is_refused = False
-        # The clock of a client that has closed its side.
+        # Checks a client that has closed its side.
         self._half_closed: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -91,8 +91,8 @@ class HttpConnection(HttpToolsProtocol):
         self._give_time(min(self.read_timeout_s, MAX_HEAD_S))
 
     def _turn_away(self) -> None:
-        """Answers that there are too many connections, and leaves the client a moment to read it.
-        Beyond a number of such answers, connections just close: file descriptors are scarce."""
+        """Answers 503, and leaves the client a moment to read it. Beyond TURNED_AWAY such answers,
+        connections are closed without one: file descriptors are scarce."""
         self._is_refused = True
         if self.loop.time() > HttpConnection.full_until:
             log.warning(
@@ -127,7 +127,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing() or cycle is None:
             return
         poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # errors alone
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # only errors
         is_old = cycle.scope["http_version"] == "1.0"
         if poll.poll(0) or (
             is_old and not cycle.response_started and num_looks > MAX_LOOKS_AT_HALF_CLOSED
@@ -163,7 +163,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         message, num_body_bytes = self._num_messages, self._num_body_bytes
         super().data_received(data)
-        # The bytes in which a message began are not counted: another message's may be among them.
+        # Data in which a message began is not counted: it may contain bytes of the previous one.
         if self._is_in_message and message == self._num_messages:
             self._num_framing_bytes += len(data) - (self._num_body_bytes - num_body_bytes)
             if (
@@ -204,7 +204,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.transport.is_closing():  # which takes until the client has read everything
+        if self.transport.is_closing():  # it closes when the client has read everything
             self._watch_reader()
         if self.timeout_keep_alive_task is not None and not self._is_in_message:
             # The connection may be idle for long, so what belonged to the request is freed.
@@ -215,9 +215,7 @@ class HttpConnection(HttpToolsProtocol):
         self._watch_reader()
 
     def shutdown(self) -> None:
-        """The server is shutting down. A client that still reads may do so until its time is
-        over.
-        """
+        """The server is shutting down. A client may read on until shortly before the deadline."""
         super().shutdown()
         time_left_s = self.config.timeout_graceful_shutdown or 0
         self.loop.call_later(max(0.0, time_left_s - CUT_OFF_BEFORE_S), self.transport.abort)
@@ -249,8 +247,8 @@ class HttpConnection(HttpToolsProtocol):
         self._reading = self.loop.call_later(seconds, self._cut_off)
 
     def _give_more_time(self, seconds: float) -> None:
-        """For a route whose body may take as long as it keeps arriving, and which watches that
-        itself."""
+        """For routes that accept a body for as long as it keeps arriving, and check that
+        themselves."""
         if self._is_in_message:
             self._give_time(seconds + ANSWER_GRACE_S)
 
@@ -263,13 +261,13 @@ class HttpConnection(HttpToolsProtocol):
         self._end(b"408 Request Timeout", b"The request took too long to arrive.")
 
     def _refuse(self) -> None:
-        """The headers, or the framing of the body, are larger than any client's."""
+        """Ends a request whose headers or framing are larger than any real client's."""
         self._is_refused = True
         message = b"The headers have more than %d bytes." % MAX_HEAD_BYTES
         self._end(b"431 Request Header Fields Too Large", message)
 
     def _end(self, status: bytes, message: bytes) -> None:
-        """Closes the connection; if nothing was answered yet, first says why, in plain text."""
+        """Closes the connection; if nothing was answered yet, first sends the reason as text."""
         self._stop_clock()
         if self.transport.is_closing():
             return
@@ -362,7 +360,7 @@ def allow_many_files() -> None:
 
 
 def connection_limit(config: ServeConfig) -> int:
-    """The operator's limit, or all that open files allow; raises an error if that is less."""
+    """The operator's limit, or as many as open files allow; raises an error if those are fewer."""
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files == resource.RLIM_INFINITY:
         num_files = 2**31
@@ -373,7 +371,7 @@ def connection_limit(config: ServeConfig) -> int:
         raise ConfigError(
             f"The limit of {num_files} open files leaves {max(0, num_possible)} for connections",
             f"{num_reserved} are reserved for the server and its engines; "
-            f"{config.max_connections or 1} connections are wanted.",
+            f"{config.max_connections or 1} connections are needed.",
             f"Raise the limit with `ulimit -n {num_reserved + (config.max_connections or 1024)}`"
             + (", or lower --max-connections." if config.max_connections else "."),
         )

@@ -30,14 +30,14 @@ MAX_BYTES = 256 * 1024**2
 MAX_IDLE_S = 30 * 60.0
 MAX_SESSIONS = 4096
 MAX_ENDED = 4096  # ids that are remembered
-MAX_MESSAGES = 4096  # of one session: as many as a request may have
+MAX_MESSAGES = 4096  # per session: as many as a request may have
 SHORTEN = "Send a shorter history in its place, or delete the session."
 
 Message = dict[str, Any]  # as chat templates expect it
 Key = tuple[str, str]  # a tenant, and the id that it gave its session
 WhyEnded = Literal["deleted", "expired", "evicted"]
-# How a request met its session: it is the first, it continued what is held, it sent a whole
-# history, or it began again because what was held is gone.
+# How a request relates to its session: it is the first, it continues the held messages, it sent a
+# whole history, or it starts again because the held messages are gone.
 Status = Literal["new", "continued", "history", "deleted", "expired", "evicted"]
 
 
@@ -48,7 +48,7 @@ class ConversationInfo:
     id: str
     num_messages: int
     num_bytes: int
-    num_tokens: int  # of the last prompt and its reply
+    num_tokens: int  # in the last prompt and its reply
     age_s: float
     idle_s: float
 
@@ -75,24 +75,24 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a session until its reply has ended: what it sent, not what was held."""
+    """One request of a session until its reply has ended: what it sent, without held messages."""
 
     key: Key
     status: Status
-    system: Packed  # at the start
-    said: Packed  # after that
-    first: Message | None  # of the messages
+    system: Packed  # system messages at the start
+    said: Packed  # all other messages
+    first: Message | None  # the first of `said`
     has_assistant: bool
-    number: int  # among all turns and endings, in order
-    tools: Packed = Packed()  # of a thread, which are held too
+    number: int  # orders all turns and ended sessions
+    tools: Packed = Packed()  # held only for threads
     replaces: Key | None = None  # the session that ends when this turn is added
 
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """A session that the next turn replaces under another name: what comes before that turn."""
+    """What comes before a turn that continues a session under a new name, and replaces it."""
 
-    previous: Key | None = None  # None: the thread begins
+    previous: Key | None = None  # None: a new thread
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
 
@@ -105,7 +105,7 @@ class _Conversation:
     said: Packed = Packed()
     tools: Packed = Packed()
     first: Message | None = None
-    last: Message | None = None  # a reply
+    last: Message | None = None  # the last reply
     num_tokens: int = 0
 
     @property
@@ -159,7 +159,7 @@ class Conversations:
         self._max_sessions = max_sessions
         self._clock = clock
         self._shelves: dict[str, _Shelf] = {}  # by tenant; none is empty
-        self._ended: OrderedDict[Key, _Ended] = OrderedDict()  # the latest last
+        self._ended: OrderedDict[Key, _Ended] = OrderedDict()  # newest last
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -225,7 +225,7 @@ class Conversations:
         return turn, held, [*system, *held, *said]
 
     def end(self, turn: Turn, reply: Message, num_tokens: int) -> None:
-        """Its reply has ended. A session that was deleted meanwhile stays deleted."""
+        """Adds a turn whose reply has ended. A session deleted meanwhile stays deleted."""
         ended = self._ended.get(turn.key)
         is_deleted = ended is not None and ended.why == "deleted" and ended.number > turn.number
         if is_deleted or not self._max_bytes:
@@ -262,7 +262,7 @@ class Conversations:
         ]
 
     def delete(self, key: Key) -> bool:
-        """Returns whether there was one. Replies in progress are not added to it any more."""
+        """Returns whether the session existed. Replies in progress are no longer added to it."""
         if self._find(key) is None:
             return False
         self._end(key, "deleted")

@@ -20,7 +20,7 @@ from penstock.models.source import WEIGHT_SUFFIXES, ModelSource, is_converted
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
 WEIGHT_ROOM = 1.25  # weights take at most four fifths of the GPUs' memory
-ROUNDED_SHARE = {"fp8": 0.53, "int8": 0.53, "int4": 0.3}  # of what 16-bit weights take
+ROUNDED_SHARE = {"fp8": 0.53, "int8": 0.53, "int4": 0.3}  # size relative to 16-bit weights
 ASK_TIMEOUT_S = 10.0
 
 
@@ -32,7 +32,7 @@ def place_engines(
     if serve.gpus and len(serve.gpus) % engine.tp:
         raise ConfigError(
             f"--tp is {engine.tp} and --gpus names {len(serve.gpus)}",
-            "Each engine has a GPU for each of its ranks.",
+            "Each engine needs one GPU per rank.",
             f"Name a multiple of {engine.tp}, or change --tp.",
         )
     if serve.gpus and serve.replicas not in (1, len(serve.gpus) // engine.tp):
@@ -59,7 +59,7 @@ def _on_gpus(
     if engine.device not in ("auto", "cuda"):
         raise ConfigError(
             f"--device is {engine.device} and {len(gpus) // engine.tp} engines each get a GPU",
-            "Then --gpus chooses the GPUs.",
+            "GPUs are chosen with --gpus.",
             "Omit --device.",
         )
     visible = (
@@ -86,8 +86,8 @@ def count_gpus() -> int:
 def choose_tp(
     source: ModelSource, engine: EngineConfig, num_gpus: int, gpu_bytes: int | None
 ) -> int:
-    """For an engine whose --tp nobody has set: the fewest of these GPUs that hold the weights and
-    leave room for requests, or one. Whatever else does not fit, the engine says."""
+    """The default of --tp: the fewest GPUs that hold the weights and leave room for requests; 1 if
+    not even all of them do, so that the engine reports what does not fit."""
     is_offloaded = engine.expert_cache is not None or is_converted(source.path)
     if engine.device not in ("auto", "cuda") or gpu_bytes is None or is_offloaded:
         return 1
@@ -97,7 +97,7 @@ def choose_tp(
 
 
 def weight_bytes(source: ModelSource, engine: EngineConfig) -> float:
-    """By its files, as they will be in memory. A preset has none, and counts as small."""
+    """Size of the weights in memory, estimated from their files; 0 for a preset, which has none."""
     if source.path is None or engine.random_weights:
         return 0.0
     path = source.path
@@ -110,7 +110,7 @@ def weight_bytes(source: ModelSource, engine: EngineConfig) -> float:
 
 
 def least_gpu_bytes() -> int | None:
-    """Memory of the smallest GPU, asked of the driver's own tool. None: there is none to ask."""
+    """Memory of the smallest GPU, from nvidia-smi; None if that cannot be run or read."""
     words = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)

@@ -64,7 +64,7 @@ def _is_anthropic(scope: Scope) -> bool:
 
 
 def _headers(error: PenstockError) -> dict[str, str]:
-    """Headers for the retries of clients."""
+    """Headers that tell clients whether and when to retry, or how to authenticate."""
     if isinstance(error, OverloadedError) or error.status == 503:
         return {"retry-after": str(RETRY_AFTER_S)}
     # A retry would take as long, kill as many engines, or find as little room.
@@ -104,8 +104,8 @@ async def answer_disconnect(request: Request, error: Exception) -> Response:
 
 
 class UnexpectedErrors:
-    """Answers for a bug of ours, whose traceback goes to the log. Innermost middleware, so that
-    this answer is counted, has an id, and can be read by pages of other origins, like every answer.
+    """Answers 500 for a bug in the server, and logs its traceback. Innermost middleware, so that
+    this answer is counted, has an id, and can be read by pages of other origins, like any other.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -23,7 +23,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class EventStream:
-    """Sends headers once, then what is written; a context in which its clock runs."""
+    """Sends headers once, then what is written. Its timer runs inside the context manager."""
 
     def __init__(
         self, scope: Scope, send: Send, headers: Headers, encode_heartbeat: Callable[[], bytes]
@@ -43,7 +43,7 @@ class EventStream:
     def __exit__(self, *error: object) -> None:
         self._clock.cancel()
         if self._opening is not None:
-            self._opening.cancel()  # has no effect on a finished one
+            self._opening.cancel()  # has no effect if it has finished
 
     @property
     def has_begun(self) -> bool:

@@ -1,8 +1,8 @@
 """Fields that no struct of an API declares: ignored on purpose, or refused by name.
 
-A struct's own fields are honoured. For all others, these tables say for each API which are ignored
-with any value, which are ignored with a value that asks for nothing, and what to use instead of
-known ones. Any other field is refused, unless it is null or empty: it could change the answer.
+A struct's own fields are supported. For all others, each API has a table of those that are ignored
+with any value, those that are ignored with a neutral value, and what to use instead of known ones.
+Any other field is refused, unless it is null or empty: it could change the answer.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ NEUTRAL: Neutral = {
 }
 
 NO_SERVER_TOOLS = "The server runs no tools: offer functions in tools and run them yourself."
-TEXT_ONLY = "Only text is read and written here."
+TEXT_ONLY = "This server reads and writes only text."
 NOT_SAMPLED = (
-    "Replies are not drawn that way here. Use temperature, top_p, top_k, min_p and the penalties."
+    "This server has no such sampler. Use temperature, top_p, top_k, min_p and the penalties."
 )
 LEAVE_OUT = "Leave it out."
 ADVICE = {  # what to use instead of a known field that cannot be honoured
-    "extra_body": "Clients put what is in it at the top level of the body: send its fields there.",
-    "options": "Send what is in it as fields of the body.",
-    "parameters": "Send what is in it as fields of the body.",
+    "extra_body": "Send its fields at the top level of the body, as OpenAI's client does.",
+    "options": "Send its fields at the top level of the body.",
+    "parameters": "Send its fields at the top level of the body.",
     "inputs": "Send messages, or a prompt.",
     "audio": TEXT_ONLY,
     "modalities": TEXT_ONLY,
@@ -107,17 +107,17 @@ ADVICE = {  # what to use instead of a known field that cannot be honoured
     "container": NO_SERVER_TOOLS,
     "suffix": "The model only continues text.",
     "best_of": "Every reply is returned: use n.",
-    "moderation": "Nothing is moderated here. Leave it out.",
+    "moderation": "This server moderates nothing. Leave it out.",
     "documents": "Put the documents into a message.",
     "chat_template": "The operator chooses the template, with --chat-template.",
     "allowed_token_ids": "Use logit_bias, or a structured_outputs choice.",
     "logits_processors": "Use logit_bias.",
     "custom_logit_processor": "Use logit_bias.",
     "extra_key": "Use cache_salt.",
-    "lora_path": "There is one model here.",
+    "lora_path": "This server has one model.",
     "guided_whitespace_pattern": "White space in JSON is limited already. Leave it out.",
     "structural_tag": "Use tools with tool_choice, or a grammar.",
-    "reasoning_format": "Thoughts are in reasoning_content. To leave them out, use "
+    "reasoning_format": "Reasoning is in reasoning_content. To leave it out, use "
     "include_reasoning: false.",
     "max_new_tokens": "Use max_tokens.",
     "max_length": "Use max_tokens.",
@@ -125,7 +125,7 @@ ADVICE = {  # what to use instead of a known field that cannot be honoured
     "num_predict": "Use max_tokens.",
     "max_output_tokens": "Use max_tokens.",
     "random_seed": "Use seed.",
-    "repeat_penalty": "Use repetition_penalty, which looks at the whole text.",
+    "repeat_penalty": "Use repetition_penalty, which counts all tokens.",
     "stop_sequences": "Use stop.",
     "do_sample": "Use temperature: 0 for the likeliest tokens.",
     "format": "Use response_format.",
@@ -148,13 +148,13 @@ ADVICE = {  # what to use instead of a known field that cannot be honoured
 class FieldTable:
     """What to do with the fields that the structs of one API do not declare."""
 
-    path: str  # of the API, for messages
+    path: str  # the API's path, for messages
     ignored: frozenset[str] = _names(" ".join(IGNORED.values()))
     neutral: Neutral = field(default_factory=lambda: NEUTRAL)
     advice: Mapping[str, str] = field(default_factory=lambda: ADVICE)
 
     def ignoring(self, names: Iterable[str]) -> FieldTable:
-        """The same, with more ignored fields, which the operator named."""
+        """A copy that also ignores the fields that the operator named."""
         return replace(self, ignored=self.ignored.union(names))
 
     def is_harmless(self, name: str, value: Any) -> bool:
@@ -210,7 +210,7 @@ COMPLETIONS = FieldTable(
     },
     advice={
         **ADVICE,
-        "top_logprobs": "Use logprobs, which is their number here.",
+        "top_logprobs": "Use logprobs, which is a number here.",
         "max_completion_tokens": "Use max_tokens.",
         **_each(
             "messages tools tool_choice chat_template_kwargs enable_thinking thinking reasoning"
@@ -255,7 +255,7 @@ MESSAGES = FieldTable(
         "response_format": "Use output_config.format.",
         "format": "Use output_config.format.",
         "reasoning_effort": "Use thinking, and output_config.effort.",
-        "compaction": "Conversations are not summarised here: send a request for a summary.",
+        "compaction": "This server summarises no conversations: send a request for a summary.",
         **_each(
             "n seed logprobs top_logprobs logit_bias min_tokens min_p frequency_penalty "
             "presence_penalty repetition_penalty structured_outputs guided_json guided_regex "
@@ -280,7 +280,7 @@ TOKENIZE = FieldTable(
 )
 DETOKENIZE = replace(TOKENIZE, path="/detokenize")
 INVOCATION_CHAT = replace(CHAT, path="/invocations")
-INVOCATION_PROMPT = FieldTable(  # whose `thinking` has been looked at before
+INVOCATION_PROMPT = FieldTable(  # `thinking` was handled before
     "/invocations",
     ignored=COMPLETIONS.ignored | {"thinking"},
     neutral=COMPLETIONS.neutral,
@@ -295,12 +295,12 @@ NAMED_PROMPT = "Use prompt_name, which names a prompt of the checkpoint, such as
 VECTOR_ADVICE = {
     **_each("truncate truncation", CUT_TEXTS),
     **_each("input_type task", NAMED_PROMPT),
-    "stream": "Leave it out: the answer comes as a whole.",
+    "stream": "Leave it out: the answer is never streamed.",
     "embedding_type": "Use encoding_format: float or base64.",
     "late_chunking": "Send each chunk as an input.",
     "messages": "Send the text as input.",
-    "instruction": "Put its words before the input, or use prompt_name.",
-    "max_tokens_per_doc": "Use truncate_prompt_tokens, which counts the query, too.",
+    "instruction": "Put the instruction before the input, or use prompt_name.",
+    "max_tokens_per_doc": "Use truncate_prompt_tokens, which also counts the query.",
     "max_chunks_per_doc": "Send each chunk as a document.",
     "rank_fields": "Send the text of the fields as a document.",
 }

@@ -30,12 +30,12 @@ from penstock.types import EngineInfo, FinishReason, Request, SessionInfo, Token
 
 log = logging.getLogger("penstock.serve")
 
-# How much a running request may be blamed for before it makes progress again: engines that crashed
-# while it ran, or twice as many that were killed, which may have any cause.
+# A request is given up when it has this much blame since its last progress: two for each engine
+# that crashed while it ran, one for each that was killed, which may have another cause.
 MAX_BLAME = 4
 BLAME_FOR_FAULT, BLAME_FOR_KILL = 2, 1
-MAX_FAULTS = 8  # of engines that ran a request, in total, even with progress in between
-RESUMED_STEPS_EARLIER = 10  # of priority: a client is already reading
+MAX_FAULTS = 8  # crashes of engines that ran a request, even with progress in between
+RESUMED_STEPS_EARLIER = 10  # subtracted from its priority: a client is already reading
 LEAVING_POLL_S = 0.02
 
 
@@ -57,14 +57,14 @@ class InFlight:
         self.num_scored = 0  # tokens of the prompt whose scores have arrived
         self.client: EngineClient | None = None  # None: it waits for one
         self.load: Load | None = None
-        self.is_running = False  # on its current engine; it may also wait there
+        self.is_running = False  # False: it waits, in its engine's queue or for an engine
         self.blame = 0  # since its last progress
-        self.num_faults = 0  # of engines that failed while it ran
+        self.num_faults = 0  # engines that failed while it ran
         self._fleet = fleet
         self._receiver = receiver
         self._awaits_token = True  # the first from its current engine
-        self._num_tokens_due = 0  # that the engine computes before that
-        # Of the prompt, on its first engine.
+        self._num_tokens_due = 0  # prompt tokens that the engine computes before that
+        # Cached tokens of the prompt, on its first engine.
         self._num_cached_tokens = None if journal is None else journal.num_cached
 
     @property
@@ -80,13 +80,13 @@ class InFlight:
             self.journal.note(delta)
         if self._awaits_token:
             self._note_first_news(delta)
-        # Clients see the number of its first engine.
+        # Clients see the number of cached tokens on its first engine.
         if self._num_cached_tokens != delta.num_cached_tokens:
             delta = msgspec.structs.replace(delta, num_cached_tokens=self._num_cached_tokens)
         self._give(delta)
 
     def replay(self, token_ids: Sequence[int], finish: FinishReason | None) -> None:
-        """As if an engine had said these tokens."""
+        """Passes on these tokens as if an engine had generated them."""
         self.said += token_ids
         num_cached = self._num_cached_tokens or 0
         delta = TokenDelta(
@@ -98,7 +98,7 @@ class InFlight:
         try:
             self._receiver.take(delta)
         finally:
-            # Not before: a thought may end behind its budget, and then its reply goes on.
+            # Only now: after a thinking budget, the receiver continues the reply (`go_on`).
             if delta.finish is not None:
                 self._fleet.forget(self)
 
@@ -127,7 +127,7 @@ class InFlight:
         self.client, self.load, self._num_tokens_due = None, None, 0
 
     def _note_first_news(self, delta: TokenDelta) -> None:
-        """Scores of its prompt may come before the first token of its current engine."""
+        """Updates load and blame. Scores of the prompt may come before an engine's first token."""
         assert self.load is not None
         num_scored = len(delta.prompt_scores or ())
         self.num_scored += num_scored
@@ -148,11 +148,11 @@ class Fleet:
     """Serves once every engine has started, and then while any of them is up."""
 
     def __init__(self, launches: Sequence[Launch], config: ServeConfig, on_phase: OnPhase) -> None:
-        self.failure: PenstockError | None = None  # why there will never be an engine
+        self.failure: PenstockError | None = None  # why no engine can start
         self.intake = Intake(config)
         self._is_draining = False
         self.num_moves = 0
-        self._seeds = random.Random(config.sampling_seed)  # None: from the system
+        self._seeds = random.Random(config.sampling_seed)  # None: seeded by the system
         self._config = config
         self._on_phase = on_phase
         self._replicas = [Replica(index, launch, config) for index, launch in enumerate(launches)]
@@ -160,9 +160,9 @@ class Fleet:
         self._in_flight: dict[str, InFlight] = {}
         self._waiting: dict[InFlight, asyncio.TimerHandle] = {}
         self._on_trial: InFlight | None = None  # the only suspect that has, or waits for, an engine
-        self._suspects: dict[InFlight, None] = {}  # the others
+        self._suspects: dict[InFlight, None] = {}  # the others, which wait for their trial
         self._replaying: InFlight | None = None
-        self._infos: dict[int, EngineInfo] = {}  # of every replica that has started, latest
+        self._infos: dict[int, EngineInfo] = {}  # the latest, by replica
         self._started = asyncio.Event()  # all have started once, or one never will
         self._idle = asyncio.Event()
         self._idle.set()
@@ -177,7 +177,7 @@ class Fleet:
 
     @property
     def num_rows(self) -> int:
-        """Of all engines that have started."""
+        """Rows of all engines that have started."""
         return sum(info.max_rows for info in self._infos.values())
 
     @property
@@ -186,7 +186,7 @@ class Fleet:
 
     @property
     def info(self) -> EngineInfo | None:
-        """None while there is no engine; with several, the tightest limits."""
+        """None while no engine is available; with several, the one with the tightest limits."""
         return self._tightest_info() if self._have_all_come_up and self._available() else None
 
     @property
@@ -201,7 +201,7 @@ class Fleet:
         return Phase("ready")
 
     async def wait_launched(self) -> None:
-        """Waits until every engine's process has begun, or one cannot."""
+        """Waits until every engine's first process has connected, or one cannot start."""
         for replica in self._replicas:
             await replica.has_spoken.wait()
 
@@ -240,20 +240,18 @@ class Fleet:
             journal.give_up()
             journal = None
         for request, receiver in receivers:
-            assert request.tenant == place.tenant, "a reply gives its tenant's place back"
+            assert request.tenant == place.tenant, "a reply releases a place of its tenant"
             request = _with_seed(request, self._seeds, journal)
             inflight = InFlight(self, request, receiver, journal)
             if journal is None or journal.replayed is None:
                 self._start(inflight, self._available())
             else:
                 self._register(inflight)
-                # When the caller is prepared for what the reply says at once.
+                # Later, when the caller is ready for deltas.
                 asyncio.get_running_loop().call_soon(self._replay, inflight, journal.replayed)
 
     def go_on(self, request_id: str, request: Request, receiver: Receiver) -> None:
-        """Continues with another request in the place of one: in the queue, and on the same
-        engine.
-        """
+        """Replaces a request by another, which keeps its place in the queue and its engine."""
         if self.failure is not None:
             raise self.failure
         inflight = self._in_flight.get(request_id)
@@ -267,13 +265,13 @@ class Fleet:
             following.num_faults = inflight.num_faults
             same = [r.index for r in self._replicas if r.client is inflight.client]
         available = [index for index in same if index in self._available()]
-        # Even if it is full: the other one's place becomes free.
+        # Even if the queue is full: the replaced request releases its place below.
         self.intake.replies.take(request.tenant)
         if inflight is not None and inflight is self._replaying:
             self._register(following)
             self._replaying = following
         else:
-            # Before the other one ends: then its row is free, and this one is next.
+            # Before the other one is aborted, so that this one is next when its row is free.
             self._start(following, available or self._available())
         self.abort(request_id)
 
@@ -282,21 +280,21 @@ class Fleet:
         self._place(inflight, available)
 
     def _register(self, inflight: InFlight) -> None:
-        """A request that has a place in the queue."""
+        """Adds a request that already has a place in the queue."""
         request = inflight.request
         assert request.id not in self._in_flight, f"request id {request.id} is in use"
         self._in_flight[request.id] = inflight
         self._idle.clear()
 
     def _replay(self, inflight: InFlight, said: Said) -> None:
-        """Continues a reply of another server: its receiver takes what that one had said."""
+        """Continues a reply of another server: its receiver first gets the tokens from there."""
         journal = inflight.journal
         assert journal is not None
         self._replaying, journal.is_replaying = inflight, True
         for place, token_ids in enumerate(said.deltas, 1):
             one = self._replaying
             if self._in_flight.get(one.request.id) is not one:
-                break  # it has ended, or its client has gone
+                break  # it has ended, or its client has disconnected
             try:
                 one.replay(token_ids, said.finish if place == len(said.deltas) else None)
             except Exception as error:
@@ -307,7 +305,7 @@ class Fleet:
             self._place(one, self._available())
 
     def abort(self, request_id: str) -> None:
-        """Its receiver gets no more deltas."""
+        """Ends a request: its receiver gets no more deltas."""
         inflight = self._in_flight.get(request_id)
         if inflight is not None:
             if inflight.client is not None:
@@ -321,7 +319,7 @@ class Fleet:
         )
 
     async def num_cached_tokens(self, digests: PageDigests, num_tokens: int) -> int | None:
-        """Of a prompt of this length, on the engine that has the most; None: none can say now."""
+        """Cached tokens of such a prompt, on the engine that has most; None: no engine answered."""
         found = await asyncio.gather(
             *(replica.num_cached_tokens(digests, num_tokens) for replica in self._replicas)
         )
@@ -334,7 +332,7 @@ class Fleet:
         return list({info.id: info for info in latest}.values())[::-1]
 
     async def drop_session(self, session_id: str) -> bool:
-        """Returns whether there was one."""
+        """Returns whether the session existed."""
         dropped = await asyncio.gather(
             *(replica.drop_session(session_id) for replica in self._replicas)
         )
@@ -383,7 +381,7 @@ class Fleet:
             self._idle.set()
 
     def outlive_engine(self, inflight: InFlight) -> None:
-        """Continues on another engine, or gives up a request that no engine has survived."""
+        """Moves a request whose engine died, or gives it up if too many engines died of it."""
         assert inflight.client is not None
         if inflight.is_running:
             inflight.blame += BLAME_FOR_FAULT if inflight.client.is_own_fault else BLAME_FOR_KILL
@@ -394,12 +392,12 @@ class Fleet:
             self._move(inflight, self._available())
 
     def end_trial(self, inflight: InFlight) -> None:
-        """It made progress or has ended: now the next suspect may be tried."""
+        """The request made progress or has ended: the next suspect may be tried."""
         self._suspects.pop(inflight, None)
         if self._on_trial is inflight:
             self._on_trial = None
             if self._suspects:
-                # A client is already reading.
+                # First those whose client is already reading.
                 following = min(self._suspects, key=lambda one: not one.said)
                 del self._suspects[following]
                 self._place(following, self._available())
@@ -465,14 +463,14 @@ class Fleet:
             self._place(inflight, self._available())
 
     async def _keep(self, replica: Replica) -> None:
-        """Keeps an engine running in this place, one after the other."""
+        """Keeps a replica running: starts another engine whenever one dies."""
         while True:
             started = time.monotonic()
             try:
                 self._infos[replica.index] = await replica.start(self._first_phases(replica))
             except Exception as error:
                 reason = _reason_of(error)
-                if not self._have_all_come_up:  # what keeps it from starting will do so again
+                if not self._have_all_come_up:  # another attempt would fail for the same reason
                     self._fail(reason)
                     return
                 log.error("engine %d did not start: %s", replica.index, reason)
@@ -499,7 +497,7 @@ class Fleet:
         self._place_waiting()
 
     def _first_phases(self, replica: Replica) -> OnPhase:
-        """All engines start alike: reports only the first one's first start."""
+        """All engines go through the same phases, so only the first start of one is reported."""
         is_told = replica.index == 0 and replica.num_restarts == 0
         return self._on_phase if is_told else lambda _: None
 
@@ -510,8 +508,8 @@ class Fleet:
             replica.has_spoken.set()
 
     async def _replace(self, replica: Replica) -> None:
-        """Running requests may end, up to a time limit; what is left then moves to other engines,
-        or to the next one here. If it is the only engine, it accepts new requests until it exits.
+        """Waits for running requests, up to the drain timeout, and moves the rest to other engines
+        or the new one. If it is the only engine, it accepts new requests until it exits.
         """
         replica.is_leaving = True
         client, load = replica.client, self._router.loads[replica.index]
@@ -528,8 +526,8 @@ class Fleet:
 
 
 def resumed(request: Request, said: Sequence[int], num_scored: int = 0) -> Request:
-    """The request for another engine: continues after these tokens, and before requests that have
-    not begun."""
+    """The request for another engine: it continues after these tokens, and runs before requests
+    that have not begun."""
     if num_scored:
         request = replace(request, num_scored_tokens=num_scored)
     if not said:
@@ -564,8 +562,8 @@ def _reason_of(error: Exception) -> PenstockError:
 
 
 def _with_seed(request: Request, seeds: random.Random, journal: Journal | None = None) -> Request:
-    """Sets a seed if there is none: two engines must not sample alike, and a third may have to
-    continue."""
+    """Sets a seed if there is none: engines must not sample the same, and another one may have to
+    continue the reply."""
     sampling = request.sampling
     if sampling.temperature != 0 and sampling.seed is None:
         seed = None if journal is None or journal.replayed is None else journal.replayed.seed
@@ -579,13 +577,11 @@ def _with_seed(request: Request, seeds: random.Random, journal: Journal | None =
 def _unsurvived() -> EngineLossError:
     return EngineLossError(
         "The request is not retried",
-        "Several engines died one after the other while they ran it; it may be the cause.",
+        "Several engines died while they ran it, so it may be the cause.",
         "Tell the operator of this server, whose log has the details, or change the request.",
     )
 
 
 def _lost(why: str) -> EngineDeadError:
-    """The reply has no engine left. The reason stays in the log: it may name paths of this
-    machine.
-    """
+    """The reply has no engine left. Details are only in the log: they may name local paths."""
     return EngineDeadError("The engine of this reply is lost", why, "Try again later.")

@@ -37,12 +37,12 @@ class HealthRoutes:
         self._client = state.client
 
     async def root(self, request: Request) -> Response:
-        """Clients probe here whether a server exists at all, mostly with HEAD."""
+        """Clients check here whether a server is running, mostly with HEAD."""
         return Response("Penstock is running", media_type="text/plain")
 
     async def health(self, request: Request) -> Response:
-        """Of all engines together and of each; `stats` is null for one in a long step. Without the
-        API key, only whether the server can serve."""
+        """The state of the server and of each engine; `stats` is null for one in a long step.
+        Requests without the API key get only the status."""
         client = self._client
         if is_stranger(request.scope):
             status = _status_of(client)
@@ -74,7 +74,7 @@ class HealthRoutes:
         return json_response({"version": penstock.__version__})
 
     async def metrics(self, request: Request) -> Response:
-        """Always answers: the server's counters matter when the engine is dead, too."""
+        """Always answers: the server's counters also matter while no engine runs."""
         client = self._client
         replicas = await client.report()
         text = render_metrics(self._state.metrics, replicas, client.num_moves)

@@ -40,7 +40,7 @@ def load_text(path: Path, chat_template: str | None = None) -> Text:
 
 
 def load_vector_text(text: Text, path: Path | None, config: EngineConfig) -> VectorText:
-    """`path`: the checkpoint, whose files say how to compute its vectors."""
+    """`path`: the checkpoint, whose files define how its vectors are computed."""
     rules = VectorRules.load(path, config.pooling)
     return VectorText(*text, rules, config.scoring, config.score_prompt)
 
@@ -58,8 +58,8 @@ async def serve_http(
     batches: BatchFolder | None,
     on_ready: Callable[[], None],
 ) -> bool:
-    """Serves until a signal, or until no engine can ever start, which is raised. True: all replies
-    had their time to end."""
+    """Serves until a signal; raises the error if no engine can start. Returns whether replies were
+    given time to end."""
     tokenizer, template = text
     quickening = asyncio.create_task(
         asyncio.to_thread(tokenizer.quicken)
@@ -172,5 +172,5 @@ class _Signals:
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)  # or it might be collected while it runs
+        self._tasks.add(task)  # or it might be garbage collected while it runs
         task.add_done_callback(self._tasks.discard)

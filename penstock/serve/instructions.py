@@ -1,12 +1,11 @@
 """System messages as chat templates accept them, for every API: one, at the start.
 
-Agents send more, and later ones: a permission that changed, a mode that was switched. Those at the
-start are joined. One inside a conversation becomes part of the user's turn beside it, marked as
+Agents send several, and some later, for example when a permission or a mode has changed. Those at
+the start are joined. One inside a conversation becomes part of the adjacent user turn, marked as
 Claude Code marks its own insertions into user messages, which models know.
 
-Images and files in tool results are replaced by a note: the user did not ask for them, and they
-stay in the history of an agent's session, which refusing one would end. A header of the answer says
-what was left out.
+Images and files in tool results are replaced by a note: they stay in the history of an agent's
+session, so an error would end the session. A header of the answer lists what was left out.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def place_instructions(messages: list[PlainMessage]) -> list[PlainMessage]:
     if num_leading:
         texts = [m["content"] for m in messages[:num_leading] if m["content"]]
         placed.append({**messages[0], "content": PARAGRAPH.join(texts)})
-    is_open = False  # the last message takes the next, if both are the user's and one is a reminder
+    is_open = False  # the last message is a reminder, which the next user message joins
     for message in messages[num_leading:]:
         is_reminder = message["role"] == "system"
         if is_reminder:
@@ -63,11 +62,7 @@ KINDS = {  # as the APIs call them
 
 
 def replace_attachment(kind: str, where: str, omitted: list[str]) -> str:
-    """The text in place of an image or file in a tool's result; adds to `omitted` where it was.
-
-    The user did not ask for it, and it stays in the history of an agent's session: refusing it
-    would end the session. A header of the answer says what was left out.
-    """
+    """The text in place of an image or file in a tool's result; adds to `omitted` where it was."""
     name = KINDS.get(kind, "attachment")
     omitted.append(f"{name} at {where}")
     return f"[{name} left out: this model reads text only]"

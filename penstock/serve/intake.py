@@ -1,11 +1,10 @@
 """What a request holds before it runs: a place in the queue, and the bytes of its body.
 
-A request takes a place with its headers, before any of its body is read, and holds it until its
-reply has ended: the request itself while it is read and prepared, then each of its replies in the
-fleet. Its bytes count from its headers, if they declare a length, until it is submitted. A request
-that finds no place or no bytes is refused at once, unless the bodies of others arrive slowly: these
-lose their places first. Used only from the event loop. Only the last class knows HTTP: it gives
-back what a request still holds at its end.
+A request takes a place when its headers arrive, before its body is read. When it is submitted, each
+of its replies takes over one place until it ends. Bytes count from the headers, if they declare a
+length, until submission. When places or bytes run out, requests whose bodies arrive slowly lose
+theirs first; if there are none, the new request is refused at once. Used only from the event loop.
+Only the last class knows HTTP: it releases what a request still holds at its end.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from penstock.config import ServeConfig
 from penstock.errors import OverloadedError, RequestError
 from penstock.serve.admission import QueueShares
 
-# Large bodies may hold half of the places and half of the bytes before they run: the rest is for
-# chats that take milliseconds to prepare.
+# Until they run, large bodies may hold half of the places and half of the bytes: the rest is for
+# ordinary chats, which take milliseconds to prepare.
 LARGE_BODY_BYTES = 1024**2
 # A body is slow if it takes longer than this, and longer than this rate allows. A slow body is
 # accepted while there is room.
@@ -62,25 +61,25 @@ class Bodies:
         self._num_large, self._num_large_bytes = self._large_after(before, after)
 
     def _large_after(self, before: int, after: int) -> tuple[int, int]:
-        """The number of large bodies then, and their bytes."""
+        """The number of large bodies after such a change, and their bytes."""
         was, will_be = (size if size > LARGE_BODY_BYTES else 0 for size in (before, after))
         return self._num_large + bool(will_be) - bool(was), self._num_large_bytes + will_be - was
 
 
 class Intake:
-    """What all requests hold together."""
+    """The places and bytes of all requests."""
 
     def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         max_queue = config.max_queue
         self.clock = clock
-        self.readers: dict[Place, None] = {}  # whose bodies are arriving, the oldest first
+        self.readers: dict[Place, None] = {}  # requests whose bodies are arriving, oldest first
         self.replies = QueueShares(max_queue, "requests are being read, waiting or running")
-        # Engines never see these.
-        self.counts = QueueShares(max_queue, "requests for tokens are waiting")
+        # Most of these only count tokens.
+        self.counts = QueueShares(max_queue, "requests that need no engine are waiting")
         self.bodies = Bodies(config.max_bodies_bytes, config.max_body_bytes, max(1, max_queue // 2))
 
     def reserve(self, tenant: str, *, for_reply: bool = True) -> Place:
-        """A place for a request of this tenant, taken with its headers."""
+        """Takes a place for a request of this tenant when its headers have arrived."""
         queue = self.replies if for_reply else self.counts
         self.make_room(queue.has_room)
         return Place(self, queue, tenant)
@@ -104,7 +103,7 @@ class Place:
         queue.reserve(tenant)
         self.tenant = tenant
         self.num_bytes = 0
-        self.num_received = 0  # of those, so far
+        self.num_received = 0  # bytes so far
         self.began_at = intake.clock()
         self._has_lost_room = False
         self._intake = intake
@@ -114,9 +113,7 @@ class Place:
 
     @contextlib.contextmanager
     def reading(self, stop: Callable[[], None]) -> Iterator[None]:
-        """While the body arrives; `stop` ends that if it is slow and other requests need the
-        room.
-        """
+        """A context while the body arrives; calls `stop` if it is slow and others need its room."""
         self._stop_reading = stop
         self._intake.readers[self] = None
         try:
@@ -125,8 +122,8 @@ class Place:
             self._intake.readers.pop(self, None)
 
     def receive(self, num_bytes: int) -> None:
-        """Counts bytes of the body. Bytes beyond the declared length, as in chunks, count from now
-        on."""
+        """Counts bytes of the body. Those beyond the declared length, as in chunked bodies, take
+        room now."""
         self.num_received += num_bytes
         if self.num_received > self.num_bytes:
             self.add_bytes(self.num_received - self.num_bytes)
@@ -146,7 +143,7 @@ class Place:
             raise OverloadedError(
                 "The server is full",
                 f"The body arrived slowly, {self.num_received} bytes in {SLOW_S:g} seconds or "
-                "more, and others needed its room.",
+                "more, and other requests needed its room.",
                 "Try again later.",
             )
 
@@ -155,7 +152,7 @@ class Place:
         if num_places > self._queue.max_places:
             raise RequestError(
                 f"The request asks for {num_places} replies",
-                f"The server holds {self._queue.max_places} at a time (--max-queue), of all "
+                f"The server holds {self._queue.max_places} at a time (--max-queue), for all "
                 "requests together.",
                 "Lower n, or send fewer prompts in one request.",
                 param="n",
@@ -176,14 +173,14 @@ class Place:
         self.num_bytes = after
 
     def hand_over(self, num_replies: int) -> None:
-        """Hands the places to so many replies: each gives one back when it ends. The body is no
-        longer needed."""
+        """Hands the places over to the replies, each of which releases one when it ends. The body
+        is no longer needed."""
         self.resize(num_replies)
         self._num_places = 0
         self._drop_bytes()
 
     def release(self) -> None:
-        """Gives back whatever is left; may be called twice."""
+        """Releases whatever is left; may be called twice."""
         self.resize(0)
         self._drop_bytes()
 
@@ -193,13 +190,13 @@ class Place:
 
 
 def place_of(scope: Scope) -> Place:
-    """The place that its body was read with."""
+    """The place that `read_body` took."""
     place: Place = scope["place"]
     return place
 
 
 class ReleasePlaces:
-    """Gives back what a request still holds at its end, however it ended."""
+    """Releases what a request still holds at its end, however it ended."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,14 +1,14 @@
 """Replies that outlive their server: what a relay in front of it needs to continue them elsewhere.
 
-A relay, such as a door of `penstock.ray`, proves itself by a key. Between the events of its streams
-it finds marks: each says which tokens the events since the last mark were made of. If this server
-is lost, the relay forgets what came after the last mark, and asks another server the same with
-these tokens. That one lets its replies take the tokens as if an engine had said them, sends nothing
-of it, and continues behind them as `Fleet` does when an engine is lost. So the state of
-detokenizer, parser, stop strings and budgets is what it was, and so are numbers of tokens.
+A relay, such as a door of `penstock.ray`, authenticates with a key. The streams that it gets have
+marks between their events: each contains the tokens from which the events since the last mark were
+made. If this server is lost, the relay drops what came after the last mark, and sends the request
+with these tokens to another server. That server replays them as if an engine had generated them,
+sends no events for them, and continues after them as `Fleet` does when an engine is lost. So the
+detokenizer, the parser, stop strings, budgets and token counts have the same state as before.
 
-Streams with several replies, or with scores of a prompt, have marks without tokens: they end with
-their server. So do those of /v1/responses, whose items have random ids.
+Streams with several replies, or with scores of a prompt, have marks without tokens: they cannot be
+resumed. Nor can those of /v1/responses, whose items have random ids.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.types import FinishReason, Request, TokenDelta
 
-RELAY_HEADER = "x-penstock-relay"  # the key; to resume: the key, a reply's id, bytes of its tokens
-MARKS_HEADER = "x-penstock-marks"  # of an answer that has marks
-MARK_BEGIN, MARK_END = b"\x1e", b"\n"  # JSON has no such byte, and neither has any event
+RELAY_HEADER = "x-penstock-relay"  # the key; to resume, also a reply's id and its tokens' size
+MARKS_HEADER = "x-penstock-marks"  # set if an answer has marks
+MARK_BEGIN, MARK_END = b"\x1e", b"\n"  # JSON escapes both, and no event contains the first
 UNRESUMABLE = ("/v1/responses",)
 _REPLY_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Said(msgspec.Struct, omit_defaults=True):
-    """A reply so far; or, as a mark, what is new of it."""
+    """The tokens of a reply so far or, in a mark, those since the last mark."""
 
     id: str = ""
     created: int = 0
     seed: int | None = None
     num_cached: int | None = None
-    deltas: list[list[int]] = []  # as they came: budgets and loop guards cut at their ends
+    deltas: list[list[int]] = []  # as they came: budgets and loop guards act at their ends
     finish: FinishReason | None = None
     is_lost: bool = False  # it cannot be resumed
 
@@ -52,13 +52,13 @@ class Said(msgspec.Struct, omit_defaults=True):
 
 
 class Journal:
-    """Of one reply on this server."""
+    """Records the tokens of one reply on this server."""
 
     def __init__(self, reply_id: str) -> None:
         self.replayed: Said | None = None
         self.is_replaying = False
         self.num_cached: int | None = None
-        self.created = int(time.time())  # the reply says the same wherever it goes on
+        self.created = int(time.time())  # stays the same when another server continues the reply
         self._new = Said(id=reply_id, created=self.created)
         self._deltas: list[list[int]] = []  # since the last mark
 
@@ -68,7 +68,7 @@ class Journal:
         self._new = Said()
 
     def give_up(self) -> None:
-        """There are several replies: none of them is resumed."""
+        """The reply cannot be resumed."""
         self._new.is_lost = True
 
     def begin(self, request: Request) -> None:
@@ -77,14 +77,14 @@ class Journal:
             self.give_up()
 
     def note(self, delta: TokenDelta) -> None:
-        """Before it becomes text."""
+        """Records a delta before it becomes text."""
         self._deltas.append(list(delta.token_ids))
         if self.num_cached is None:
             self.num_cached = self._new.num_cached = delta.num_cached_tokens
         self._new.finish = delta.finish
 
     def marked(self, events: bytes) -> bytes:
-        """With what they were made of; nothing of what the client has."""
+        """The events with their mark; nothing during a replay: the client has those events."""
         if self.is_replaying or not events:
             return b""
         return events + self.mark()
@@ -99,12 +99,12 @@ _JOURNAL: ContextVar[Journal | None] = ContextVar("journal", default=None)
 
 
 def current_journal() -> Journal | None:
-    """Of the request that this task answers; None: it came from no relay."""
+    """The journal of the request that this task answers; None: it came from no relay."""
     return _JOURNAL.get()
 
 
 class Relayed:
-    """Gives requests of a relay their journal, and the id of the reply that they resume."""
+    """Recognises requests of a relay, and the id of the reply that they resume."""
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self._app = app
@@ -123,7 +123,7 @@ class Relayed:
 
 
 def open_journal(scope: Scope) -> None:
-    """When the request has its id."""
+    """Called when the request has its id."""
     _JOURNAL.set(Journal(scope["request_id"]) if scope.get("is_relayed") else None)
 
 
@@ -137,8 +137,8 @@ def without_said(scope: Scope, body: bytes) -> bytes:
 
 
 class MarkedStream:
-    """The bytes of a reply that an engine sends with marks: which of them are for the client, and
-    what the reply has produced so far."""
+    """Splits the bytes of a reply with marks into events for the client and the reply's tokens so
+    far."""
 
     def __init__(self) -> None:
         self.said = Said()
@@ -150,7 +150,7 @@ class MarkedStream:
         return bool(self.said.id) and not self.said.is_lost
 
     def take(self, piece: bytes) -> bytes:
-        """The events that are already followed by a mark."""
+        """Returns the events that are already followed by a mark."""
         self._held += piece
         events = bytearray()
         while (begin := self._held.find(MARK_BEGIN)) >= 0:

@@ -1,8 +1,8 @@
 """Sampling options by llama.cpp's names, which Ollama uses too.
 
-An option is honoured, cannot change a reply, or is refused by name: for a sampler that does not
-exist here, only the value that turns it off is accepted. Knows no HTTP and no body; each API brings
-its own.
+An option is supported, ignored because it cannot change a reply, or refused by name: for a sampler
+that does not exist here, only the value that turns it off is accepted. Knows no HTTP and no body;
+each API brings its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PENALTIES = {
     "repeat_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
-}  # and their "off"
+}  # with the values that turn them off
 SAMPLERS = "mirostat typical_p tfs_z dynatemp_range dry_multiplier xtc_probability top_n_sigma"
 OFF: dict[str, tuple[float, ...]] = {
     **{name: NEUTRAL[name] for name in SAMPLERS.split()},
@@ -33,7 +33,7 @@ OFF: dict[str, tuple[float, ...]] = {
 
 
 class LlamaOptions(msgspec.Struct, kw_only=True):
-    """The options that both have."""
+    """The options that llama-server and Ollama share."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -48,7 +48,7 @@ class LlamaOptions(msgspec.Struct, kw_only=True):
 
 
 def sampling_fields(options: LlamaOptions) -> dict[str, Any]:
-    """The same as fields of OpenAI's bodies."""
+    """The options as fields of OpenAI's bodies."""
     fields: dict[str, Any] = {
         name: getattr(options, name)
         for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", *PENALTIES)

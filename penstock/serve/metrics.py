@@ -123,8 +123,8 @@ def render(metrics: Metrics, replicas: Sequence[ReplicaReport], num_moves: int) 
 
 
 def render_vllm_names(metrics: Metrics, replicas: Sequence[ReplicaReport], model_name: str) -> str:
-    """The same metrics by vLLM's names, so that dashboards made for vLLM work. Only metrics that
-    mean the same: what vLLM counts and we do not is left out.
+    """The same metrics by vLLM's names, so that dashboards made for vLLM work. Contains only
+    metrics with the same meaning: what vLLM counts and Penstock does not is left out.
 
     Each has its model's name as a label; an engine's metrics also have the engine's number.
     """
@@ -142,7 +142,7 @@ def render_vllm_names(metrics: Metrics, replicas: Sequence[ReplicaReport], model
         meaning = f"penstock_{name.replace('generation', 'generated')}"
         families.append(Family(name, "counter", meaning, [("", model, total)]))
     ended = [("", {**model, "finished_reason": w}, metrics.num_replies[w]) for w in FINISHED]
-    meaning = "replies that ended, by why"
+    meaning = "replies that ended, by finish reason"
     families.append(Family("request_success_total", "counter", meaning, ended))
     for name, (attribute, meaning) in _VLLM_HISTOGRAMS.items():
         families.append(_histogram(name, meaning, getattr(metrics, attribute), model))
@@ -150,7 +150,7 @@ def render_vllm_names(metrics: Metrics, replicas: Sequence[ReplicaReport], model
 
 
 class Family(NamedTuple):
-    """A metric: for each sample what follows its name, the labels, and the value."""
+    """A metric; each sample has a suffix of the name, labels and a value."""
 
     name: str
     kind: str
@@ -220,7 +220,7 @@ def _of_prefixes(stats: Mapping[int, EngineStats]) -> Iterator[Family]:
 
 
 def _of_drafts(drafts: Mapping[int, DraftStats]) -> Iterator[Family]:
-    """Only of engines that may draft."""
+    """Only for engines that may draft."""
     if not drafts:
         return
     for name, kind, meaning, attribute in _DRAFT_NUMBERS:
@@ -228,7 +228,7 @@ def _of_drafts(drafts: Mapping[int, DraftStats]) -> Iterator[Family]:
         yield _per_replica(name, kind, meaning, numbers)
     for name, meaning, attribute in (
         ("drafted_tokens_total", "Tokens that were drafted", "num_drafted"),
-        ("accepted_tokens_total", "Drafts that were right", "num_accepted"),
+        ("accepted_tokens_total", "Drafted tokens that were accepted", "num_accepted"),
     ):
         samples = [
             ("", {"replica": r, "drafter": n.drafter, "place": n.place}, getattr(n, attribute))
@@ -239,7 +239,7 @@ def _of_drafts(drafts: Mapping[int, DraftStats]) -> Iterator[Family]:
 
 
 def _of_experts(experts: Mapping[int, Mapping[str, int]]) -> Iterator[Family]:
-    """Only of engines whose device does not hold all experts."""
+    """Only for engines whose device does not hold all experts."""
     if not experts:
         return
     for name, meaning in _EXPERT_NUMBERS:
@@ -252,14 +252,14 @@ def _of_experts(experts: Mapping[int, Mapping[str, int]]) -> Iterator[Family]:
 
 _DRAFT_NUMBERS = (
     ("decodes_total", "counter", "Decodes: one request in one step", "num_decodes"),
-    ("decoded_tokens_total", "counter", "Tokens that decodes brought", "num_tokens"),
-    ("draft_saved_seconds", "gauge", "Time that drafts saved, as measured", "saved_s"),
+    ("decoded_tokens_total", "counter", "Tokens that decodes generated", "num_tokens"),
+    ("draft_saved_seconds", "gauge", "Measured time that drafts saved", "saved_s"),
 )
 _EXPERT_NUMBERS = (
     ("hits", "Experts of a step that were on the device"),
     ("misses", "Experts of a step that were not on the device"),
     ("fetched_bytes", "Bytes of experts that were copied to the device"),
-    ("computed_bytes", "Bytes of experts that the CPU multiplied with"),
+    ("computed_bytes", "Bytes of experts that the CPU computed"),
     ("ram_hits", "Fetched experts that were in RAM"),
     ("disk_reads", "Fetched experts that were read from files"),
     ("disk_bytes", "Bytes of experts that were read from files"),
@@ -267,35 +267,35 @@ _EXPERT_NUMBERS = (
 _ENGINE_NUMBERS = (
     ("requests_waiting", "gauge", "Requests that have no row yet", "num_waiting"),
     ("requests_running", "gauge", "Requests that have a row", "num_running"),
-    ("pages", "gauge", "Pages of keys and values", "num_pages"),
-    ("kv_tokens", "gauge", "Tokens whose keys and values fit", "num_kv_tokens"),
+    ("pages", "gauge", "Pages of the KV cache", "num_pages"),
+    ("kv_tokens", "gauge", "Tokens that fit into the KV cache", "num_kv_tokens"),
     ("free_pages", "gauge", "Pages that are free or can be evicted", "num_free_pages"),
     ("slots", "gauge", "Slots of recurrent state", "num_slots"),
     ("free_slots", "gauge", "Slots that are free or can be evicted", "num_free_slots"),
-    ("checkpoints", "gauge", "States that prompts may continue from", "num_checkpoints"),
-    ("memory_used_bytes", "gauge", "Memory of the device in use", "memory_used"),
-    ("memory_bytes", "gauge", "Memory of the device", "memory_total"),
-    ("sessions", "gauge", "Conversations that the prefix cache keeps", "num_sessions"),
-    ("session_bytes", "gauge", "Bytes of the cache that they keep", "session_bytes"),
+    ("checkpoints", "gauge", "State checkpoints in the prefix cache", "num_checkpoints"),
+    ("memory_used_bytes", "gauge", "Device memory in use", "memory_used"),
+    ("memory_bytes", "gauge", "Device memory", "memory_total"),
+    ("sessions", "gauge", "Sessions that the prefix cache keeps", "num_sessions"),
+    ("session_bytes", "gauge", "Bytes of cache that sessions keep", "session_bytes"),
     ("preemptions_total", "counter", "Preempted sequences", "num_preemptions"),
 )
 _VLLM_NUMBERS = {
     "num_requests_running": ("gauge", "penstock_requests_running"),
     "num_requests_waiting": ("gauge", "penstock_requests_waiting"),
-    "kv_cache_usage_perc": ("gauge", "the part of penstock_pages in use, 0 to 1"),
-    "gpu_cache_usage_perc": ("gauge", "the same, as it was once called"),
+    "kv_cache_usage_perc": ("gauge", "the fraction of penstock_pages in use, 0 to 1"),
+    "gpu_cache_usage_perc": ("gauge", "the older name of vllm:kv_cache_usage_perc"),
     "num_preemptions_total": ("counter", "penstock_preemptions_total"),
-    "prefix_cache_queries_total": ("counter", "tokens of prompts, found or computed"),
+    "prefix_cache_queries_total": ("counter", "prompt tokens, cached or computed"),
     "prefix_cache_hits_total": ("counter", "penstock_prefix_tokens_reused_total"),
 }
 _VLLM_HISTOGRAMS = {  # the attribute of `Metrics`, and its meaning
     "time_to_first_token_seconds": ("first_token_s", "penstock_time_to_first_token_seconds"),
     "inter_token_latency_seconds": ("inter_token_s", "penstock_inter_token_seconds"),
-    "time_per_output_token_seconds": ("inter_token_s", "the same, as it was once called"),
-    "request_time_per_output_token_seconds": ("token_s", "a reply's mean from token to token"),
+    "time_per_output_token_seconds": ("inter_token_s", "penstock_inter_token_seconds"),
+    "request_time_per_output_token_seconds": ("token_s", "mean time between a reply's tokens"),
     "e2e_request_latency_seconds": ("reply_s", "from a request's arrival to its reply's end"),
-    "request_prompt_tokens": ("prompt_lengths", "tokens of a prompt"),
-    "request_generation_tokens": ("reply_lengths", "tokens of a reply"),
+    "request_prompt_tokens": ("prompt_lengths", "tokens per prompt"),
+    "request_generation_tokens": ("reply_lengths", "tokens per reply"),
 }
 
 

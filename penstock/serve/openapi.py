@@ -1,8 +1,8 @@
 """The OpenAPI document of every route.
 
 Request schemas are generated from the structs that requests are decoded into, so they stay correct;
-response schemas are written here, as far as clients rely on them, and tests hold real answers
-against them. Ranges of numbers are not in it: a value out of range is a 400 that names it.
+response schemas are written here, as far as clients rely on them, and tests compare real answers
+with them. Ranges of numbers are not included: a value out of range is a 400 that names it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Operation:
     method: str
     path: str
     summary: str
-    answer: Schema | None  # of JSON; None: no body, or no JSON
-    bodies: tuple[type[msgspec.Struct], ...]  # one of these
-    streams: bool = False  # where `stream` is true
+    answer: Schema | None  # None: no body, or one that is not JSON
+    bodies: tuple[type[msgspec.Struct], ...]  # the body is one of these
+    streams: bool = False  # if `stream` is true
     form: Schema | None = None  # instead of JSON
-    queries: tuple[str, ...] = ()  # parameters in the address
+    queries: tuple[str, ...] = ()  # query parameters
     is_probe: bool = False  # needs no key, and is 503 while the server cannot serve
 
     @property
@@ -83,8 +83,8 @@ def _operation(
 
 
 def _object(fields: str = "", **properties: Schema) -> Schema:
-    """An object with these required fields, `name`, `name:type` or `name=value`, of any type where
-    nothing is said, and perhaps with more. `properties` says the rest."""
+    """An object with these required fields: `name` (of any type), `name:type` or `name=value`. It
+    may have more. `properties`: schemas that cannot be written this way."""
     required = []
     for field in fields.split():
         name, _, kind = field.partition(":")
@@ -175,15 +175,15 @@ PAGE = ("limit", "after", "order")
 
 GET, POST, DELETE = (partial(_operation, method) for method in ("get", "post", "delete"))
 OPERATIONS: tuple[Operation, ...] = (
-    GET("/", "Whether a server is there", is_probe=True),
+    GET("/", "Whether the server is running", is_probe=True),
     GET("/health", "Health of the engines", _object("status"), is_probe=True),
     GET("/ready", "Whether requests should be sent here", _object("status"), is_probe=True),
-    GET("/ping", "The same for SageMaker", is_probe=True),
+    GET("/ping", "Whether requests should be sent here, for SageMaker", is_probe=True),
     GET("/version", "The version of Penstock", _object("version:str")),
     GET("/metrics", "Counters and histograms in Prometheus' text format"),
-    GET("/live", "The same numbers, as an event a second"),
-    GET("/page/{file}", "A file of the page that browsers are shown at /"),
-    GET("/docs", "This document, for people"),
+    GET("/live", "The numbers of /metrics and /health, as one event per second"),
+    GET("/page/{file}", "A file of the page that browsers get at /"),
+    GET("/docs", "This document as a web page"),
     GET("/openapi.json", "This document", _object("openapi info paths")),
     GET("/v1/models", "The model", _object("object data", data=_list_of(MODEL))),
     GET("/v1/models/{name}", "The model, by its name", MODEL),
@@ -192,61 +192,61 @@ OPERATIONS: tuple[Operation, ...] = (
     POST("/invocations", "A chat or a completion", EITHER, ChatBody, CompletionBody, streams=True),
     POST("/tokenize", "The tokens of a text or a chat", TOKENS, TokenizeBody),
     POST("/detokenize", "The text of tokens", _object("prompt:str"), DetokenizeBody),
-    POST("/v1/embeddings", "The vectors of texts", EMBEDDINGS, EmbeddingBody),
+    POST("/v1/embeddings", "Embeddings of texts", EMBEDDINGS, EmbeddingBody),
     *(
-        POST(path, "Documents by how relevant they are to a query", RERANKED, RerankBody)
+        POST(path, "Rank documents by their relevance to a query", RERANKED, RerankBody)
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
     *(
-        POST(path, "How relevant texts are to texts", SCORES, ScoreBody)
+        POST(path, "Score the relevance of texts to texts", SCORES, ScoreBody)
         for path in ("/v1/score", "/score")
     ),
     POST("/v1/responses", "Respond to a conversation", RESPONSE, ResponseBody, streams=True),
     GET("/v1/responses/{id}", "A stored response", RESPONSE),
     DELETE("/v1/responses/{id}", "Delete a response", DELETED),
-    GET("/v1/responses/{id}/input_items", "What a response replied to", ITEM_LIST),
+    GET("/v1/responses/{id}/input_items", "The input items of a response", ITEM_LIST),
     POST("/v1/responses/{id}/cancel", "Cancel a background response", RESPONSE),
-    POST("/v1/responses/input_tokens", "The tokens of a conversation", COUNTED, ResponseBody),
+    POST("/v1/responses/input_tokens", "Count a conversation's tokens", COUNTED, ResponseBody),
     POST("/v1/responses/compact", "Shorten a conversation", COMPACTED, CompactBody),
-    POST("/v1/conversations", "Begin a conversation", CONVERSATION, ConversationBody),
+    POST("/v1/conversations", "Create a conversation", CONVERSATION, ConversationBody),
     GET("/v1/conversations/{id}", "A conversation", CONVERSATION),
     POST("/v1/conversations/{id}", "Change its metadata", CONVERSATION, ConversationBody),
     DELETE("/v1/conversations/{id}", "Delete a conversation", DELETED),
-    GET("/v1/conversations/{id}/items", "Its items", ITEM_LIST),
+    GET("/v1/conversations/{id}/items", "The items of a conversation", ITEM_LIST),
     POST("/v1/conversations/{id}/items", "Add items", ITEM_LIST, ItemsBody),
     GET("/v1/conversations/{id}/items/{item_id}", "One item", _object("id type")),
     DELETE("/v1/conversations/{id}/items/{item_id}", "Delete an item", CONVERSATION),
     POST("/v1/files", "Upload requests for a batch", FILE, form=FORM),
     GET("/v1/files", "Stored files", _page_of(FILE), queries=("purpose", *PAGE)),
-    GET("/v1/files/{id}", "One of them", FILE),
-    GET("/v1/files/{id}/content", "Its content"),
-    DELETE("/v1/files/{id}", "Delete it", DELETED),
+    GET("/v1/files/{id}", "A stored file", FILE),
+    GET("/v1/files/{id}/content", "The content of a file"),
+    DELETE("/v1/files/{id}", "Delete a file", DELETED),
     POST("/v1/batches", "Answer a file of requests", BATCH, BatchBody),
     GET("/v1/batches", "Batches", _page_of(BATCH), queries=PAGE),
-    GET("/v1/batches/{id}", "One of them", BATCH),
-    POST("/v1/batches/{id}/cancel", "Cancel it", BATCH),
+    GET("/v1/batches/{id}", "A batch", BATCH),
+    POST("/v1/batches/{id}/cancel", "Cancel a batch", BATCH),
     GET("/v1/sessions", "Sessions", _page_of(SESSION)),
-    GET("/v1/sessions/{id}", "One of them", SESSION),
-    DELETE("/v1/sessions/{id}", "Delete one", DELETED),
-    POST("/v1/messages", "Reply to a chat, for Anthropic", MESSAGE, MessagesBody, streams=True),
-    POST("/v1/messages/count_tokens", "The tokens of such a chat", INPUT_TOKENS, PromptBody),
+    GET("/v1/sessions/{id}", "A session", SESSION),
+    DELETE("/v1/sessions/{id}", "Delete a session", DELETED),
+    POST("/v1/messages", "Reply to a chat (Anthropic)", MESSAGE, MessagesBody, streams=True),
+    POST("/v1/messages/count_tokens", "Count a chat's tokens", INPUT_TOKENS, PromptBody),
     *(
         POST(path, "Continue a text, in llama-server's format", LLAMA, LlamaBody, streams=True)
         for path in ("/completion", "/completions")
     ),
-    POST("/apply-template", "A chat as a prompt", _object("prompt"), ChatBody),
+    POST("/apply-template", "The prompt that a chat becomes", _object("prompt"), ChatBody),
     GET("/props", "Context, slots, sampling and template", _object("default_generation_settings")),
     GET("/slots", "Which rows are busy", _list_of(_object("id n_ctx is_processing"))),
     GET("/tokenizer_info", "Special tokens and template", _object("chat_template")),
-    POST("/api/chat", "Reply to a chat, for Ollama", OLLAMA_CHAT, OllamaChatBody, streams=True),
+    POST("/api/chat", "Reply to a chat (Ollama)", OLLAMA_CHAT, OllamaChatBody, streams=True),
     POST("/api/generate", "Reply to a prompt", OLLAMA_TEXT, GenerateBody, streams=True),
     GET("/api/tags", "The model, as Ollama lists models", OLLAMA_MODELS),
     GET("/api/ps", "The model, once it is loaded", OLLAMA_MODELS),
     POST("/api/show", "Details of the model", _object("model_info capabilities"), ModelBody),
-    GET("/api/version", "The Ollama whose API this is", _object("version")),
-    POST("/api/pull", "Nothing to do for the model", _object("status"), ModelBody),
-    POST("/api/embed", "Vectors of texts", _object("embeddings"), EmbedBody),
-    POST("/api/embeddings", "Of one", _object("embedding"), EmbeddingsBody),
+    GET("/api/version", "The version of Ollama's API", _object("version")),
+    POST("/api/pull", "Succeeds for the served model", _object("status"), ModelBody),
+    POST("/api/embed", "Embeddings of texts", _object("embeddings"), EmbedBody),
+    POST("/api/embeddings", "The embedding of one text", _object("embedding"), EmbeddingsBody),
     POST("/api/create", "Refused"),
     POST("/api/copy", "Refused"),
     POST("/api/push", "Refused"),
@@ -342,10 +342,10 @@ def _responses(operation: Operation) -> Schema:
         each = EVENT if operation.stream_type == EVENTS else operation.answer
         good["content"][operation.stream_type] = {"schema": each}
     if operation.is_probe:
-        return {"200": good, "503": {**good, "description": "Not now"}}
+        return {"200": good, "503": {**good, "description": "The server cannot serve now"}}
     error = {"content": {JSON_TYPE: {"schema": {"$ref": REF.format(name=operation.errors)}}}}
     return {
         "200": good,
-        "4XX": {"description": "What was wrong with the request", **error},
-        "5XX": {"description": "What keeps the server from answering", **error},
+        "4XX": {"description": "The request is wrong", **error},
+        "5XX": {"description": "The server cannot answer", **error},
     }

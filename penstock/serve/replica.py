@@ -1,4 +1,4 @@
-"""One place in a fleet, and the engine processes that run there, one after the other.
+"""One replica of a fleet: a sequence of engine processes, each started when the last one died.
 
 Starts a process, watches it, and decides how soon to start the next. A dead process is noticed when
 its socket closes, a hung one by unanswered pings. Knows no requests: the fleet decides what happens
@@ -26,7 +26,7 @@ from penstock.types import DraftCount, DraftStats, EngineInfo, EngineStats, Sess
 log = logging.getLogger("penstock.serve")
 
 PING_INTERVAL_S = 0.25
-# An operator gets an answer without an engine's numbers rather than a late one.
+# A report without an engine's numbers is better than a late one.
 STATS_TIMEOUT_S = 0.5
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 30.0
@@ -39,13 +39,13 @@ ReplicaState = Literal["starting", "ready", "leaving", "dead"]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What an operator sees of a replica."""
+    """The state of a replica, for operators."""
 
     replica: int
     state: ReplicaState
     restarts: int
     requests: int
-    problem: str | None  # what the previous engine died of
+    problem: str | None  # why the previous engine died
     stats: EngineStats | None  # None: it is not ready, or in a long step
 
 
@@ -56,7 +56,7 @@ class Replica:
         self.is_leaving = False  # it finishes its requests and gets no new ones
         self.num_restarts = 0
         self.problem: str | None = None
-        self.has_spoken = asyncio.Event()  # its first process has begun, or cannot
+        self.has_spoken = asyncio.Event()  # its first process has connected, or cannot start
         self._launch = launch
         self._max_unanswered_pings = max(1, round(config.hang_timeout / PING_INTERVAL_S))
         self._hang_timeout = config.hang_timeout
@@ -73,7 +73,7 @@ class Replica:
         return "leaving" if self.is_leaving else "ready"
 
     async def start(self, on_phase: OnPhase) -> EngineInfo:
-        """Returns when the engine can serve; raises an error if it never will."""
+        """Returns when the engine can serve; raises an error if it cannot start."""
         self.client = None
         self.client = await self._launch(on_phase)
         self.has_spoken.set()
@@ -99,15 +99,15 @@ class Replica:
                 client.ping()
 
     async def reap(self) -> None:
-        """Ends what may be left of the process and records why it died."""
+        """Kills the process if it still runs, and records why the engine died."""
         if self.client is not None:
             await self.client.close(grace_s=0.0)
             assert self.client.failure is not None
             self.problem = None if self.is_leaving else self.client.failure.what
 
     async def wait_before_restart(self) -> None:
-        """Waits longer and longer while engines die young; an engine that was asked to leave is
-        replaced at once."""
+        """Waits longer each time an engine dies soon after its start. An engine that was asked to
+        leave is replaced at once."""
         lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
         was_asked, self.is_leaving, self._ready_at = self.is_leaving, False, None
         self.num_restarts += 1
@@ -148,7 +148,7 @@ class Replica:
         return await self._soon(lambda client: client.num_cached_tokens(digests, num_tokens))
 
     async def _soon(self, ask: Callable[[EngineClient], Awaitable[T]]) -> T | None:
-        """What the engine answers; None: it is not ready, or in a long step."""
+        """The engine's answer; None: it is not ready, or in a long step."""
         if self.client is None or not self.client.is_ready:
             return None
         try:
@@ -162,8 +162,8 @@ def _hung(why: str) -> EngineDeadError:
 
 
 def sum_stats(reports: Sequence[ReplicaReport]) -> EngineStats | None:
-    """Of all engines together; None: none of them answered. Memory and the heat of experts stay
-    each engine's own: several may share a device, and each has slots of its own."""
+    """Totals of all engines; None: none of them answered. Memory and expert heat are not summed:
+    engines may share a device, and each has its own slots."""
     parts = [report.stats for report in reports if report.stats is not None]
     if not parts:
         return None

@@ -26,7 +26,7 @@ from penstock.serve.text_stream import Usage
 
 log = logging.getLogger("penstock.requests")
 
-# Asked for often, by programs: probes, and the files that the page loads.
+# Requested often, by programs: probes, and the files that the page loads.
 PROBES = frozenset({"/health", "/ready", "/ping", "/metrics"}) | PAGE_PATHS
 CLIENT_CLOSED = 499  # the usual status for a client that disconnected before its answer began
 _CLIENTS_ID = re.compile(r"[!-~]{1,128}")
@@ -34,9 +34,7 @@ _CLIENTS_ID = re.compile(r"[!-~]{1,128}")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of one request when it has ended; every part of the server adds what it
-    knows.
-    """
+    """What is logged about one request at its end; each part of the server sets its fields."""
 
     id: str  # the client's own, or else the reply's
     reply_id: str
@@ -123,7 +121,7 @@ def configure_log(log_format: str) -> None:
 
 
 class TextLines(logging.Formatter):
-    """For people: a time, a level, and what happened."""
+    """For people: a time, a level and a message."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -151,5 +149,5 @@ class JsonLines(logging.Formatter):
 
 
 def _printable(value: Any) -> str:
-    """A path may contain anything, line breaks too; an entry of the log is one line."""
+    """A path may contain anything, even line breaks, but a log entry is one line."""
     return ascii(value)[1:-1] if isinstance(value, str) else str(value)

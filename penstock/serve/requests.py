@@ -1,6 +1,6 @@
 """A request for text as every API parses it: checked, and free of HTTP and of any one schema.
 
-The parsers of the APIs make these (openai/requests.py and others); text_engine.py takes them.
+The parsers of the APIs create these (openai/requests.py and others); text_engine.py runs them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from penstock.serve.openai.output_options import PLAIN_OUTPUT, OutputOptions
 from penstock.text.call_grammar import TextGrammar
 from penstock.types import SamplingParams
 
-MAX_IDS = 2**20  # of one request, in prompts or to be detokenised: as many as the longest contexts
-MAX_ID_VALUES = MAX_IDS + 2**12  # of a body with ids, everything else included
-MAX_CHARS_ASKED = 4 * 1024**2  # of a text or chat that is only tokenised
+MAX_IDS = 2**20  # token ids in one request: as many as the longest contexts
+MAX_ID_VALUES = MAX_IDS + 2**12  # JSON values in a body with token ids
+MAX_CHARS_ASKED = 4 * 1024**2  # in a text or chat that is only tokenised
 MAX_TIMEOUT_S = 7 * 24 * 3600
 MAX_PRIORITY = 1000
 MAX_SESSION_ID_CHARS = 256
@@ -71,19 +71,19 @@ class TextRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(TextRequest):
     messages: list[dict[str, Any]]
-    tools: list[PlainTool] | None  # that may be called
+    tools: list[PlainTool] | None  # the tools that may be called
     template_arguments: dict[str, Scalar]
-    must_call: list[PlainTool] | None = None  # one of these
-    is_parallel: bool = True  # more than one call
-    # For tools whose only argument is a text.
+    must_call: list[PlainTool] | None = None  # one of these must be called
+    is_parallel: bool = True  # allows more than one call
+    # Grammars of tools whose only argument is a text, by name.
     text_grammars: Mapping[str, TextGrammar] = field(default_factory=dict)
     thinking_budget: int | None = None  # in tokens, set by the request
-    # In tokens, from an effort: the server's own budget may be less.
+    # In tokens, set by an effort: the server's own budget may be smaller.
     effort_budget: int | None = None
     keeps_thoughts_in_content: bool = False  # for clients without a field for reasoning
     hides_thoughts: bool = False
-    reply_start: str = ""  # what the reply continues
-    # The reasoning before that; None: then the reply may not begin with thinking.
+    reply_start: str = ""  # text that the reply continues
+    # Reasoning before `reply_start`; None: the reply may not begin with thinking.
     reply_thought: str | None = None
     add_generation_prompt: bool = True
     drops_oldest: bool = False  # drops the oldest messages if not all fit the context

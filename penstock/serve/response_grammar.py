@@ -1,7 +1,7 @@
-"""The grammar of a reply: tool calls, JSON, other text, or calls or text, as one grammar for the
-engine.
+"""The grammar that constrains a reply, for the engine: tool calls, JSON or other text, or a choice
+of calls and text.
 
-Knows what a request asks for and how its model writes calls; penstock.text writes the grammars.
+Knows the request's constraints and how its model writes calls; penstock.text writes the grammars.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from penstock.text.tokenizer import Tokenizer
 def chat_grammar(
     chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer, is_thinking: bool, open_schemas: bool
 ) -> str | None:
-    """None: the reply is free. `is_thinking`: the reply begins with thinking, and the grammar
-    follows it."""
+    """None: the reply is not constrained. `is_thinking`: the reply begins with thinking, and the
+    grammar applies after it."""
     calls = _calls_grammar(chat, dialect, tokenizer, open_schemas)
     if chat.must_call:
         if calls is None:
@@ -41,7 +41,7 @@ def chat_grammar(
             )
         grammar = calls
     elif chat.form is None:
-        return calls  # of tools whose text has a grammar, after any other text
+        return calls  # None, or calls after free text, if the text of a tool has a grammar
     else:
         grammar = form_grammar(chat.form, open_schemas)
         if calls is not None:
@@ -75,8 +75,8 @@ def form_param(asked: TextRequest) -> str:
 def _calls_grammar(
     chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer, open_schemas: bool
 ) -> str | None:
-    """For the calls that the reply must consist of, or may instead of formatted text; and for those
-    that it may end with, if a tool's text has a grammar."""
+    """The grammar of calls that are required, or allowed instead of formatted text, or allowed at
+    the end of free text if the text of a tool has a grammar; None: calls are not constrained."""
     may_be_other = chat.must_call is None and chat.form is None
     tools = chat.must_call or (None if may_be_other and not chat.text_grammars else chat.tools)
     if not tools or dialect.call is None:

@@ -1,12 +1,12 @@
-"""Which of several engines gets a request, by one of three policies; among equals, the one idle
-longest.
+"""Chooses an engine for each request, by one of three policies; ties go to the engine that was
+picked least recently.
 
 `prefix`: the least busy engine, or one that has the prompt's prefix. Everything is counted in
 prompt tokens. A running reply weighs as much as a prompt of `ROW_TOKENS`, because it slows its
-neighbours down; a cached prefix is worth `AFFINITY` times its length. A long conversation returns
-to its engine unless the others have much less to do, a session even if they have somewhat less.
+neighbours down; a cached prefix is worth `AFFINITY` times its length. So a long conversation
+returns to its engine unless the others have much less to do; a session gets a further bonus.
 `least-pending`: the engine with the fewest requests. `round-robin`: each in turn, however busy it
-is. Knows nothing of processes: engines are numbers here, and the contents of their caches a guess.
+is. Knows no processes: engines are numbers, and the contents of their caches are estimated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Load:
     """The work of one engine."""
 
     num_requests: int = 0
-    num_prompt_tokens: int = 0  # of prompts without a first token yet, less their cached tokens
+    num_prompt_tokens: int = 0  # still to be computed, without cached tokens
     last_pick: int = 0
 
     @property
@@ -41,18 +41,18 @@ class Load:
 
 
 class PrefixMap:
-    """Which engines have seen which prefixes: one bit per engine for every page, of the latest
+    """Which engines have seen which prefixes: one bit per engine for each of the most recent
     pages."""
 
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
         self._max_pages = max_pages
-        self._engines: OrderedDict[bytes, int] = OrderedDict()  # digest -> bits, the latest last
+        self._engines: OrderedDict[bytes, int] = OrderedDict()  # digest -> bits, newest last
 
     def __len__(self) -> int:
         return len(self._engines)
 
     def num_known_pages(self, digests: Sequence[bytes], engine: int) -> int:
-        """How far this engine has seen the prompt whose pages have these digests."""
+        """How many of a prompt's first pages this engine has seen."""
         num_pages = 0
         for digest in digests:
             if not self._engines.get(digest, 0) >> engine & 1:
@@ -68,7 +68,7 @@ class PrefixMap:
             self._engines.popitem(last=False)
 
     def forget(self, engine: int) -> None:
-        """Its cache is gone."""
+        """Called when the engine has lost its cache."""
         for digest, bits in list(self._engines.items()):
             left = bits & ~(1 << engine)
             if left:
@@ -87,12 +87,12 @@ class Router:
         self._policy = policy
         self.loads = [Load() for _ in range(num_engines)]
         self._prefixes = PrefixMap(max_pages)
-        self._homes: OrderedDict[str, int] = OrderedDict()  # session -> engine, the latest last
+        self._homes: OrderedDict[str, int] = OrderedDict()  # session -> engine, newest last
         self._num_picks = 0
 
     def pick(self, request: Request, among: Sequence[int]) -> tuple[int, int]:
-        """One of these engines, and how many of the prompt's tokens it should have to compute."""
-        pages = request.page_digests  # those its engine will look up
+        """Returns an engine, and how many prompt tokens it will probably have to compute."""
+        pages = request.page_digests  # the engine looks up the same ones
         digests: list[bytes] = []
         if pages is not None and len(self.loads) > 1 and self._policy == "prefix":
             digests = pages.split()

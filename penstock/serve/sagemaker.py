@@ -35,7 +35,7 @@ from penstock.serve.state import ServerState
 
 
 class Invocation(msgspec.Struct):
-    """The part of a body that says what kind it is."""
+    """The fields that decide whether a body is a chat or a completion."""
 
     messages: msgspec.Raw = msgspec.Raw(b"null")
     prompt: msgspec.Raw = msgspec.Raw(b"null")
@@ -63,7 +63,7 @@ class PromptToThinkAbout(ChatBody, kw_only=True):
         if self.echo:
             raise RequestError(
                 "echo does not work with thinking",
-                "The prompt becomes a chat.",
+                "With thinking, the prompt becomes a chat.",
                 "Omit one of them.",
                 param="echo",
             )

@@ -68,7 +68,7 @@ def _batch_folder(config: ServeConfig) -> Iterator[BatchFolder | None]:
 
 
 def check_sampling_defaults(config: ServeConfig) -> None:
-    """Raises the error with which default requests would be refused."""
+    """Raises an error if the defaults would make requests invalid."""
     try:
         SamplingParams(**config.sampling_defaults)
     except RequestError as error:
@@ -78,7 +78,7 @@ def check_sampling_defaults(config: ServeConfig) -> None:
 def _with_checkpoint_sampling(
     engine_config: EngineConfig, serve_config: ServeConfig
 ) -> ServeConfig:
-    """The sampling defaults of requests: the flags, then the checkpoint's file."""
+    """Adds the checkpoint's sampling defaults; flags take precedence."""
     path = find_model(engine_config.model).path
     return serve_config.with_sampling_of(checkpoint_sampling(serve_config.generation_config, path))
 
@@ -110,7 +110,7 @@ async def _serve(
     batches: BatchFolder | None,
     on_phase: OnPhase,
 ) -> None:
-    """Everything slow here, libraries included, comes after the engines have begun to load."""
+    """Slow work, such as importing libraries, starts after the engine processes."""
     _end_on_signals()
     started = time.perf_counter()
     url = _url_of(listener, serve_config.host)
@@ -161,9 +161,9 @@ async def _serve(
 
 
 def _end_on_signals() -> None:
-    """Until the HTTP server installs its own handlers: no request was answered yet, so the first
-    signal stops everything in good order. SIGHUP asks for new engines, which these are, unless a
-    terminal was closed."""
+    """Handles signals until the HTTP server does. No request has been answered yet, so the first
+    signal stops the server. SIGHUP is ignored, because the engines are new anyway, unless it comes
+    from a closed terminal."""
     loop, state = asyncio.get_running_loop(), asyncio.current_task()
     assert state is not None
 

@@ -1,5 +1,4 @@
-"""Sessions over HTTP: which conversation a request belongs to, what is kept of it, and its
-deletion.
+"""Sessions over HTTP: which conversation a request belongs to; listing and deleting sessions.
 
 A request names its session with the field `session_id` or the header `x-session-id`, in any API;
 the field wins. Tenants do not see each other's sessions. The engines keep what was computed
@@ -40,14 +39,14 @@ from penstock.text.dialects import Delta, ParsedReply, ReplyEnd
 from penstock.types import SessionInfo
 
 HEADER = "x-session-id"
-# How agents name their sessions. They send whole histories, and other requests under the same name:
-# so the name only locates the cache, and no messages are held under it.
+# Session headers of agents. They send whole histories, and other requests with the same header: so
+# it only locates the cache, and no messages are held for it.
 CACHE_HEADERS = ("x-claude-code-session-id", "session-id", "session_id")
-STATUS_HEADER = "x-session-status"  # of an answer; its values are `conversations.Status`
+STATUS_HEADER = "x-session-status"  # in answers; its values are `conversations.Status`
 WHY_ENDED = {
     "deleted": "It was deleted.",
     "expired": "It was not used for longer than --session-minutes.",
-    "evicted": "It was evicted for other sessions: --session-mb limits their messages.",
+    "evicted": "Other sessions evicted it: --session-mb limits the messages of all sessions.",
 }
 
 Asked = TypeVar("Asked", bound=TextRequest)
@@ -76,7 +75,7 @@ def in_session(asked: Asked, request: Request) -> Asked:
 
 
 def named_session(field: str | None, request: Request) -> str | None:
-    """The client's own name for it; `field`: the body's."""
+    """The client's name of its session; `field`: the one in the body."""
     return field if field is not None else _session_of_header(request)
 
 
@@ -86,8 +85,8 @@ def session_key(field: str | None, request: Request) -> Key | None:
 
 
 class SessionChat:
-    """A chat that may belong to a session: then it continues from what the session holds, and its
-    first reply is added there when it has ended."""
+    """A chat that may belong to a session: then it continues from the session's messages, and its
+    first reply is added to them when it has ended."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class SessionChat:
         self._place = place_of(request.scope)
         self._conversations = state.conversations
         self._turn: Turn | None = None
-        self.held: list[Message] = []  # before the sent messages
+        self.held: list[Message] = []  # messages of the session, before the sent ones
         self._omitted = asked.omitted
         if (key := session_key(asked.session_id, request)) is not None:
             self._place.add_bytes(state.conversations.num_bytes_of(key))
@@ -130,7 +129,7 @@ class SessionChat:
             )
         except ContextLengthError as error:
             if self.held:
-                error.todo = f"{len(self.held)} of the messages are the session's. {SHORTEN}"
+                error.todo = f"{len(self.held)} of the messages are from the session. {SHORTEN}"
             raise
         if note is not None:
             note.stream = stream
@@ -151,7 +150,7 @@ class ReplyNote:
         self._deltas: list[Delta] = []
 
     def before(self, deliver: Deliver) -> Deliver:
-        """Added before the client reads the end of a reply, so that it can continue from it at
+        """Adds the reply before the client reads its end, so that the client can continue at
         once."""
 
         def note_and_deliver(delta: ReplyDelta) -> None:
@@ -187,12 +186,13 @@ def _session_of_header(request: Request) -> str | None:
 
 
 def _scoped(tenant: str, session_id: str) -> str:
-    """Its name in the engines."""
+    """A session's name in the engines."""
     return f"{tenant}/{session_id}"
 
 
 def _cached(tenant: str, cache_key: str) -> str:
-    """The same for what is only cached: it is not listed, and no session can have this name."""
+    """A name in the engines for a cache without a session: it is not listed, and no session can
+    have it."""
     return f"{tenant}#{cache_key[:MAX_SESSION_ID_CHARS]}"
 
 
@@ -211,7 +211,7 @@ class SessionRoutes:
         self._conversations = state.conversations
 
     async def list(self, request: Request) -> Response:
-        """The most recently used first."""
+        """Lists the most recently used first."""
         self._client.require_ready()
         return json_response(
             {
@@ -248,7 +248,7 @@ class SessionRoutes:
 async def _describe_all(
     request: Request, client: Fleet, conversations: Conversations
 ) -> list[dict[str, Any]]:
-    """The tenant's own sessions, by its own names."""
+    """The tenant's sessions, by the names that it gave them."""
     tenant = tenant_of(request.scope)
     scope = _scoped(tenant, "")
     infos = [info for info in await client.sessions() if info.id.startswith(scope)]
@@ -267,9 +267,8 @@ def _key_of_path(request: Request) -> Key:
 def _describe(
     id: str, in_cache: SessionInfo | None, with_messages: ConversationInfo | None
 ) -> dict[str, Any]:
-    """What the engines keep and what the server keeps; one of them may have ended before the
-    other.
-    """
+    """What the engines and the server keep; one of them may have dropped the session before the
+    other."""
     infos = [info for info in (in_cache, with_messages) if info is not None]
     return {
         "id": id,

@@ -25,7 +25,7 @@ class ServerState:
     started_at: int  # seconds since 1970
     conversations: Conversations = field(default_factory=Conversations)
     batches: BatchFolder | None = None  # None: batches are off
-    # Set: running requests may end, new ones are refused.
+    # Set when the server shuts down: running requests may end, new ones are refused.
     draining: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -35,7 +35,7 @@ class ServerState:
 
     @property
     def weights(self) -> dict[str, Any] | None:
-        """What the weights are in memory and in their files; None: that is not known yet."""
+        """The format of the weights, in memory and in their files; None: not known yet."""
         info = self.client.info
         if info is None:
             return None
@@ -47,7 +47,7 @@ class ServerState:
 
     @property
     def experts(self) -> dict[str, Any] | None:
-        """How experts are run; None: all are on the device, and as many as trained run."""
+        """How experts run; None: all are on the device, and as many run as in training."""
         info = self.client.info
         if info is None or not (info.expert_slots or info.experts_per_token):
             return None
@@ -64,7 +64,7 @@ class ServerState:
 
     @property
     def fingerprint(self) -> str:
-        """`system_fingerprint` of answers that the model as trained would not give; "": none."""
+        """`system_fingerprint` of answers if another number of experts runs than in training."""
         info = self.client.info
         count = 0 if info is None else info.experts_per_token
         return f"experts-per-token-{count}" if count else ""

@@ -2,7 +2,7 @@
 start.
 
 Two chats that differ in the user's first character are rendered and compared, to find the tokens
-that all prompts with this system prompt share: no template has to be understood. The engines
+that all prompts with this system prompt share, whatever the template does. The engines
 prefill these tokens before they are ready, so the first chat finds them in the prefix cache, as do
 chats that send the same system prompt themselves. In most templates a chat with tools begins
 differently; its prefix is computed with the first such chat.
@@ -46,7 +46,7 @@ def with_system_prompt(messages: list[Message], prompt: str | None) -> list[Mess
 def shared_prompt(
     prompt: str, chat_encoder: ChatEncoder, enable_thinking: bool | None = None
 ) -> tuple[int, ...]:
-    """The token ids that chats with this system prompt share, and one more."""
+    """The token ids that chats with this system prompt share, plus one more."""
     arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
 
     def token_ids(text: str) -> list[int]:

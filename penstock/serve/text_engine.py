@@ -1,8 +1,7 @@
-"""From a parsed request to a stream of deltas: template, grammar, tokens, engine.
+"""Turns a parsed request into a stream of deltas: template, grammar, tokens, engine.
 
-Owns the tokenizer and the chat template, and derives from the template which dialect the model
-speaks. Knows no HTTP and no schema: the APIs call it, and text_stream.py turns tokens into text
-behind it.
+Owns the tokenizer and the chat template, and derives the model's dialect from the template. Knows
+no HTTP and no schema: the APIs call it, and text_stream.py turns tokens into text.
 """
 
 from __future__ import annotations
@@ -49,16 +48,15 @@ from penstock.text.turns import Preparation
 from penstock.types import EngineInfo, Request, SamplingParams
 
 LONG_TOKEN = 16  # characters; few tokens of a text are longer
-MAX_ECHO_CHARS = 2**24  # of all replies to one request
-MIN_THOUGHT_TOKENS = 16  # least budget that the server itself sets
-TRUNCATED_REPLY_SHARE = 8  # the reply to a truncated conversation keeps this part of the context
-MAX_COUNTS = 2  # at a time: threads and template processes are for replies first
+MAX_ECHO_CHARS = 2**24  # per request, in all its replies
+MIN_THOUGHT_TOKENS = 16  # the smallest budget that the server itself sets
+TRUNCATED_REPLY_SHARE = 8  # one eighth of the context is kept for the reply to a truncated chat
+MAX_COUNTS = 2  # concurrent requests that only count: threads are for replies first
 
 
 @dataclass(frozen=True, slots=True)
 class _ChatPrompt:
-    """A chat as requests for the engine, and whether its replies begin inside thinking or inside a
-    text."""
+    """A chat as engine requests, and whether its replies begin with thinking or continue a text."""
 
     requests: list[Request]
     is_thinking: bool
@@ -76,7 +74,7 @@ class TextEngine:
         metrics: Metrics,
         enable_thinking: bool | None = None,
         *,
-        thinking_share: float = 1.0,  # of max_tokens for thinking without a budget
+        thinking_share: float = 1.0,  # part of max_tokens for thinking without a budget
         loop_guard: bool = False,
         system_prompt: str | None = None,  # for chats that have none
         allow_special_tokens_in_content: bool = False,
@@ -127,7 +125,7 @@ class TextEngine:
         prompt = await self._preparation.run(num_bytes, self._prepare_chat, request_id, chat, info)
         stream = TextStream(self._client, deliver)
         dialect = self._dialect
-        if not chat.sampling.skip_special_tokens:  # then they are text
+        if not chat.sampling.skip_special_tokens:  # then control tokens are text
             dialect = replace(dialect, control_tokens=())
 
         def reply_to(request: Request, index: int) -> Reply:
@@ -397,7 +395,7 @@ class TextEngine:
         return True
 
     def _refuse_long_chat(self, chat: ChatRequest, max_model_len: int) -> None:
-        """By the words that the template certainly writes, before it is rendered."""
+        """Judges a chat before it is rendered, by the text that its template certainly writes."""
         num_chars = _num_chars([message.get("content") for message in chat.messages])
         if self._is_truncated(chat, num_chars) or num_chars <= LONG_TOKEN * max_model_len:
             return
@@ -408,7 +406,7 @@ class TextEngine:
         )
 
     def _refuse_long(self, texts: list[str], max_model_len: int) -> None:
-        """If a prompt with these texts cannot fit the context, whatever its tokens are."""
+        """Raises an error if no tokenization of these texts can fit the context."""
         num_chars = sum(map(len, texts))
         if num_chars <= LONG_TOKEN * max_model_len:
             return
@@ -441,7 +439,7 @@ class TextEngine:
             )
 
     def _echoes_of(self, asked: CompletionRequest) -> list[str]:
-        """The texts of the prompts, which each of their replies begins with."""
+        """The texts of the prompts: each reply begins with that of its prompt."""
         decode = self._tokenizer.decode
         echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked.prompts]
         num_chars = asked.sampling.n * sum(map(len, echoes))
@@ -464,7 +462,7 @@ class TextEngine:
     ) -> list[list[Request]]:
         """The requests of each prompt, with distinct ids."""
         room = info.max_model_len
-        # Otherwise the scores of tokens that do not fit would be counted.
+        # Before scores are limited: tokens that do not fit must not count there.
         if asked.is_cut_to_context:
             sampling = _cut_to_context(sampling, room - min(map(len, prompts)))
         sampling = limit_scores(prompts, sampling, room)
@@ -494,8 +492,8 @@ class TextEngine:
     def _thinking_budget(
         self, chat: ChatRequest, request: Request, is_thinking: bool
     ) -> int | None:
-        """The request's own budget or, so that an answer comes before the limit, a share of its
-        tokens."""
+        """The request's own budget or, so that the answer still fits, a share of its
+        `max_tokens`."""
         if chat.thinking_budget is not None or not is_thinking:
             return chat.thinking_budget
         budgets = [] if chat.effort_budget is None else [chat.effort_budget]
@@ -528,7 +526,7 @@ class TextEngine:
 
 
 def _cut_to_context(sampling: SamplingParams, room: int) -> SamplingParams:
-    """As many tokens as requested or as fit. If none fits, the prompt is refused for its length."""
+    """Limits max_tokens to what fits. If none fits, the prompt is refused later for its length."""
     if sampling.max_tokens is None:
         return sampling
     return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))

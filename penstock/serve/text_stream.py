@@ -1,13 +1,13 @@
 """Replies while they are generated: an engine's tokens become text, and the text becomes deltas.
 
 Stop strings end a reply here, not in the engine. A thinking budget ends thinking, and so does a
-loop in it: the thinking is closed in the model's own words, and the reply continues as a request
-that resumes it there, in the same place. If `max_tokens` leaves no room for an answer after it,
-thinking runs until that limit. Knows no HTTP and no schema.
+loop in it: the model's own closing text is added, and another engine request continues the reply
+from there, with the same place in the queue. If `max_tokens` leaves no room for an answer after
+that, thinking runs until the limit. Knows no HTTP and no schema.
 
-What is counted: the tokens of the reply except the end token, which has no text, so that a client
-that tokenises the text again gets the same `completion_tokens`. Tokens that completed a stop string
-count, and so do those that closed thinking. A prompt is counted once, however many replies it gets.
+Usage counts the tokens of a reply except the end token, which has no text, so that a client that
+tokenises the text again gets the same `completion_tokens`. Tokens that completed a stop string
+count, and so do those that closed thinking. A prompt counts once, however many replies it gets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.types import FinishReason, PromptScores, Request, TokenDelta, Toke
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token as bytes, with its log-probability and the likeliest ones at its place."""
+    """A token as bytes, with its log-probability and the likeliest tokens at its position."""
 
     data: bytes
     logprob: float | None  # None: it is the first of a prompt, so nothing predicts it
@@ -53,12 +53,12 @@ class Usage:
 
 
 class ReplyExtra(msgspec.Struct, frozen=True, gc=False):
-    """What few requests ask for beside the text (`OutputOptions`)."""
+    """Rarely requested output besides the text (`OutputOptions`)."""
 
     token_ids: tuple[int, ...] = ()  # including the one that ended the reply
     prompt_token_ids: tuple[int, ...] = ()  # with the first delta
     prompt_scores: tuple[ScoredToken, ...] = ()
-    usage: Usage | None = None  # of this reply, so far
+    usage: Usage | None = None  # this reply's, so far
 
 
 # Created for every token; a dataclass would take six times as long.
@@ -68,7 +68,7 @@ class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
     index: int
     deltas: list[Delta]
     logprobs: tuple[ScoredToken, ...] = ()
-    is_prompt: bool = False  # it has the echo or its scores: as much as the client sent
+    is_prompt: bool = False  # it has the echo or scores of the prompt, which may be large
     extra: ReplyExtra | None = None
 
 
@@ -76,7 +76,7 @@ Deliver = Callable[[ReplyDelta], None]
 
 
 def without_thoughts(deliver: Deliver) -> Deliver:
-    """For clients that want the model to think, but not to see the thinking."""
+    """Drops the reasoning, for clients that do not want to see it."""
 
     def deliver_rest(delta: ReplyDelta) -> None:
         deltas = [piece for piece in delta.deltas if not isinstance(piece, ReasoningDelta)]
@@ -111,12 +111,12 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """How thinking ends: by the model's own token or, after a budget, by ours."""
+    """How thinking ends: by the model's end token or, after its budget, by `closing_ids`."""
 
     end_id: int | None
     budget: int | None = None
     closing_ids: tuple[int, ...] = ()
-    is_stoppable: bool = False  # by stop strings too
+    is_stoppable: bool = False  # stop strings end thinking, too
 
 
 class OneReply(Receiver, Protocol):
@@ -133,11 +133,11 @@ class OneReply(Receiver, Protocol):
     def num_tokens(self) -> int: ...
 
     def abandon(self) -> None:
-        """The rest of it is not needed."""
+        """Called when the rest of the reply is not needed."""
 
 
 class TextStream:
-    """All replies to one request of a client; a context that aborts on exit whatever still runs.
+    """All replies to one request of a client. As a context manager, aborts what runs at its exit.
 
     Deltas go to `deliver` while the engine's message is being read. The task that opened the stream
     is woken only by the first delta and by the end.
@@ -150,7 +150,7 @@ class TextStream:
         self._open: set[str] = set()
         self._failure: Exception | None = None
         self.started_at: float | None = None  # on the monotonic clock
-        self.finish_reasons: list[str] = []  # of the replies that have ended
+        self.finish_reasons: list[str] = []  # of ended replies
         self._started = asyncio.Event()
         self._ended = asyncio.Event()
 
@@ -207,8 +207,8 @@ class TextStream:
             self._ended.set()
 
     def go_on(self, request_id: str, request: Request, reply: OneReply) -> None:
-        """Continues a reply, or the client's request, with another engine request in the place of
-        one."""
+        """Replaces an engine request by another one, which continues the reply or the client's
+        request."""
         self._client.go_on(request_id, request, reply)
         self._open.discard(request_id)
         self._open.add(request.id)
@@ -229,8 +229,7 @@ class TextStream:
 
     @property
     def usage(self) -> Usage:
-        """So far. Replies to one prompt share its tokens; the first reply's cached tokens are what
-        was saved."""
+        """Usage so far. A prompt counts once, with the cached tokens of its first reply."""
         replies = [reply for replies in self._prompts for reply in replies]
         return Usage(
             num_prompt_tokens=sum(replies[0].num_prompt_tokens for replies in self._prompts),
@@ -240,12 +239,12 @@ class TextStream:
         )
 
     def usage_of(self, index: int) -> Usage:
-        """Of one reply alone."""
+        """The usage of one reply."""
         return _usage_of([reply for replies in self._prompts for reply in replies][index])
 
     @property
     def num_context_tokens(self) -> int:
-        """Of the first prompt and its first reply, so far."""
+        """Tokens of the first prompt and its first reply, so far."""
         reply = self._prompts[0][0]
         return reply.num_prompt_tokens + reply.num_tokens
 
@@ -262,14 +261,14 @@ class Reply:
         timer: TokenTimer,
         parser: Parser,
         *,
-        echo: str = "",  # text before its own
-        echoes_scores: bool = False,  # and before its log-probabilities those of the echo
+        echo: str = "",  # text before the reply's own
+        echoes_scores: bool = False,  # log-probabilities of the echo come before the reply's own
         output: OutputOptions = PLAIN_OUTPUT,
         thought: Thought | None = None,
         ends_after_call: bool = False,
         form_param: str = "",  # the field that set the request's grammar
         loop_guard: LoopGuard | None = None,
-        continues_text: bool = False,  # of its prompt, whose last turn it continues
+        continues_text: bool = False,  # it continues the last text of its prompt
     ) -> None:
         self.request = request  # the current one
         self._asked = request
@@ -286,8 +285,8 @@ class Reply:
         self._output = output
         self._tells_extra = not output.is_plain
         self._tells_prompt = output.prompt_logprobs is not None
-        self._stop_token_id: int | None = None  # set by the request itself
-        self._untold_ids: tuple[int, ...] = ()  # whose text is held back
+        self._stop_token_id: int | None = None  # the one of the request that ended the reply
+        self._untold_ids: tuple[int, ...] = ()  # ids whose text is held back
         self._has_told_prompt = False
         self._first_scored: tuple[ScoredToken, ...] = ()
         if request.sampling.prompt_logprobs is not None:
@@ -295,12 +294,12 @@ class Reply:
             self._first_scored = (ScoredToken(tokenizer.token_bytes(first_id), None, (), first_id),)
         self._thought = thought or Thought(None)
         self._spares_thoughts = bool(request.sampling.stop) and not self._thought.is_stoppable
-        # Since the request began; kept only if thinking may be closed.
+        # Tokens since the request began; kept only if thinking may be closed.
         self._said_ids: list[int] = []
         self._ends_after_call = ends_after_call
         self._form_param = form_param
         self._loop_guard = loop_guard
-        self._has_closed_loop = False  # thinking that repeated itself; the next loop ends the reply
+        self._has_closed_loop = False  # looping thinking was closed; another loop ends the reply
         self._is_loop = False
         self._decoder = StreamDecoder.of(tokenizer, request.sampling, continues_text)
 
@@ -317,7 +316,7 @@ class Reply:
             self._take_scores(delta.prompt_scores)
             return
         token_ids, finish = delta.token_ids, delta.finish
-        end_ids: tuple[int, ...] = ()  # what ended it, unless that is part of its text
+        end_ids: tuple[int, ...] = ()  # what ended the reply, unless that is part of its text
         if finish is not None:
             self._raise_failure(delta)
             if finish == "stop" and token_ids and token_ids[-1] in self.request.end_token_ids:
@@ -331,7 +330,7 @@ class Reply:
         is_loop = (
             finish is None and self._loop_guard is not None and self._loop_guard.push(token_ids)
         )
-        is_closed = False  # thinking, by us
+        is_closed = False  # thinking must be closed
         if self._parser.is_thinking:
             token_ids, is_closed = self._think(token_ids, finish is not None, is_loop)
             finish = None if is_closed else finish
@@ -357,7 +356,7 @@ class Reply:
             else:
                 self._go_on()
         elif is_loop:
-            finish, self._is_loop = "length", True  # as it would have ended without the guard
+            finish, self._is_loop = "length", True  # as without the guard
             self._timer.count_loop()
         if finish is not None:
             text += self._decoder.finish()
@@ -378,7 +377,7 @@ class Reply:
         self._stop_token_id = token_id if is_own and token_id in sampling.stop_token_ids else None
 
     def _decode(self, token_ids: tuple[int, ...]) -> str:
-        """Stop strings end an answer, not thinking: clients see both separately, and mean the
+        """Stop strings end an answer, not thinking: clients get both separately, and mean the
         answer."""
         decoder, end_id = self._decoder, self._thought.end_id
         if not (self._spares_thoughts and self._parser.is_thinking):
@@ -403,7 +402,7 @@ class Reply:
         return ReplyExtra(told_ids, prompt_ids, prompt_scores, usage)
 
     def _take_scores(self, scores: PromptScores) -> None:
-        """Scores of the prompt go to the client as they come, before the first token."""
+        """Sends scores of the prompt to the client as they come, before the first token."""
         echo, first, prompt_first = self._take_prompt_start()
         scored = self._score(scores.unpack())
         deltas = self._parser.feed(echo) if echo else []
@@ -421,8 +420,8 @@ class Reply:
         )
 
     def _take_prompt_start(self) -> tuple[str, tuple[ScoredToken, ...], tuple[ScoredToken, ...]]:
-        """What comes first, once: the echo, and its first token, which has no score, for the scores
-        of the reply and for those of the prompt, if requested."""
+        """What is sent first, and only once: the echo, and the prompt's first token, which has no
+        score, for the scores of the reply and for those of the prompt."""
         echo, first = self._echo, self._first_scored
         self._echo, self._first_scored = "", ()
         return echo, first if self._echoes_scores else (), first if self._tells_prompt else ()
@@ -432,7 +431,6 @@ class Reply:
         self._stream.fail(error)
 
     def abandon(self) -> None:
-        """The rest of it is not needed."""
         self._timer.end("abort")
 
     def _raise_failure(self, delta: TokenDelta) -> None:
@@ -444,7 +442,7 @@ class Reply:
                 )
             raise PenstockError(what, why)
         if delta.finish == "abort":
-            raise EngineDeadError("The engine gave up the reply", delta.error or "")
+            raise EngineDeadError("The engine aborted the reply", delta.error or "")
 
     def _parse(self, text: str, finish: FinishReason | None) -> tuple[list[Delta], bool]:
         deltas = self._parser.feed(text) if text else []
@@ -464,8 +462,8 @@ class Reply:
     def _think(
         self, token_ids: tuple[int, ...], is_last: bool, is_loop: bool
     ) -> tuple[tuple[int, ...], bool]:
-        """Counts tokens of thinking; returns those it may have, and whether it must be closed after
-        them."""
+        """Counts tokens of thinking; returns the tokens to keep, and whether thinking must be
+        closed after them."""
         end_id, budget = self._thought.end_id, self._thought.budget
         has_end = end_id in token_ids
         num_thought = token_ids.index(end_id) + 1 if has_end else len(token_ids)
@@ -487,13 +485,13 @@ class Reply:
         return token_ids, is_closed
 
     def _has_room_behind(self, num_thought: int) -> bool:
-        """Whether an answer fits after so many more tokens and the end of thinking."""
+        """Whether an answer fits after this many more tokens and the end of thinking."""
         max_tokens = self._asked.sampling.max_tokens
         assert max_tokens is not None
         return self.num_tokens + num_thought + len(self._thought.closing_ids) < max_tokens
 
     def _go_on(self) -> None:
-        """Requests what comes after the closed thinking."""
+        """Continues with another request after the closed thinking."""
         self.num_reasoning_tokens += len(self._thought.closing_ids)
         self._stop_token_id = None
         closed = self.request
@@ -510,7 +508,7 @@ class Reply:
         )
         self._said_ids.clear()
         if self._loop_guard is not None:
-            self._loop_guard = LoopGuard()  # the answer is another text
+            self._loop_guard = LoopGuard()  # loops of the thinking do not count for the answer
         self._stream.go_on(closed.id, self.request, self)
 
     def _score(self, logprobs: Sequence[TokenLogprob]) -> tuple[ScoredToken, ...]:
@@ -537,7 +535,7 @@ def _usage_of(reply: OneReply) -> Usage:
 
 
 def _with_top(tokens: tuple[ScoredToken, ...], num_top: int | None) -> tuple[ScoredToken, ...]:
-    """With at most so many alternatives; another field may ask for more of a prompt's."""
+    """Keeps at most `num_top` alternatives: more may have been computed for another field."""
     if all(len(token.top) == num_top for token in tokens[:1]):
         return tokens
     return tuple(

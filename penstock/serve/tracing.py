@@ -66,7 +66,7 @@ def _is_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def _tracer(environ: Mapping[str, str]) -> Any:
-    """A thread sends the spans; those that are left are sent when the process ends."""
+    """Its spans are sent by a thread; the last ones when the process ends."""
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -95,9 +95,7 @@ def _exporter(environ: Mapping[str, str]) -> Any:
 
 
 class Traces:
-    """Inside the log's middleware, whose record of a request it reads when the request has
-    ended.
-    """
+    """Runs inside the log's middleware, and reads its record of a request at the request's end."""
 
     def __init__(self, app: ASGIApp, tracer: Any, model_name: str) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode

@@ -1,8 +1,7 @@
-"""From texts to vectors and scores: the same queue, preparation and engines as replies, without
-sampling.
+"""Turns texts into vectors and scores, with the same queue, preparation and engines as replies.
 
-A request may have thousands of inputs. It gets at most a quarter of the queue, so that others find
-places; each finished input gives its place to the next. Knows no HTTP and no schema.
+A request may have thousands of inputs. It gets at most a quarter of the queue, so that there is
+room for others; each finished input gives its place to the next. Knows no HTTP and no schema.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.text.turns import Preparation
 from penstock.types import EngineInfo, Pooling, Request, TokenDelta
 
-QUEUE_SHARE = 4  # one request takes at most this part of the queue
+QUEUE_SHARE = 4  # one request takes at most a quarter of the queue
 
 TakeVector = Callable[[int, bytes], None]  # the index of an input, and float32 values
 TakeScore = Callable[[int, float], None]  # the index of a pair
@@ -33,7 +32,7 @@ RefuseLong = Callable[[str, bool, str, int], None]  # a text, special tokens, sc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorRequest:
-    """What requests for vectors have besides their texts."""
+    """The options of requests for vectors."""
 
     max_tokens: int | None = None  # truncates a prompt; -1: to the context
     timeout_s: float | None = None
@@ -49,8 +48,8 @@ class VectorRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest(VectorRequest):
     inputs: Sequence[str | list[int]]
-    prompt_name: str | None = None  # the checkpoint's name for a text that is put before inputs
-    normalize: bool | None = None  # None: what the checkpoint says
+    prompt_name: str | None = None  # the checkpoint's name of a text that is put before inputs
+    normalize: bool | None = None  # None: the checkpoint's default
     dimensions: int | None = None
 
 
@@ -209,7 +208,7 @@ class VectorReply:
         index: int,
         take: TakeVector,
         metrics: Metrics,
-        waiting: Iterator[VectorReply],  # of the same request
+        waiting: Iterator[VectorReply],  # other inputs of the same request
     ) -> None:
         self.request = request
         self.num_cached_tokens = 0
@@ -226,7 +225,7 @@ class VectorReply:
     def take(self, delta: TokenDelta) -> None:
         if delta.vector is None:
             if delta.finish == "abort":
-                raise EngineDeadError("The engine gave up the input", delta.error or "")
+                raise EngineDeadError("The engine aborted the request", delta.error or "")
             raise PenstockError("The engine could not compute a vector", delta.error or "")
         self.num_cached_tokens = delta.num_cached_tokens
         self._metrics.num_prompt_tokens += self.num_prompt_tokens

@@ -1,3 +1,1 @@
-"""Anthropic's Messages API: what it asks, put as the chat that every API asks, and how it is
-answered.
-"""
+"""Anthropic's Messages API: its requests become the `ChatRequest` that every API shares."""

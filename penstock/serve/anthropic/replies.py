@@ -1,11 +1,11 @@
-"""Anthropic's replies: deltas into blocks and their events, and errors into error bodies.
+"""Anthropic's replies: turns deltas into blocks and their events, and errors into error bodies.
 
 A stream is message_start, then for every block content_block_start, its deltas and
 content_block_stop, then message_delta with the stop reason, and message_stop. A block ends where a
 delta of another kind begins.
 
-A call that turned out to be invalid is closed in a stream, which has announced it, and missing in a
-body. In both, what the model wrote of it is text.
+A call that turned out to be invalid is closed in a stream, which has announced it, and left out of
+a body. In both, what the model wrote for it becomes text.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class MessageFormat:
         return self._message_start() + _event("ping", {})
 
     def _message_start(self) -> bytes:
-        """Once, as soon as the prompt's tokens are counted. message_delta has the number of cached
-        ones."""
+        """Sent once, as soon as the prompt's tokens are counted. message_delta reports how many
+        were cached."""
         if self._has_begun or self.usage_so_far is None:
             return b""
         self._has_begun = True
@@ -158,8 +158,8 @@ DELTA_FIELDS: dict[type[Delta], tuple[str, str]] = {
 
 
 def _delta_frame(index: int, kind: str, field: str) -> Frame:
-    """What comes before and after each piece of a block; a NUL marks its place, since JSON has
-    none."""
+    """What comes before and after each piece of a block; a NUL, which JSON never contains, marks
+    its place."""
     delta = {"type": kind, field: msgspec.Raw(b"\0")}
     head, tail = _event("content_block_delta", {"index": index, "delta": delta}).split(b"\0")
     return head, tail
@@ -209,7 +209,7 @@ def _blocks_of(deltas: list[Delta]) -> list[_Block]:
                 blocks[-1].pieces.append(json)
             case ToolCallEnd(_, is_broken=True):
                 blocks.pop()
-            case ToolCallEnd(_, is_cut=True):  # a body has an object there, a stream its beginning
+            case ToolCallEnd(_, is_cut=True):  # a body needs a whole object, a stream does not
                 blocks[-1].pieces = [whole_part("".join(blocks[-1].pieces)) or "{}"]
     return blocks
 
@@ -226,8 +226,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def error_status(status: int) -> int:
-    """The status that Anthropic's clients know for one of ours. A 429 would mean a limit of their
-    own, and there are none: a server that is full or not ready is overloaded."""
+    """The status that Anthropic's clients expect instead of ours. To them, 429 means a rate limit,
+    and there is none: a server that is full or not ready is overloaded."""
     return 529 if status in (429, 503) else status
 
 

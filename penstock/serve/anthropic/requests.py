@@ -1,8 +1,8 @@
-"""Anthropic's request bodies: from the bytes of a POST to the `ChatRequest` that every API shares.
+"""Anthropic's request bodies: decodes a POST into the `ChatRequest` that every API shares.
 
 Messages made of blocks become messages for chat templates: tool results before the text that came
 with them, calls and reasoning beside an assistant's text, and adjacent messages of one role as one
-turn. A block or a field that cannot be honoured is a `RequestError` that names it; fields.py lists
+turn. A block or a field that is not supported is a `RequestError` that names it; fields.py lists
 the ignored fields. Nothing here renders or generates; replies.py writes the replies.
 """
 
@@ -52,7 +52,7 @@ from penstock.types import SamplingParams
 # Claude Code's first system block. It differs in every request, so nothing after it would be
 # cached.
 BILLING_LINE = "x-anthropic-billing-header:"
-MAX_BLOCKS = 16_384  # of one request, those inside results too: reading them blocks the server
+MAX_BLOCKS = 16_384  # per request, including those in results: reading them blocks the server
 
 Content = str | list[dict[str, Any]]  # blocks are checked one by one, by their type
 
@@ -62,7 +62,7 @@ class TextBlock(msgspec.Struct):
 
 
 class ThinkingBlock(msgspec.Struct):
-    """Reasoning that comes back. Its signature is not used: no one has to prove its origin here."""
+    """Reasoning that a client sends back. Its signature is not checked."""
 
     thinking: str
 
@@ -126,7 +126,7 @@ class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
     effort: str | None = None
-    # Tells a model how much it may spend in total: advice that no template can express.
+    # Ignored: it tells a model how much it may spend in total, which no template can express.
     task_budget: Any = None
 
 
@@ -252,8 +252,8 @@ def _refuse_held_fields(fields: PromptBody) -> None:
 
 
 def _is_thinking(thinking: Thinking | None, thinks: bool | None) -> bool:
-    """Without an operator's default: only if the request mentions it, as clients of this API
-    expect."""
+    """Without an operator's default, only requests that mention thinking think, as clients of this
+    API expect."""
     switch = thinking_switch(thinking)
     if switch is None:
         switch = thinks
@@ -376,7 +376,7 @@ def _checked_block(
     if kind not in types:
         raise RequestError(
             f"{where} is of type {kind[:64]!r}",
-            "This model reads only text, no images."
+            "This model reads only text."
             if kind == "image"
             else f"The supported types are {', '.join(types)}.",
             "Omit the block, or describe it in a text block.",
@@ -396,7 +396,7 @@ def _checked_block(
 
 
 def _result_text(block: dict[str, Any], where: str, omitted: list[str]) -> str:
-    """A block of a tool's result. Documents may be text; what is not text is replaced by a note."""
+    """The text of a block of a tool's result; a note instead of a block that is not text."""
     kind, source = block.get("type"), block.get("source")
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         return str(source.get("data", ""))
@@ -434,7 +434,7 @@ def _plain_messages(turns: list[_Turn], tool_names: dict[str, str]) -> list[Plai
 
 
 def _assistant_message(blocks: list[Block]) -> PlainMessage:
-    """Its texts are joined as they are: replies.py split them at a call or at reasoning."""
+    """Joins its texts without a separator: replies.py split them at a call or at reasoning."""
     message: PlainMessage = {"role": "assistant", "content": "".join(_texts(blocks))}
     if thought := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
         message["reasoning_content"] = thought
@@ -455,7 +455,7 @@ def _result_message(result: ToolResultBlock, tool_names: dict[str, str]) -> Plai
 
 
 def _reply_start(turn: _Turn, where: str) -> str:
-    """What the reply begins with, if the conversation ends with the assistant's own words."""
+    """The text that the reply continues, from an assistant message at the end."""
     if any(isinstance(block, ToolUseBlock) for block in turn.blocks):
         raise RequestError(
             f"{where}, the last message, calls a tool",
@@ -467,7 +467,7 @@ def _reply_start(turn: _Turn, where: str) -> str:
     if text != text.rstrip():
         raise RequestError(
             f"{where}, the last message, ends with white space",
-            "Tokens begin with their space, so the model cannot continue after one.",
+            "Tokens begin with a space rather than end with one, so the model cannot continue it.",
             "Remove the white space.",
             param=where,
         )

@@ -1,4 +1,4 @@
-"""Anthropic's endpoints: messages, and how many tokens a prompt has."""
+"""Anthropic's endpoints: messages and token counts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ REPLAY = 'Send the whole conversation with thread {"type": "create"}.'
 
 
 class ThreadUnsupportedError(RequestError):
-    """SDKs then continue without a thread."""
+    """SDKs continue without a thread when they get this."""
 
     details: ClassVar[dict[str, Any]] = {
         "error_code": "thread_unsupported_request",
@@ -106,7 +106,7 @@ class ThreadInFlightError(RequestError):
 
 
 class Threads:
-    """A reply's id stands for the conversation up to it, with its tools and system prompt.
+    """Threads: a reply's id stands for the conversation up to it, with its tools and system prompt.
 
     `{"type": "create"}` starts one; `{"type": "continue", "previous_message_id"}` sends only what
     is new. A thread is a session (conversations.py) named by its last reply's id: the same limits
@@ -131,8 +131,8 @@ class Threads:
             return Thread()
         if asked.get("type") != "continue" or not isinstance(previous, str):
             raise RequestError(
-                "thread has neither of the two forms",
-                'The forms are {"type": "create"} and {"type": "continue", "previous_message_id": '
+                "thread is invalid",
+                'It must be {"type": "create"} or {"type": "continue", "previous_message_id": '
                 '"…"}.',
                 param="thread",
             )
@@ -151,14 +151,14 @@ class Threads:
             )
         raise ThreadNotFoundError(
             f"No thread has the reply {key[1][:64]!r}",
-            "Threads are kept as sessions are: for --session-minutes, in --session-mb of memory.",
+            "Threads are kept like sessions: for --session-minutes, in --session-mb of memory.",
             REPLAY,
             param="thread",
         )
 
     @contextmanager
     def continuing(self, thread: Thread) -> Iterator[None]:
-        """While it is answered, no other request may continue the same reply."""
+        """A context in which no other request may continue the same reply."""
         if thread.previous is None:
             yield
             return

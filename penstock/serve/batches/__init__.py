@@ -1,3 +1,1 @@
-"""OpenAI's files and batches: files of requests that run when the engines have nothing else to
-do.
-"""
+"""OpenAI's files and batches: files of requests that run while the engines have free rows."""

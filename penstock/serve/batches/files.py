@@ -1,4 +1,4 @@
-"""/v1/files: uploads for batches, and their results. Other files have no use here."""
+"""/v1/files: input files of batches, and their results. Other files are not accepted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.serve.intake import SLOW_BYTES_PER_S
 from penstock.serve.state import ServerState
 
 MAX_UPLOADS = 8  # at a time
-MAX_FIELD_BYTES = 1024  # of a field that is not a file
+MAX_FIELD_BYTES = 1024  # per field that is not a file
 WRITE_BYTES = 1024**2  # written at once, in a thread
 DEFAULT_LIST, MAX_LIST = 10_000, 10_000
 MAX_FILENAME = 255
@@ -38,7 +38,7 @@ class BatchesOffError(FileNotHereError):
 def folder_of(state: ServerState) -> BatchFolder:
     if state.batches is None:
         raise BatchesOffError(
-            "This server has no files and batches",
+            "Files and batches are off on this server",
             "It was started without a folder for them.",
             "Start it with --batch-folder FOLDER, or run `penstock batch FILE`.",
         )
@@ -62,7 +62,7 @@ def expiry_s(anchor: Any, seconds: Any, param: str) -> int:
         raise RequestError(
             f"{param}.anchor is {anchor!r:.64}", "It must be created_at.", param=f"{param}.anchor"
         )
-    is_number = isinstance(seconds, int) or (isinstance(seconds, str) and seconds.isdigit())
+    is_number = isinstance(seconds, int) or (isinstance(seconds, str) and seconds.isdecimal())
     if not is_number or not MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S:
         raise RequestError(
             f"{param}.seconds is {seconds!r:.64}",
@@ -113,7 +113,7 @@ class FileRoutes:
     async def upload(self, request: Request) -> Response:
         folder = folder_of(self._state)
         boundary = boundary_of(request.headers.get("content-type", ""))
-        # Until all of it is read: a refusal closes the connection.
+        # Until all of it is read, an error closes the connection.
         request.scope["is_unread"] = True
         if self._num_uploads >= MAX_UPLOADS:
             raise OverloadedError(
@@ -133,7 +133,7 @@ class FileRoutes:
         return json_response(file.view())
 
     async def _chunks(self, request: Request) -> AsyncIterator[bytes]:
-        """May take as long as a slow connection needs, but must not stall or drip."""
+        """A file may take long on a slow connection, but must not stall or fall below a rate."""
         timeout_s = self._state.config.read_timeout
         give_time = request.scope.get("give_time", lambda _: None)
         started, num_bytes = time.monotonic(), 0
@@ -154,7 +154,7 @@ class FileRoutes:
 
 
 class Upload:
-    """A form on its way to the disk."""
+    """A form that is being received; its file is written to disk as it arrives."""
 
     def __init__(self, folder: BatchFolder) -> None:
         folder.require_room(0)
@@ -186,7 +186,7 @@ class Upload:
                             raise multipart_error(f"A field has more than {MAX_FIELD_BYTES} bytes.")
             await self._write(output)
         if not parser.has_ended:
-            raise multipart_error("It ends in the middle.")
+            raise multipart_error("The form is incomplete.")
 
     def _begin(self, part: Part) -> bool:
         if part.name != "file":
@@ -223,7 +223,7 @@ class Upload:
         if purpose != "batch":
             raise RequestError(
                 f"purpose is {purpose!r:.64}",
-                "Only files for batches are stored here.",
+                "This server stores only files with the purpose batch.",
                 param="purpose",
             )
         now = int(time.time())
@@ -246,7 +246,7 @@ class Upload:
         return None if data is None else data.decode("utf-8", "replace")
 
     def drop(self) -> None:
-        """Deletes what did not become a file."""
+        """Deletes the bytes of an upload that did not become a file."""
         if self.file_id:
             self._folder.discard(self.file_id)
 
@@ -263,7 +263,7 @@ _BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORE
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A field begins; its bytes follow."""
+    """The beginning of a field; its bytes follow."""
 
     name: str
     filename: str | None  # None: not a file

@@ -1,12 +1,12 @@
-"""Files and batches on disk: what there is, whose it is, and how much room it takes.
+"""Files and batches on disk, with their tenants and the room that they take.
 
     FOLDER/lock                 held while a server uses the folder
-    FOLDER/files/ID             the bytes of a file; ID.json beside it says what it is
+    FOLDER/files/ID             the bytes of a file; ID.json beside it describes it
     FOLDER/batches/ID.json      a batch
 
 A file without its .json does not exist yet: it is being uploaded, or results are being written to
-it. Every .json is written as a whole, so that a server that is killed leaves the old one or the new
-one. Knows no HTTP, and reads no line of any file.
+it. Every .json is replaced atomically, so that a server that is killed leaves the old one or the
+new one. Knows no HTTP, and reads no line of any file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Status = Literal[
 ]
 ENDED: tuple[Status, ...] = ("failed", "completed", "expired", "cancelled")
 MAX_FILES = 10_000
-MAX_ENDED_BATCHES = 10_000  # older ones are forgotten, their files are not
+MAX_ENDED_BATCHES = 10_000  # older ones are deleted, but not their files
 MAX_OPEN_BATCHES = 1_000
 
 
@@ -71,18 +71,18 @@ class StoredFile(msgspec.Struct, kw_only=True):
 class Batch(msgspec.Struct, kw_only=True):
     id: str
     tenant: str
-    model: str  # another model served from this folder leaves it alone
+    model: str  # a server with another model does not run it
     endpoint: str
     input_file_id: str
     completion_window: str
     created_at: int
     expires_at: int
-    output_id: str  # for the results; it becomes a file when the batch has ended
+    output_id: str  # results are written here, and become a file when the batch has ended
     errors_id: str
     metadata: dict[str, str] | None = None
     output_expires_s: int | None = None
     status: Status = "validating"
-    ends_as: Status | None = None  # decided, and being written
+    ends_as: Status | None = None  # the final status, while results are being written
     num_total: int = 0
     num_completed: int = 0
     num_failed: int = 0
@@ -128,7 +128,7 @@ Record = TypeVar("Record", StoredFile, Batch)
 
 
 class BatchFolder:
-    """The folder of one server. `close` frees it for another."""
+    """The folder of one server. `close` releases it for another."""
 
     def __init__(self, config: ServeConfig) -> None:
         assert config.batch_folder is not None
@@ -164,7 +164,7 @@ class BatchFolder:
         os.close(self._lock)
 
     def _remove_strays(self) -> None:
-        """Incomplete uploads, and files whose writing was interrupted."""
+        """Deletes incomplete uploads, and files whose writing was interrupted."""
         known = set(self.files)
         for batch in self.batches.values():
             if not batch.has_ended:
@@ -184,7 +184,7 @@ class BatchFolder:
             raise StorageFullError(
                 "The folder of files and batches is full",
                 f"It has {self.num_bytes} bytes; the limit is {self.max_bytes} (--batch-gb).",
-                "Delete files that are not needed any more.",
+                "Delete files that are no longer needed.",
             )
         if len(self.files) >= MAX_FILES:
             raise StorageFullError(
@@ -192,7 +192,7 @@ class BatchFolder:
             )
 
     def require_place(self) -> None:
-        """Raises an error if there may be no more batches."""
+        """Raises an error if too many batches are open."""
         if sum(not batch.has_ended for batch in self.batches.values()) >= MAX_OPEN_BATCHES:
             raise OverloadedError(
                 "Too many batches are open",
@@ -216,7 +216,7 @@ class BatchFolder:
         return batch
 
     def add(self, file: StoredFile) -> None:
-        """Its bytes are already stored, and counted."""
+        """Adds a file whose bytes are already stored and counted."""
         self._write(self._files, file)
         self.files[file.id] = file
 
@@ -232,7 +232,7 @@ class BatchFolder:
         self.discard(file.id)
 
     def discard(self, file_id: str) -> None:
-        """Deletes the bytes of what is not a file, or no longer one."""
+        """Deletes the bytes of a file that was not added, or is deleted."""
         path = self.path_of(file_id)
         if path.exists():
             self.num_bytes -= path.stat().st_size

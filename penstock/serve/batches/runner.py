@@ -1,10 +1,10 @@
-"""Runs batches: each line is a request to the API's own route, of the lowest priority, while rows
+"""Runs batches: each line is a request to the API's own route, with the lowest priority, while rows
 are free.
 
 A line's result is appended to a file in one write, so that a killed server loses only what it was
 generating: the next one reads which lines have results and runs the others. Each tenant has one
-running batch, and the lines of tenants take turns. Knows no API's fields: routes answer a line as
-they answer a client.
+running batch, and lines of different tenants take turns. Knows no API's fields: routes answer a
+line as they answer a client.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ LOOK_S = 0.2  # how often a line that waits for a row checks for one
 SWEEP_S = 30.0
 LINES_AT_ONCE, BYTES_AT_ONCE = 64, 4 * 1024**2  # read ahead, in a thread
 RETRY_S, MAX_RETRY_S = 0.5, 10.0
-UNAVAILABLE = ("overloaded", "engine_unavailable")  # temporary, however long it takes
-MAX_TRIES = 5  # for another error that may be temporary
+UNAVAILABLE = ("overloaded", "engine_unavailable")  # temporary: retried without a limit
+MAX_TRIES = 5  # for other errors that may be temporary
 
 
 @dataclass(slots=True)
@@ -71,14 +71,14 @@ class BatchRunner:
         self._app = app  # the routes, without the middleware for clients
         self._changed = asyncio.Event()
         self._freed = asyncio.Event()
-        self._turn = asyncio.Lock()  # of the lines that wait for a row, in their order
+        self._turn = asyncio.Lock()  # lines wait for a row in order
         self._num_in_flight = 0
         self._running: dict[str, asyncio.Task[None]] = {}  # by batch
         keys = state.config.load_api_keys()
-        self._tenants = {tenant_of_key(key) for key in keys} or {""}  # a withdrawn key runs nothing
+        self._tenants = {tenant_of_key(key) for key in keys} or {""}  # a revoked key runs nothing
 
     def wake(self) -> None:
-        """There is a new batch."""
+        """Called when there is a new batch."""
         self._changed.set()
 
     def cancel(self, batch: Batch) -> None:
@@ -104,7 +104,7 @@ class BatchRunner:
                 )
                 changed.cancel()
                 self._delete_expired()
-        except PenstockError:  # there will be no engine; the server reports why
+        except PenstockError:  # no engine can start; the server reports why
             pass
         finally:
             draining.cancel()
@@ -114,9 +114,7 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start_next(self) -> None:
-        """Starts the oldest batch of each tenant that has none running, and cancelled ones at
-        once.
-        """
+        """Starts the oldest batch of each tenant that has none running, and all cancelled ones."""
         busy = {self._folder.batches[id].tenant for id in self._running}
         for batch in list(self._folder.batches.values()):
             if batch.has_ended or batch.id in self._running or not self._is_ours(batch):
@@ -128,7 +126,7 @@ class BatchRunner:
             task.add_done_callback(lambda _, id=batch.id: self._end(id))  # type: ignore[misc]
 
     def _is_ours(self, batch: Batch) -> bool:
-        """Another model's batch may be ended here, but not run."""
+        """A batch of another model is not run, but it may be cancelled or expire."""
         is_over = batch.status == "cancelling" or batch.expires_at <= time.time()
         return batch.tenant in self._tenants and (is_over or batch.model == self._state.model_name)
 
@@ -144,8 +142,8 @@ class BatchRunner:
                 self._folder.delete(file)
 
     async def _live(self, batch: Batch) -> None:
-        """From its current state to its end. Cancelled without a request to cancel: the server is
-        stopping."""
+        """Takes a batch from its current state to its end. If this task is cancelled but the batch
+        is not, the server is stopping."""
         try:
             await self._process(batch)
         except asyncio.CancelledError:
@@ -163,7 +161,7 @@ class BatchRunner:
         except (OSError, StorageFullError) as error:
             log.error("the results of batch %s could not be written: %s", batch.id, error)
             self._fail(batch, "storage", _storage_problem(error))
-            batch.reach("failed")  # in memory at least; the next server tries again
+            batch.reach("failed")  # only in memory: the next server tries again
 
     def _fail(self, batch: Batch, code: str, message: str) -> None:
         batch.problems = [{"code": code, "line": None, "message": message, "param": None}]
@@ -248,7 +246,7 @@ class BatchRunner:
                     yield number, line
 
     def _open_results(self, batch: Batch) -> _Results:
-        """Opens the result files; results of the last server count."""
+        """Opens the result files, which may have results of a previous server."""
         paths = [self._folder.path_of(id) for id in (batch.output_id, batch.errors_id)]
         output, errors = (
             os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in paths
@@ -277,9 +275,9 @@ class BatchRunner:
             self._num_in_flight += 1
 
     def _num_rows(self) -> int:
-        """Rows for batches: those that clients leave, and one, which waits behind all of them in
-        the engine."""
-        # A line that has just started has no place yet, so the number may be below zero.
+        """Rows for batches: those that clients leave free, but at least one, whose line waits
+        behind all clients in the engine."""
+        # A line that has just started has no place yet, so the difference may be negative.
         others = max(0, self._state.intake.replies.num_taken - self._num_in_flight)
         most = min(self._state.client.num_rows, self._state.config.max_queue // 2)
         return max(1, most - others)
@@ -306,8 +304,7 @@ class BatchRunner:
             result = result[os.write(file, result) :]
 
     async def _answer(self, batch: Batch, line: BatchLine) -> tuple[int, str, bytes]:
-        """The answer to one line. Temporary errors are retried, and a stopping server answers
-        nothing."""
+        """The answer to one line. Retries temporary errors."""
         num_tries, wait_s = 0, RETRY_S
         while True:
             num_tries += 1
@@ -348,7 +345,7 @@ class BatchRunner:
         async def receive() -> Message:
             if messages:
                 return messages.pop()
-            await asyncio.Event().wait()  # for ever: there is no client to disconnect
+            await asyncio.Event().wait()  # forever: there is no client to disconnect
             raise AssertionError
 
         async def send(message: Message) -> None:
@@ -361,7 +358,7 @@ class BatchRunner:
         return status, request_id, bytes(answer)
 
     async def _finalize(self, batch: Batch) -> None:
-        """Turns results into files. May run again if the server was killed meanwhile."""
+        """Turns results into files. Runs again if the server was killed meanwhile."""
         assert batch.ends_as is not None
         status: Status = batch.ends_as
         if batch.status != "finalizing":
@@ -389,7 +386,7 @@ class BatchRunner:
             os.close(results.errors)
 
     def _write_expired(self, batch: Batch, results: _Results) -> None:
-        """Gives each line without a result an error."""
+        """Writes an error for each line without a result."""
         message = (
             f"The completion window of {batch.completion_window} ended before this request "
             "was answered."

@@ -1,8 +1,7 @@
-"""The body of llama-server's /completion: from the bytes of a POST to the completion that every API
-shares.
+"""The body of llama-server's /completion: decodes a POST into the completion that every API shares.
 
 Fields about speed, caches and slots change no reply and are ignored; samplers that do not exist
-here are refused by name. A prompt may mix texts and token ids, which the tokenizer's owner joins.
+here are refused by name. A prompt may mix texts and token ids, which routes.py joins.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ NAMES = {
     "repetition_penalty": "repeat_penalty",
 }
 NEVER_DRAWN = -100.0
-MAX_TEXTS = 256  # of a mixed prompt
-# The value of a sampler that is not among `samplers`, by its field here.
+MAX_TEXTS = 256  # in a prompt that mixes texts and token ids
+# Samplers, by field, with the value that turns one off if it is not in `samplers`.
 WITHOUT_SAMPLER = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 # Can only be turned off.
 OTHER_SAMPLERS = ("penalties", "dry", "top_n_sigma", "typ_p", "typical_p", "xtc")
@@ -132,7 +131,7 @@ def parse_completion(
 
 
 def _prompts_of(prompt: Any) -> list[Prompt]:
-    """One, or all of a list: a list of texts is several prompts; token ids, or a mixture, are one
+    """A list of texts is several prompts; a list of token ids, or a mixture of both, is one
     prompt."""
     if not isinstance(prompt, list):
         return [_text_of(prompt)]
@@ -192,7 +191,7 @@ def _bias(bias: float | bool) -> float:
 
 
 def _without_samplers(samplers: list[str] | None) -> dict[str, float]:
-    """Their order is the server's own."""
+    """Turns off samplers that are not listed; the order of the list is ignored."""
     if samplers is None:
         return {}
     for name in samplers:

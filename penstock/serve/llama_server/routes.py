@@ -1,7 +1,7 @@
-"""llama-server's own endpoints beside OpenAI's, and vLLM's /tokenizer_info.
+"""llama-server's endpoints besides OpenAI's, and vLLM's /tokenizer_info.
 
-Its slots are rows here: the scheduler decides which row a request takes. /tokenize and /detokenize
-accept its fields too (openai/routes.py).
+llama-server's slots are rows here: the scheduler decides which row a request takes. /tokenize and
+/detokenize accept its fields too (openai/routes.py).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LlamaServerRoutes:
         return Answer(start, formatter, completion.is_stream, new_choice=formatter.new_choice)
 
     async def _put_together(self, prompt: Prompt, tenant: str) -> str | list[int]:
-        """A text as it is; a mixture as token ids."""
+        """Returns a text unchanged, and a mixture of texts and token ids as token ids."""
         if isinstance(prompt, str):
             return prompt
         token_ids: list[int] = []
@@ -153,7 +153,7 @@ class LlamaServerRoutes:
 
 
 class NoSlotError(OverloadedError):
-    """llama-server's answer to a question for a free slot."""
+    """llama-server's answer to `fail_on_no_slot` if no slot is free."""
 
     status = 503
 
@@ -164,7 +164,7 @@ Fields = dict[str, Any]
 
 
 class LlamaScores:
-    """A list of tokens, each with its id and the likeliest at its place."""
+    """A list of tokens, each with its id and the likeliest tokens at its position."""
 
     def __init__(self) -> None:
         self._encoded = bytearray()
@@ -189,10 +189,10 @@ def _scored(id: int, data: bytes, logprob: float) -> Fields:
 
 
 class LlamaFormat:
-    """Each reply ends with one object that has everything; in a stream its text was sent before.
+    """Each reply ends with one object that has all fields; in a stream its text was sent before.
     Several replies to one request are a list of such objects.
 
-    `usage_of` a reply, by its index, and the texts of prompts are set before the first delta.
+    `usage_of`, by the index of a reply, and `prompts` are set before the first delta.
     """
 
     usage_of: Callable[[int], Usage]
@@ -203,7 +203,7 @@ class LlamaFormat:
         self._model = model
         self._request = request
         self._sampling = request.asked.sampling
-        self._choices: dict[int, Choice] = {}  # of a stream, without their texts
+        self._choices: dict[int, Choice] = {}  # only for streams
 
     def new_choice(self) -> Choice:
         return Choice(scores=None if self._sampling.logprobs is None else LlamaScores())
@@ -249,7 +249,7 @@ class LlamaFormat:
         return msgspec.json.encode(replies[0] if len(replies) == 1 else replies)
 
     def _whole(self, index: int, choice: Choice, content: str | None = None) -> Fields:
-        """`content`: if it is not the whole text of the reply."""
+        """`content` replaces the whole text of the reply."""
         end = choice.deltas[-1]
         assert isinstance(end, ReplyEnd)
         said = ParsedReply.of(choice.deltas).content
@@ -279,7 +279,7 @@ class LlamaFormat:
 
 
 def settings_of(sampling: SamplingParams) -> Fields:
-    """By llama-server's names."""
+    """Sampling parameters by llama-server's names."""
     return {
         "n_predict": -1 if sampling.max_tokens is None else sampling.max_tokens,
         "seed": -1 if sampling.seed is None else sampling.seed,
@@ -298,7 +298,7 @@ def settings_of(sampling: SamplingParams) -> Fields:
 
 
 def _selected(fields: Fields, names: list[str]) -> Fields:
-    """The existing ones; `a/b` is b of a, by its own name."""
+    """The fields that exist; `a/b` selects the field b of a, and is named b."""
     selected: Fields = {}
     for name in names:
         outer, _, inner = name.partition("/")

@@ -1,4 +1,4 @@
-"""Ollama's replies: deltas into lines of JSON, and errors into error bodies.
+"""Ollama's replies: turns deltas into lines of JSON, and errors into error bodies.
 
 A stream is a line for each piece of text and for each whole call, then one that is `done`, with the
 reason why the reply ended and the times it took. A call that turned out to be invalid is never
@@ -34,7 +34,7 @@ Fields = dict[str, Any]
 
 
 class TokenScores(ChatScores):
-    """As in OpenAI's chats, without the object around the list."""
+    """The list of OpenAI's chats, without the object around it."""
 
     def take(self) -> Pieces:
         _, content, _ = super().take()
@@ -42,16 +42,14 @@ class TokenScores(ChatScores):
 
 
 class OllamaFormat(ABC):
-    """What the replies of both endpoints have in common: everything except the place of their
-    text.
-    """
+    """What the replies of both endpoints share: everything but the fields of the text."""
 
     def __init__(
         self,
         model: str,
         clock: ReplyClock,
         has_logprobs: bool,
-        conversation: Conversation | None = None,  # that the reply becomes a part of
+        conversation: Conversation | None = None,  # to which the reply is added
     ) -> None:
         self._model = model
         self.clock = clock
@@ -93,7 +91,7 @@ class OllamaFormat(ABC):
         return None
 
     def encode_heartbeat(self) -> bytes:
-        """Lines of JSON have no comments, and clients fail on an empty one."""
+        """JSON has no comments, and clients fail on an empty line."""
         return self._line(self._text_fields(""), is_done=False)
 
     def encode_end(self, usage: Usage) -> bytes:
@@ -158,7 +156,7 @@ def head(model: str) -> Fields:
 
 
 def timestamp(seconds: float | None = None) -> str:
-    """Now, or of seconds since 1970."""
+    """The time now, or at these seconds since 1970."""
     when = datetime.datetime.now(datetime.UTC)
     if seconds is not None:
         when = datetime.datetime.fromtimestamp(seconds, datetime.UTC)

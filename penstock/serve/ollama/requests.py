@@ -1,6 +1,6 @@
-"""Ollama's request bodies: from the bytes of a POST to the requests that every API shares.
+"""Ollama's request bodies: decodes a POST into the requests that every API shares.
 
-A chat, or a prompt with its system message, becomes OpenAI's body of the same meaning. A raw prompt
+A chat, or a prompt with its system message, becomes the equivalent OpenAI body. A raw prompt
 becomes a completion. Empty fields count as missing, as Ollama's clients expect. replies.py writes
 the replies.
 """
@@ -36,7 +36,7 @@ from penstock.serve.requests import (
     SessionId,
 )
 
-# For loading a model in Ollama, or for samplers that are off: they change nothing here.
+# Options for loading a model in Ollama, or for samplers that are off: they change nothing here.
 HARMLESS = {
     *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram"),
     *("f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"),
@@ -115,7 +115,7 @@ class Generation:
     """A prompt as a chat or, if it is raw, as a completion."""
 
     asked: ChatRequest | CompletionRequest | None  # None: only load the model
-    conversation: Conversation | None = None  # that the reply becomes a part of
+    conversation: Conversation | None = None  # to which the reply is added
 
 
 def parse_chat(
@@ -138,7 +138,7 @@ def parse_generate(
     _refuse_images(fields.images, "images")
     for name, why in (
         ("suffix", "The model only continues text."),
-        ("template", "The server's own chat template is used; with raw: true, none."),
+        ("template", "The server uses its own chat template, or none if raw is true."),
     ):
         if getattr(fields, name):
             raise RequestError(f"{name} is not supported", why, "Omit it.", param=name)
@@ -183,7 +183,7 @@ def _raw_generation(fields: GenerateBody, defaults: Defaults) -> Generation:
     return Generation(
         replace(
             asked,
-            # OpenAI has a default.
+            # OpenAI's default does not apply.
             sampling=replace(asked.sampling, max_tokens=sampling.get("max_tokens")),
             is_cut_to_context=True,
             json_form=None if form is None else replace(form, param="format"),
@@ -256,7 +256,7 @@ def _refuse_images(images: list[Any] | None, where: str) -> None:
 
 
 def _sampling(options: dict[str, Any] | None) -> dict[str, Any]:
-    """As fields of OpenAI's bodies."""
+    """The options as fields of OpenAI's bodies."""
     known = {*OllamaOptions.__struct_fields__, *HARMLESS, *OFF}
     for name in options or ():
         if name not in known:
@@ -266,7 +266,7 @@ def _sampling(options: dict[str, Any] | None) -> dict[str, Any]:
                 nearest(name, known),
                 param=name,
             )
-    # Numbers of JSON need not say whether they are integers.
+    # Clients may write an integer as 16.0.
     given = {
         n: int(v) if isinstance(v, float) and v.is_integer() else v
         for n, v in (options or {}).items()
@@ -277,7 +277,7 @@ def _sampling(options: dict[str, Any] | None) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         raise wrong_field(error, "options") from error
     fields = sampling_fields(checked)
-    # Otherwise until the context is full.
+    # Otherwise the reply may fill the context.
     if checked.num_predict is not None and checked.num_predict > 0:
         fields["max_tokens"] = checked.num_predict
     return fields
@@ -288,8 +288,8 @@ def _set(body: msgspec.Struct, fields: dict[str, Any]) -> None:
         setattr(body, name, value)
 
 
-NUMBER = "H"  # of two bytes: every client's integers can hold it
-MARK = b"penstock"  # prefix of all of them
+NUMBER = "H"  # two bytes: every client's integers can hold them
+MARK = b"penstock"  # prefix of every context
 
 
 class SaidMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -306,7 +306,7 @@ class Conversation:
     messages: list[dict[str, Any]]
 
     def context_with(self, reply: str) -> list[int]:
-        """Without reasoning, which templates leave out of earlier turns."""
+        """Leaves out reasoning, as templates do in earlier turns."""
         said = [*self.messages, {"role": "assistant", "content": reply}]
         data = MARK + msgspec.json.encode(said)
         data += b" " * (len(data) % 2)
@@ -322,7 +322,7 @@ def decode_context(numbers: list[int]) -> list[dict[str, Any]]:
     except (ValueError, OverflowError, msgspec.DecodeError) as error:
         raise RequestError(
             "context does not come from this server",
-            "A context is an encoded conversation of the server that answered.",
+            "A context can be read only by the server that sent it.",
             "Send the context of an answer of this server, or use /api/chat.",
             param="context",
         ) from error

@@ -51,7 +51,7 @@ OLLAMA_VERSION = "0.12.11"
 
 
 class NotHereError(PenstockError):
-    """Something that Ollama does and a server of one model does not."""
+    """An operation of Ollama that a server with one model does not have."""
 
     status = 501
     code = "not_supported"
@@ -135,7 +135,8 @@ class OllamaRoutes:
         )
 
     def _loaded(self, text: dict[str, object]) -> Response:
-        """Answers an empty request, with which clients load or unload a model: it stays loaded."""
+        """Answers an empty request, which clients send to load or unload a model. It stays
+        loaded."""
         self._state.client.require_ready()
         return json_response(
             {**head(self._state.model_name), **text, "done": True, "done_reason": "load"}
@@ -192,7 +193,7 @@ class OllamaRoutes:
         return json_response({"version": OLLAMA_VERSION, "penstock": penstock.__version__})
 
     async def pull(self, request: Request) -> Response:
-        """For the served model there is nothing to do, which is a success."""
+        """Succeeds for the served model: there is nothing to do."""
         body = decode_body(await read_body(request, for_reply=False), ModelBody)
         if body.model_name not in (self._state.model_name, self._model.name):
             raise self._refusal("pull")
@@ -224,8 +225,8 @@ class NoSuchModelError(PenstockError):
 
 
 class ModelCard:
-    """The one model of this server, as Ollama describes models: what the engine reports. What only
-    Ollama's files know (families, layers, licences) is empty.
+    """The model of this server in Ollama's format, as the engine reports it. Fields that only
+    Ollama's files have (families, layers, licences) are empty.
     """
 
     def __init__(self, state: ServerState) -> None:
@@ -233,7 +234,7 @@ class ModelCard:
 
     @property
     def name(self) -> str:
-        """With a tag: clients look for a colon."""
+        """The model's name with a tag: clients expect a colon."""
         name = self._state.model_name
         return name if ":" in name.rpartition("/")[2] else name + LATEST
 
@@ -299,7 +300,7 @@ class ModelCard:
 
     @property
     def _digest(self) -> str:
-        """Of the name: clients show its beginning, and distinguish models by it."""
+        """A digest of the name: clients show its beginning, and identify models by it."""
         return hashlib.sha256(self._state.model_name.encode()).hexdigest()
 
     def _details(self) -> dict[str, Any]:
@@ -342,7 +343,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
 
 
 class EmbedAnswer:
-    """All vectors, or the only one."""
+    """An answer with all vectors, or with a single one."""
 
     def __init__(self, model: str, is_single: bool = False) -> None:
         self._model = model

@@ -1,8 +1,7 @@
-"""The fields of a chat request that say what its reply may be: tools and their choice, JSON,
-thinking.
+"""The fields of a chat request that constrain its reply: tools and their choice, JSON, thinking.
 
-Checks them one by one and returns what follows; a field that cannot be honoured is a `RequestError`
-that names it. response_grammar.py enforces the forms.
+Checks them one by one and converts them; a field that is not supported is a `RequestError` that
+names it. response_grammar.py enforces the forms.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from msgspec import Meta
 from penstock.errors import RequestError
 from penstock.serve.body import wrong_choice
 
-PlainTool = dict[str, Any]  # as OpenAI has it, and as chat templates expect it
+PlainTool = dict[str, Any]  # in OpenAI's format, which chat templates expect
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 # Whether to think, and up to how many tokens; None: until the server's limit (`--thinking-share`).
@@ -89,7 +88,7 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     type: str = "enabled"
     budget_tokens: int | None = None
     display: str | None = None  # "omitted": the reasoning is not sent
-    clear_thinking: bool | None = None  # of earlier turns: the chat template decides
+    clear_thinking: bool | None = None  # no effect: the chat template decides
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
@@ -99,12 +98,12 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: int | None = None
     exclude: bool | None = None
     enabled: bool | None = None
-    summary: str | None = None  # of Responses; the reasoning is sent as it is
+    summary: str | None = None  # no effect: reasoning is not summarised
 
 
 @dataclass(frozen=True, slots=True)
 class JsonForm:
-    """JSON that a schema describes; without one, any object. Strict: all of the schema must be
+    """JSON that a schema describes; without one, any object. `is_strict`: the whole schema must be
     enforced."""
 
     schema: Any = None
@@ -114,8 +113,8 @@ class JsonForm:
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
-    """Of tools with the same name, the last one, at the place of the first: OpenAI accepts
-    duplicates, and clients that look up a called tool by name find the last."""
+    """Keeps the last of several tools with the same name, in the position of the first: OpenAI
+    accepts duplicates, and clients that look up a called tool by name find the last."""
     for index, tool in enumerate(tools):
         if tool.type != "function":
             raise RequestError(
@@ -129,7 +128,7 @@ def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
 
 
 def check_tool_name(name: str, where: str, param: str) -> None:
-    """For every API: a name appears in the prompt and in the grammar of calls."""
+    """Used by every API: a name appears in the prompt and in the grammar of calls."""
     if not _TOOL_NAME.fullmatch(name):
         raise RequestError(
             f"{where} is {name[:64]!r}",

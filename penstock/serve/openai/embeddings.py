@@ -1,8 +1,8 @@
 """Vectors and scores over HTTP: OpenAI's /v1/embeddings, Jina's and Cohere's /v1/rerank, vLLM's
 /v1/score.
 
-Answers are never streamed. A vector is encoded as it comes, so that the end of a request with
-thousands of them does not block the server.
+Answers are never streamed. A vector is encoded as it comes: encoding thousands of them at the end
+of a request would block the server.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from penstock.serve.state import ServerState
 from penstock.serve.text_stream import TextStream, Usage
 from penstock.serve.vectors import EmbeddingRequest, ScoreRequest
 
-MAX_INPUTS = 2048  # of one request, as at OpenAI
+MAX_INPUTS = 2048  # per request, as at OpenAI
 MAX_INSTRUCTION_CHARS = 16_384
 
 Texts = Annotated[list[str], Meta(min_length=1)]
 
 
 class VectorBody(msgspec.Struct, kw_only=True):
-    """The fields of all three."""
+    """The fields that all three endpoints share."""
 
     model: str | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
@@ -86,7 +86,7 @@ def _common(fields: VectorBody, request: Request) -> dict[str, Any]:
     if fields.truncate_prompt_tokens == 0:
         raise RequestError(
             "truncate_prompt_tokens is 0",
-            "Nothing would be left.",
+            "No token of the input would be left.",
             "Use 1 or more, or -1 for as many as fit the context.",
             param="truncate_prompt_tokens",
         )
@@ -241,12 +241,12 @@ class ScoreAnswer:
 
 
 class RerankAnswer(ScoreAnswer):
-    """The best first."""
+    """Scores with the best first."""
 
     def __init__(self, id: str, model: str, top_n: int | None, texts: list[str] | None) -> None:
         super().__init__(id, model)
         self._top_n = top_n
-        self._texts = texts  # to be repeated in the answer
+        self._texts = texts  # repeated in the answer
 
     def _fields(self) -> dict[str, Any]:
         ranked = sorted(self._scores, key=lambda index: (-self._scores[index], index))

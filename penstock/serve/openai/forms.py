@@ -1,7 +1,7 @@
 """The fields that constrain a reply's text: JSON, a regular expression, a list of texts or a
 grammar.
 
-OpenAI has `response_format`; vLLM, SGLang and llama.cpp have their own names for the same. A
+OpenAI has `response_format`; vLLM, SGLang and llama.cpp have their own names for the same things. A
 request may use only one of them. response_grammar.py enforces the forms.
 """
 
@@ -35,7 +35,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None  # the default here, unless --open-schemas
-    disable_fallback: bool | None = None  # to another backend: there is only one
+    disable_fallback: bool | None = None  # no effect: there is no other backend to fall back to
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What an answer contains besides its text, and what a reply continues: fields that vLLM added to
 OpenAI's.
 
-Checks them and returns what follows from them. Prompt and text are made elsewhere.
+Checks them and converts them. Prompt and text are created elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.errors import RequestError
 class OutputOptions:
     """What an answer contains besides the text."""
 
-    returns_token_ids: bool = False  # of the prompt and of the reply
+    returns_token_ids: bool = False  # for prompt and reply
     prompt_logprobs: int | None = None  # alternatives for every token of the prompt
     counts_usage: bool = False  # in every chunk of a stream
 
@@ -41,7 +41,7 @@ def output_options(fields: OutputFields) -> OutputOptions:
     if fields.prompt_logprobs is not None and fields.stream:
         raise RequestError(
             "prompt_logprobs does not work with stream: true",
-            "The log-probabilities of a prompt come with a whole answer.",
+            "The log-probabilities of a prompt are sent only in answers that are not streamed.",
             "Omit one of them.",
             param="prompt_logprobs",
         )
@@ -55,14 +55,14 @@ def output_options(fields: OutputFields) -> OutputOptions:
 
 
 def scored_alternatives(prompt_logprobs: int | None, echo_logprobs: int | None) -> int | None:
-    """For each token of a prompt, as many as the larger field asks for."""
+    """Alternatives per prompt token: the larger number of the two fields."""
     given = [number for number in (prompt_logprobs, echo_logprobs) if number is not None]
     return max(given, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What the assistant has already thought and said, which the reply continues."""
+    """The beginning of the assistant's turn, which the reply continues."""
 
     thought: str
     text: str
@@ -71,10 +71,10 @@ class Prefill:
 def take_prefill(
     messages: list[dict[str, Any]], continues: bool | None, adds_prompt: bool | None, has_form: bool
 ) -> Prefill | None:
-    """Removes an assistant's last message from the messages if the reply continues it.
+    """Removes an assistant message at the end of the messages if the reply continues it.
 
     It does, unless the request has `continue_final_message: false` or `add_generation_prompt:
-    true`, or a form, which only a whole reply can have, or the message calls a tool.
+    true`, or a form, which applies only to a whole reply, or the message calls a tool.
     """
     where = f"messages[{len(messages) - 1}]"
     if continues and adds_prompt:
@@ -98,7 +98,7 @@ def take_prefill(
         return Prefill(last.get("reasoning_content", ""), last["content"])
     if continues:
         raise RequestError(
-            "continue_final_message cannot be honoured",
+            "The last message cannot be continued",
             obstacle,
             "End with an assistant message, and omit response_format and tool_choice.",
             param="continue_final_message",

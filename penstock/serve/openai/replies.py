@@ -1,7 +1,7 @@
-"""OpenAI's replies: deltas into JSON bodies and server-sent events, and errors into error bodies.
+"""OpenAI's replies: turns deltas into JSON bodies and server-sent events, and errors into bodies.
 
-The frame of a streamed chunk is made once for each reply; a chunk is that frame around one encoded
-string. Knows the format of answers, not where they come from or how they are sent.
+The frame of a streamed chunk is encoded once for each reply; a chunk is that frame around one
+encoded string. Knows the format of answers, not where they come from or how they are sent.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ Frame = tuple[bytes, bytes]
 
 
 class OpenAIReplyFormat(ABC):
-    """What the replies of both endpoints have in common: everything except the content of a
-    choice.
-    """
+    """What the replies of both endpoints share: everything but the content of a choice."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
-    tells_prompt_once: ClassVar[bool]  # beside the choices, not in each of them
+    tells_prompt_once: ClassVar[bool]  # prompt fields are beside the choices, not in each of them
 
     def __init__(
         self,
@@ -68,7 +66,7 @@ class OpenAIReplyFormat(ABC):
         # Everything of a streamed chunk before its choices, open for more fields.
         head = msgspec.json.encode({**self._head, "object": self.chunk_kind})
         self._chunk_head = b"data: %b," % head[:-1]
-        self._scores: dict[int, Scores] = {}  # of a stream's choices
+        self._scores: dict[int, Scores] = {}  # for each choice of a stream
 
     def new_choice(self) -> Choice:
         return Choice(
@@ -103,7 +101,7 @@ class OpenAIReplyFormat(ABC):
         return b"".join((*pieces, b'],"usage":', msgspec.json.encode(_usage(usage)), *extra, b"}"))
 
     def _of_prompt(self, choice: Choice) -> Pieces:
-        """The fields about a prompt, as more fields of an object."""
+        """The fields about a prompt, as JSON to append to an object."""
         pieces: Pieces = []
         if self._output.returns_token_ids:
             pieces += [b',"prompt_token_ids":', msgspec.json.encode(choice.prompt_token_ids)]
@@ -134,7 +132,7 @@ class OpenAIReplyFormat(ABC):
         return b"".join(self._scores[delta.index].take())
 
     def _with_extra(self, chunk: bytes, extra: ReplyExtra | None) -> bytes:
-        """A chunk of one choice with the rarely requested fields."""
+        """Adds rarely requested fields to a chunk of one choice."""
         if extra is None:
             return chunk
         of_choice: dict[str, Any] = {}
@@ -169,7 +167,7 @@ class ChatReplyFormat(OpenAIReplyFormat):
 
     def __init__(self, request_id: str, model: str, **options: Any) -> None:
         super().__init__(request_id, model, **options)
-        self._frames: dict[int, dict[type[Delta], Frame]] = {}  # of each choice that has begun
+        self._frames: dict[int, dict[type[Delta], Frame]] = {}  # for each choice that has begun
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         frames = self._frames.get(delta.index)
@@ -201,8 +199,8 @@ class ChatReplyFormat(OpenAIReplyFormat):
         return b"".join(chunks)
 
     def _add_extra(self, chunks: list[bytes], extra: ReplyExtra) -> None:
-        """The prompt's fields go to the first chunk, the reply's to the first after its role, usage
-        to all."""
+        """Adds the prompt's fields to the first chunk, the reply's to the first one after its role,
+        and usage to all."""
         first = ReplyExtra(prompt_token_ids=extra.prompt_token_ids, usage=extra.usage)
         second = ReplyExtra(token_ids=extra.token_ids, usage=extra.usage)
         extras = [extra] if len(chunks) == 1 or not extra.prompt_token_ids else [first, second]
@@ -210,8 +208,8 @@ class ChatReplyFormat(OpenAIReplyFormat):
         chunks[:] = map(self._with_extra, chunks, extras)
 
     def _frame(self, index: int, field: bytes) -> Frame:
-        """What comes before and after the text of a plain chunk; a NUL marks its place, since JSON
-        has none."""
+        """What comes before and after the text of a plain chunk; a NUL, which JSON never contains,
+        marks its place."""
         head, tail = self._chunk(index, b'{"%b":\0}' % field).split(b"\0")
         return head, tail
 

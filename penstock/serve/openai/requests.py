@@ -1,7 +1,6 @@
-"""OpenAI's request bodies: from the bytes of a POST to a request whose every field has been
-checked.
+"""OpenAI's request bodies: decodes a POST into a request and checks every field.
 
-The schema ends here: the result is messages or prompts, `SamplingParams`, and how to answer. A
+The schema ends here: the result has messages or prompts, `SamplingParams`, and how to answer. A
 field with a wrong type or value is a `RequestError` that names it; fields.py lists the ignored
 ones. Nothing here renders, tokenises or generates; replies.py writes the replies.
 """
@@ -118,7 +117,7 @@ class SamplingFields(DrawFields, kw_only=True):
     prompt_cache_key: str | None = None
     loop_guard: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None  # vLLM's, and so are those with guided
+    structured_outputs: StructuredOutputs | None = None  # vLLM's, as are the guided_* fields
     guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -130,7 +129,7 @@ class SamplingFields(DrawFields, kw_only=True):
     bad_words: Annotated[list[StopString], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None  # there are none here, either way
+    spaces_between_special_tokens: bool | None = None  # no effect: none are added
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
@@ -180,7 +179,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    count_cached: bool | None = None  # of the prefix cache, if this came as a prompt now
+    count_cached: bool | None = None  # also count the tokens that the prefix cache has now
     # llama-server's names: a text, and what to return.
     content: Annotated[str, Meta(max_length=MAX_CHARS_ASKED)] | None = None
     add_special: bool | None = None
@@ -330,7 +329,7 @@ def _includes_usage(fields: SamplingFields) -> bool:
 def _sampling(
     fields: SamplingFields, logprobs: int | None, renamed: dict[str, str], defaults: Defaults
 ) -> SamplingParams:
-    """`renamed`: this endpoint's name of a field that has another name in `SamplingParams`."""
+    """`renamed`: this endpoint's names of fields that have other names in `SamplingParams`."""
     names = ("max_tokens", "min_tokens", *DRAW_NAMES, "n", *OUTPUT_NAMES, "prompt_logprobs")
     given = {**defaults, **given_fields(fields, names)}
     stop = fields.stop or ()
@@ -356,7 +355,7 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 
 
 def _common(fields: SamplingFields, form: JsonForm | TextForm | None) -> dict[str, Any]:
-    """What both endpoints take besides prompts and sampling."""
+    """The options of both endpoints besides prompts and sampling."""
     return {
         "json_form": form if isinstance(form, JsonForm) else None,
         "text_form": None if isinstance(form, JsonForm) else form,
@@ -379,7 +378,7 @@ def _effort(fields: ChatBody) -> tuple[bool | None, int | None]:
 
 
 def _thinking_options(fields: ChatBody) -> dict[str, Any]:
-    """How long thinking may be, and whether the reasoning is sent."""
+    """How long thinking may take, and whether the reasoning is sent."""
     reasoning, thinking = fields.reasoning or Reasoning(), fields.thinking
     budgets = (
         thinking_budget(thinking),

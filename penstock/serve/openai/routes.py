@@ -1,4 +1,4 @@
-"""OpenAI's endpoints, and those that vLLM added beside them: chats, completions, models, tokens."""
+"""OpenAI's endpoints, and those that vLLM added to them: chats, completions, models, tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.serve.requests import ChatRequest, CompletionRequest, TextRequest
 from penstock.serve.sessions import SessionChat, in_session
 from penstock.serve.state import ServerState
 
-LIST_PART = 50_000  # ids or texts: some milliseconds
+LIST_PART = 50_000  # ids or texts: a few milliseconds
 
 
 def routes(state: ServerState) -> list[Route]:
@@ -55,8 +55,8 @@ class OpenAIRoutes:
         self._keeps_thoughts = state.config.reasoning == "content"
 
     async def list_models(self, request: Request) -> Response:
-        """In OpenAI's and in Anthropic's format at once: clients of both ask here, and neither
-        minds more fields."""
+        """Answers in OpenAI's and Anthropic's format at once: clients of both use this path, and
+        ignore other fields."""
         name = self._state.model_name
         ends = {"first_id": name, "last_id": name, "has_more": False}
         return json_response({"object": "list", "data": [self._model_card()], **ends})
@@ -156,12 +156,12 @@ class OpenAIRoutes:
         fields = {"count": len(tokens), "max_model_len": self._max_model_len()}
         if asked.counts_cached:
             fields["cached_tokens"] = await self._num_cached(tokens, tenant_of(request.scope))
-        # In a thread, and in parts: there may be millions.
+        # Encoded in a thread, and in parts: there may be millions.
         body = await asyncio.to_thread(_encode_tokens, listed, texts, fields)
         return Response(body, media_type=JSON_TYPE)
 
     async def _num_cached(self, tokens: list[int], tenant: str) -> int | None:
-        """None: no engine can say now."""
+        """None: no engine answered."""
         info = self._state.client.info
         if info is None:
             return None

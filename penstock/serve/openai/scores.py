@@ -1,7 +1,6 @@
 """Log-probabilities in the format of OpenAI's endpoints, encoded while a reply is generated.
 
-A reply may have a million of them: until its end they are stored as JSON, which only has to be
-copied then.
+A reply may have a million of them: they are stored as JSON, which only has to be copied at its end.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ COLUMN_HEADS = (
 
 
 class ScoredText(msgspec.Struct, gc=False):
-    """A token of a chat, or an alternative at its place."""
+    """A token of a chat, or an alternative at its position."""
 
     token: str
     logprob: float
@@ -45,7 +44,7 @@ def chat_token(token: ScoredToken) -> ChatToken:
 
 
 class ChatScores:
-    """Of a chat: a list of tokens, each with the likeliest at its place."""
+    """Scores of a chat: a list of tokens, each with the likeliest tokens at its position."""
 
     def __init__(self) -> None:
         self._content = bytearray()
@@ -59,10 +58,10 @@ class ChatScores:
 
 
 class CompletionScores:
-    """Of a completion: four parallel lists."""
+    """Scores of a completion: four parallel lists."""
 
     def __init__(self) -> None:
-        self._num_chars = 0  # of all tokens so far
+        self._num_chars = 0  # in all tokens so far
         self._clear()
 
     def add(self, tokens: Sequence[ScoredToken]) -> None:
@@ -95,7 +94,7 @@ class CompletionScores:
 
 
 class PromptLogprobs:
-    """Of a prompt, in vLLM's format: for each token its own and the likeliest, by their ids.
+    """Scores of a prompt, in vLLM's format: for each position, the token and the likeliest by id.
 
     The rank of a token that is not among the likeliest is unknown.
     """
@@ -138,7 +137,7 @@ def _append(encoded: bytearray, values: list[Any]) -> None:
 
 @lru_cache(maxsize=2**15)
 def _text_of(data: bytes) -> str:
-    """A token may end inside a character; such clients must read `bytes`."""
+    """A token may end inside a character; then clients must read `bytes`."""
     return data.decode("utf-8", "replace")
 
 

@@ -1,4 +1,4 @@
-"""The files of the page: what each is called on the web, and how it is sent.
+"""The files of the page: their paths, and how they are sent.
 
 All of them are in static/, built from web/source by `make page`. They are the same for every user,
 need no key, and load nothing from elsewhere: the policy that goes with each forbids it.
@@ -23,16 +23,16 @@ TYPES = {
     ".svg": "image/svg+xml",
 }
 INDEX, SANDBOX = "index.html", "sandbox.html"
-# The page runs its own modules, asks this server, and nothing else. It parses no HTML: Trusted
-# Types without a policy make every attempt an error, so no text of a model can become an element or
-# a script.
+# The page runs only its own modules and calls only this server. It parses no HTML: Trusted Types
+# without a policy make every attempt an error, so no text of a model can become an element or a
+# script.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src "
     "'self'; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-# Here a person's own functions answer tool calls: in a worker without network, of an origin of its
-# own.
+# The sandbox runs a user's own functions for tool calls: in a worker without network access, with
+# a separate origin.
 SANDBOX_POLICY = (
     "default-src 'none'; script-src 'self' blob:; worker-src blob:; base-uri 'none'; form-action "
     "'none'; frame-ancestors 'self'; sandbox allow-scripts"
@@ -58,7 +58,7 @@ class StaticFile:
             "referrer-policy": "no-referrer",
             "cross-origin-opener-policy": "same-origin",
             "etag": f'"{hashlib.sha256(plain).hexdigest()[:20]}"',
-            "cache-control": "no-cache",  # kept by the browser, and asked for again by its ETag
+            "cache-control": "no-cache",  # browsers keep it, and revalidate it by its ETag
             "vary": "accept-encoding, accept",
         }
         return cls(plain, gzip.compress(plain, mtime=0), headers)
@@ -73,7 +73,7 @@ class StaticFile:
 
 
 def file_names() -> list[str]:
-    """Relative to the folder, as their paths are to the prefix."""
+    """Paths relative to FOLDER; their URLs are relative to PREFIX."""
     files = (path for path in FOLDER.rglob("*") if path.suffix in TYPES)
     return sorted(path.relative_to(FOLDER).as_posix() for path in files)
 

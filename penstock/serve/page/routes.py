@@ -1,6 +1,4 @@
-"""The page over HTTP: `GET /` for browsers, the files that it loads, and the numbers of its live
-view.
-"""
+"""The page over HTTP: `GET /` for browsers, its files, and the numbers of its live view."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ PERIOD_S = 1.0
 
 
 def routes(state: ServerState) -> list[Route]:
-    """These come before the health routes: a client that asks for HTML gets the page, others the
-    health.
-    """
+    """These come before the health routes: at `/`, a client that accepts HTML gets the page."""
     live = Route("/live", LiveRoute(state).stream)
     if not state.config.page:
         return [live]
@@ -49,8 +45,8 @@ def routes(state: ServerState) -> list[Route]:
 
 class LiveRoute:
     """`GET /live`: the numbers of /metrics and /health as one event a second, for the page and
-    `top`. Totals only ever grow; what watches them subtracts. The engines are asked once a second
-    however many watch, and not at all while nobody does."""
+    `top`. Totals only ever grow; clients compute differences. The engines are queried once a second
+    however many clients there are, and not at all without any."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -62,7 +58,7 @@ class LiveRoute:
         return event_stream(self._events())
 
     async def _events(self) -> AsyncIterator[bytes]:
-        """Until the client leaves, or the server ends."""
+        """Runs until the client disconnects or the server drains."""
         draining = self._state.draining
         while not draining.is_set():
             yield await self._latest()
@@ -109,7 +105,5 @@ def _told(one: ReplicaReport) -> dict[str, Any]:
 
 
 def _described(histogram: Histogram) -> dict[str, Any]:
-    """`counts`: of values up to each bound, and one more for those above all; each with the ones
-    before.
-    """
+    """`counts` are cumulative: values up to each bound, and a last one for all values."""
     return {"bounds": histogram.bounds, "counts": histogram.cumulative_counts, "sum": histogram.sum}

@@ -1,8 +1,8 @@
 """OpenAI's Conversations API: named lists of items that responses continue and extend.
 
 A conversation is stored like a response, in memory and within the same limits; its age counts from
-the last addition. Sessions (serve/sessions.py) are the same idea for every API, and share nothing
-with these.
+the last addition. Sessions (serve/sessions.py) do the same for every API, and share nothing with
+these.
 """
 
 from __future__ import annotations

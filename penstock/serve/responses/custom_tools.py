@@ -1,7 +1,7 @@
 """Custom tools: for clients they take a text, for the model they are functions with one string.
 
-The model calls them with JSON, which becomes the text again while it is being generated. Knows
-tools as clients define them; penstock.text enforces grammars.
+The model calls them with JSON; the text is extracted while the JSON is being generated. Knows tools
+as clients define them; penstock.text enforces grammars.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.serve.responses.requests import FlatTool
 
 _START = re.compile(rf'\s*{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
-# Characters and whole escapes. A high surrogate is whole only when its successor is known.
+# Characters and complete escapes. A high surrogate is complete only when its successor is known.
 _WHOLE = re.compile(
     r"""(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"""
     r"""|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*"""
@@ -42,7 +42,7 @@ def text_parameters(tool: FlatTool) -> dict[str, Any]:
 
 
 def text_grammars(tools: Mapping[str, FlatTool]) -> Mapping[str, TextGrammar]:
-    """The grammars of texts, by the names of the tools that set one."""
+    """The grammars that custom tools set for their texts, by tool name."""
     grammars: dict[str, TextGrammar] = {}
     for name, tool in tools.items():
         if tool.type != "custom" or tool.format is None or tool.format.type == "text":
@@ -76,7 +76,7 @@ class InputText:
         self._is_open = False  # inside the string
 
     def feed(self, more: str) -> str:
-        """The new text; none for arguments that do not begin with it, until their end."""
+        """Returns the new text; nothing if the arguments do not begin with the text: see `end`."""
         self._unread += more
         if not self._has_begun:
             start = _START.match(self._unread)
@@ -93,7 +93,7 @@ class InputText:
         return _without_surrogates(json.loads(f'"{whole.group()}"', strict=False))
 
     def end(self) -> str:
-        """The new text at the end; for arguments of another form, all of them."""
+        """Returns the text of arguments that do not begin with it, or else all of them."""
         if self._has_begun:
             return ""
         try:

@@ -1,8 +1,8 @@
 """Items, the units of a conversation in the Responses API, and the chat messages that they become.
 
-Here messages, calls, results and reasoning are separate items, while a chat template knows turns:
-the model's reasoning, text and calls between two other roles are one turn. The items of a reply are
-sent back as they are, so a stored conversation needs no other form. Knows no endpoint.
+Messages, calls, results and reasoning are separate items, while a chat template expects turns: the
+model's reasoning, text and calls between two other roles are one turn. Clients send the items of a
+reply back unchanged, so conversations are stored as items, too. Knows no endpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.serve.instructions import (
 from penstock.text.dialects.json_calls import read_arguments
 from penstock.text.json_values import refuse_many_arguments
 
-MAX_ITEMS = 8192  # of a conversation
+MAX_ITEMS = 8192  # per conversation
 ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text")
 NO_CALLS: Mapping[str, str] = {}
@@ -39,13 +39,13 @@ ID_PREFIXES = {
     "custom_tool_call_output": "ctco",
     "compaction": "cmp",
 }
-SEAL = "penstock:"  # prefix of what this server sealed; another server's cannot be opened
+SEAL = "penstock:"  # prefix of text that Penstock sealed; other text cannot be unsealed
 COMPACTED = "Summary of our conversation before this message:\n\n"
-CUSTOM_INPUT = "input"  # the only parameter of the function that stands for a custom tool
+CUSTOM_INPUT = "input"  # the only parameter of the function that represents a custom tool
 
 
 class Part(msgspec.Struct, omit_defaults=True):
-    """A part of content; only text can be read."""
+    """A part of content; only text is supported."""
 
     type: str
     text: str | None = None
@@ -61,13 +61,13 @@ class Item(msgspec.Struct, omit_defaults=True):
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None  # of a function
-    input: str | None = None  # of a custom tool
+    arguments: str | None = None  # for functions
+    input: str | None = None  # for custom tools
     output: str | list[Part] | None = None
     id: str | None = None
     status: str | None = None
     summary: list[Part] | None = None
-    encrypted_content: str | None = None  # of reasoning or a compaction: `seal`ed text
+    encrypted_content: str | None = None  # `seal`ed reasoning or summary
 
     @property
     def is_reference(self) -> bool:
@@ -101,7 +101,7 @@ def plain_messages(
 
 
 def items_of(messages: list[PlainMessage]) -> list[Item]:
-    """The reverse: messages of a chat as items."""
+    """The reverse of `plain_messages`: messages of a chat as items."""
     items: list[Item] = []
     for message in messages:
         if message["role"] == "tool":
@@ -126,8 +126,8 @@ def items_of(messages: list[PlainMessage]) -> list[Item]:
 
 
 def seal(text: str) -> str:
-    """Text as an opaque string that clients send back unchanged. It hides nothing: they may read
-    it."""
+    """Text as an opaque string that clients send back unchanged. It is not encrypted: clients may
+    read it."""
     return SEAL + base64.b64encode(text.encode()).decode()
 
 
@@ -165,7 +165,7 @@ def shown(item: Item) -> dict[str, Any]:
 
 
 def _check_size(items: list[Item], field: str) -> None:
-    """Decoding, rendering and storing it delays other requests."""
+    """Raises an error for a conversation that would delay other requests."""
     if len(items) > MAX_ITEMS:
         raise RequestError(
             f"The conversation has {len(items)} items",
@@ -196,7 +196,7 @@ class _Message:
 
 
 class _Conversation:
-    """Messages so far; the last one may be the model's and still grow."""
+    """The messages so far; the last one may be the model's open turn."""
 
     def __init__(
         self, instructions: str | None, called: Mapping[str, str], omitted: list[str]
@@ -279,7 +279,7 @@ class _Conversation:
         if summary is None:
             raise RequestError(
                 f"{where} is not a compaction of this server",
-                "Its encrypted_content can be read only by the server that made it.",
+                "Its encrypted_content can be read only by the server that created it.",
                 "Send the items that were compacted, or compact them with /v1/responses/compact "
                 "here.",
                 param=f"{where}.encrypted_content",
@@ -329,7 +329,7 @@ def _text(content: str | list[Part], where: str, types: tuple[str, ...] = TEXT_P
         if text is None or part.type not in (*types, "refusal"):
             raise RequestError(
                 f"{where}[{index}] is of type {part.type[:32]!r}",
-                "Only text can be read.",
+                "Only text is supported.",
                 param=where,
             )
         texts.append(text)

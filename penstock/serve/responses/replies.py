@@ -2,9 +2,9 @@
 stream.
 
 One state machine (`Output`) turns a reply's deltas into items and emits their events on the way. A
-whole body consists of that machine's items, so a stream ends with the very response that it would
-have been. Only an invalid call differs: a stream that had begun it says that it is incomplete, and
-then it is dropped; what the model wrote of it follows as text.
+whole body consists of that machine's items, so a stream ends with the same response as a body. Only
+an invalid call differs: a stream that has announced it reports it as incomplete, and the item is
+dropped; what the model wrote for it follows as text.
 
 Knows the format of answers, not where they come from, how they are sent, or where they are stored.
 """
@@ -44,7 +44,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class TextItem:
-    """A message or reasoning of the model: an item with one part of text."""
+    """A message or reasoning of the model: an item with one text part."""
 
     def __init__(self, token: str, index: int, is_thought: bool, form: ReplyForm) -> None:
         self.id = f"{'rs' if is_thought else 'msg'}_{token}_{index}"
@@ -60,7 +60,7 @@ class TextItem:
         self._texts: list[str] = []
         self._scores: list[ChatToken] = []
         self._place = {"item_id": self.id, "output_index": index, number: 0}
-        # Text deltas are nearly all events of a stream: one frame around a number and a string.
+        # Nearly all events of a stream are text deltas: one frame around a number and a string.
         kind = f"response.{self._voice}.delta"
         fields = {"type": kind, **self._place}
         self._frame = b"event: %b\ndata: %b" % (kind.encode(), msgspec.json.encode(fields)[:-1])
@@ -149,7 +149,7 @@ class CallItem:
         return self._add_text(json)
 
     def end(self, status: Status) -> list[Event]:
-        """A client that waits for arguments must not use those of a call that is not complete."""
+        """Sends no `done` event for incomplete arguments: clients would use them."""
         done = self._whole() if status == "completed" else []
         return [*done, _item_event("done", self.index, self.fields(status))]
 
@@ -187,7 +187,7 @@ def _item_event(change: str, index: int, item: Fields) -> Event:
 
 
 class Output:
-    """The items of one reply, of which the last may be open; emits the events of every change."""
+    """The items of one reply, the last of which may be open; emits events for every change."""
 
     def __init__(self, token: str, form: ReplyForm) -> None:
         self.items: list[Fields] = []  # finished ones
@@ -232,7 +232,7 @@ class Output:
                 return self._take_end(reason)
 
     def unfinished(self, status: Status = "incomplete") -> list[Fields]:
-        """All items; the last one may be unfinished: then it has this status."""
+        """All items; if the last one is unfinished, it gets this status."""
         open_items = (
             [] if self._open is None else [{**self._open.fields("incomplete"), "status": status}]
         )
@@ -241,7 +241,7 @@ class Output:
     def _take_text(self, text: str, is_thought: bool) -> bytes:
         events = b""
         if not isinstance(self._open, TextItem) or self._open.is_thought != is_thought:
-            if self._has_spoken[is_thought]:  # what separated this text from the last
+            if self._has_spoken[is_thought]:  # drops the separator from the previous text
                 text = text.lstrip()
             self._has_spoken[is_thought] = True
             events = self._begin(TextItem(self._token, self._num_items, is_thought, self._form))
@@ -279,7 +279,7 @@ class Output:
 
 
 class ResponseChoice(Choice):
-    """Keeps deltas as they came: which tokens a text has is visible from what came together."""
+    """Keeps deltas as they came, because they show which tokens belong to which text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,9 +290,7 @@ class ResponseChoice(Choice):
 
 
 class ResponseReplyFormat:
-    """A response: created, its items, completed. `keep` receives an ended response and its
-    items.
-    """
+    """The events and the body of a response. `keep` gets the response and its items at the end."""
 
     def __init__(
         self, id: str, model: str, echo: Fields, keep: Keep | None, form: ReplyForm = PLAIN_FORM
@@ -309,7 +307,7 @@ class ResponseReplyFormat:
         self._has_begun = False
 
     def encode_queued(self) -> bytes:
-        """The events of a background response before anything of it is generated."""
+        """The events of a background response before its generation starts."""
         response = {"response": self._response("queued", [])}
         kinds = ("response.created", "response.queued")
         return b"".join([self._output.encode_event(kind, response) for kind in kinds])
@@ -354,7 +352,7 @@ class ResponseReplyFormat:
         return self._finish(usage)[1]
 
     def encode_so_far(self, status: str, error: PenstockError | None = None) -> bytes:
-        """The response so far, without its end."""
+        """The unfinished response with the items so far."""
         failure = None if error is None else {"code": _failure_code(error), "message": str(error)}
         output = self._output.unfinished("in_progress" if status == "in_progress" else "incomplete")
         return msgspec.json.encode(self._response(status, output, error=failure))
@@ -412,26 +410,25 @@ def usage_fields(usage: Usage) -> Fields:
 
 class ScoreQueue:
     """Tokens whose text has not come yet: it may come later, in another piece, and belong to
-    reasoning, calls or messages. They are matched by their bytes: the bytes of the tokens, in
+    reasoning, calls or messages. Tokens and text are matched by bytes: the bytes of the tokens, in
     order, contain every piece of text."""
 
     def __init__(self) -> None:
         self._tokens: deque[ScoredToken] = deque()
-        self._data = b""  # their bytes; of the first one, those without text yet
+        self._data = b""  # their bytes; of the first token, only those without text yet
 
     def add(self, tokens: Sequence[ScoredToken]) -> None:
         self._tokens += tokens
         self._data += b"".join(token.data for token in tokens)
 
     def take(self, text: str) -> list[ChatToken]:
-        """The tokens in which this text, the next one, begins; the tokens before it belong to no
-        text."""
+        """The tokens that begin in this piece of text; tokens before it belong to no text."""
         data = text.encode()
         start = 0 if self._data.startswith(data) else self._data.rfind(data)
         # Not found: a character was replaced.
         end = start + len(data) if start >= 0 else len(self._data)
         taken: list[ChatToken] = []
-        # Below 0: part of its text has come.
+        # Negative: part of the first token's text has come.
         at = len(self._data) - sum(len(token.data) for token in self._tokens)
         while self._tokens and at < end:
             token = self._tokens[0]

@@ -1,10 +1,10 @@
-"""Bodies of the Responses API: from the bytes of a POST to a chat request and what its response
+"""Bodies of the Responses API: decodes a POST into a chat request and the fields that its response
 repeats.
 
 For the model a custom tool is a function with one text (custom_tools.py). Reasoning is not
-summarised here: where `reasoning.summary` asks for a summary, it is the reasoning itself.
+summarised: if `reasoning.summary` is set, the summary is the reasoning itself.
 
-A field that cannot be honoured is a `RequestError` that names it; fields.py lists the ignored ones.
+A field that is not supported is a `RequestError` that names it; fields.py lists the ignored ones.
 items.py turns items into messages, store.py stores conversations.
 """
 
@@ -43,7 +43,7 @@ from penstock.serve.responses.custom_tools import text_grammars, text_parameters
 from penstock.serve.responses.items import NO_CALLS, Item, Items, PlainMessage, plain_messages
 from penstock.types import SamplingParams
 
-HARMLESS_INCLUDES = (  # about things that no reply of ours has, or has anyway
+HARMLESS_INCLUDES = (  # no effect: replies never have these, or always
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -54,8 +54,8 @@ HARMLESS_INCLUDES = (  # about things that no reply of ours has, or has anyway
 SEALED_THOUGHTS = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 SUMMARIES = ("auto", "concise", "detailed")
-CLIENTS_TOOLS = ("function", "custom")  # that clients run
-OWN_NAMES = {  # fields by other names than those of chats
+CLIENTS_TOOLS = ("function", "custom")  # tools that clients run
+OWN_NAMES = {  # fields that have other names in chats
     "messages": "input",
     "prompt": "input",
     "max_tokens": "max_output_tokens",
@@ -91,7 +91,7 @@ class AllowedTool(msgspec.Struct, omit_defaults=True):
 
 
 class FlatChoice(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """One tool, or a set of which some may or must be called."""
+    """One tool that must be called, or a set of tools that may or must be."""
 
     type: str
     name: str | None = None
@@ -167,7 +167,7 @@ class ReplyForm:
     """How to format a reply's items."""
 
     custom_tools: frozenset[str] = frozenset()  # by name: their input is text
-    has_summary: bool = False  # reasoning is its item's summary, and sealed, instead of its content
+    has_summary: bool = False  # reasoning is sent as a summary, and sealed, instead of as content
     is_sealed: bool = False  # reasoning is also sent sealed, for clients that keep only that
     has_logprobs: bool = False
 
@@ -303,8 +303,8 @@ def _refuse_unsupported(fields: ResponseBody) -> None:
 
 
 def _plain_tools(tools: list[FlatTool]) -> list[PlainTool]:
-    """The tools that the client runs. Agents also offer tools that a vendor's server would run, and
-    work without them: the model is not told of those."""
+    """The tools that the client runs. Agents also offer tools that a vendor's server would run, but
+    work without them: these are left out."""
     return plain_tools(
         [
             Tool(
@@ -321,7 +321,7 @@ def _plain_tools(tools: list[FlatTool]) -> list[PlainTool]:
 
 
 def _by_name(fields: ResponseBody) -> dict[str, FlatTool]:
-    """Of tools with the same name, the last one counts."""
+    """The client's tools; of several with the same name, the last one."""
     return {tool.name or "": tool for tool in fields.tools or () if tool.type in CLIENTS_TOOLS}
 
 

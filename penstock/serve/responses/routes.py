@@ -55,7 +55,7 @@ from penstock.serve.state import ServerState
 from penstock.serve.text_stream import Usage
 from penstock.text.dialects import ParsedReply
 
-DEFAULT_ITEMS, MAX_LISTED_ITEMS = 20, 100  # of a page
+DEFAULT_ITEMS, MAX_LISTED_ITEMS = 20, 100  # per page
 
 
 def routes(state: ServerState, store: ResponseStore) -> list[Route]:
@@ -101,9 +101,9 @@ class ResponsesRoutes:
     def _keeper(
         self, id: str, said: list[Item] | None, fields: ResponseBody, tenant: str
     ) -> Keep | None:
-        """Stores a response that has ended, and extends its conversation. None: neither was
-        requested, and nothing of a long request stays in memory. `said`: None if the response is
-        not stored."""
+        """Returns a function that stores the ended response and extends its conversation. None:
+        neither was requested, so a long request need not stay in memory. `said`: None if the
+        response is not stored."""
         conversation = fields.conversation_id
         if said is None and conversation is None:
             return None
@@ -121,7 +121,7 @@ class ResponsesRoutes:
     async def _run(
         self, id: str, run: Run, talk: SessionChat, request: Request, timeout_s: float | None
     ) -> Response:
-        """Starts a reply that continues without its client. An error in the request is reported at
+        """Starts a reply that continues if its client disconnects. Raises errors in the request at
         once."""
         require_open(self._state)
         with own_names():
@@ -133,8 +133,8 @@ class ResponsesRoutes:
         return Response(run.body(), headers=talk.headers, media_type=JSON_TYPE)
 
     def _asked(self, fields: ResponseBody, request: Request) -> ResponseRequest:
-        """The request with the conversation that it continues, and with the items that it refers
-        to."""
+        """The request with the conversation that it continues, and with its references
+        resolved."""
         tenant, place = tenant_of(request.scope), place_of(request.scope)
         history: list[Item] = []
         before: tuple[tuple[str, Kind, str | None], ...] = (
@@ -242,7 +242,7 @@ class _Ended(msgspec.Struct):
 def resolved(
     items: list[Item], store: ResponseStore, tenant: str, place: Place, param: str = "input"
 ) -> list[Item]:
-    """With the referenced items in place of references; `param`: the field that has them."""
+    """Replaces references by the items themselves; `param`: the field that has them."""
     ids = [item.id or "" for item in items if item.is_reference]
     if not ids:
         return items
@@ -262,7 +262,7 @@ def add_if_there(
 
 
 def page_of(item_ids: Sequence[str], request: Request, store: ResponseStore) -> Fields:
-    """The page of these items that the query asks for."""
+    """The requested page of these items."""
     ids, has_more = ids_of_page(item_ids, request, DEFAULT_ITEMS, MAX_LISTED_ITEMS)
     return list_of(ids, store, tenant_of(request.scope), has_more)
 
@@ -282,9 +282,8 @@ KEPT_ROLES = ("user", "system", "developer")
 
 
 class CompactBody(msgspec.Struct, kw_only=True):
-    """A long conversation becomes its user messages and the model's summary of the rest, an opaque
-    item that clients send back like any other. The oldest messages are left out if all of them do
-    not fit the context.
+    """A request to shorten a long conversation (see `CompactionFormat`). The oldest messages are
+    left out if they do not all fit the context.
     """
 
     model: str | None = None
@@ -311,8 +310,8 @@ def parse_compact(body: bytes, table: FieldTable = COMPACT) -> ResponseBody:
 
 
 class CompactionFormat:
-    """A conversation as its user messages and the model's summary of the rest, an opaque item that
-    clients send back like any other. Not streamed."""
+    """A conversation as its user messages and the model's summary of the rest: an opaque item that
+    clients send back like any other. Never streamed."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         *said, _ = items  # the last item is `ASK`

@@ -1,9 +1,9 @@
 """Background replies (`background`): they continue when their client disconnects, and can be read
 later.
 
-A run records its response's events, if they were requested: later readers start from any event. Its
-result is stored like every other response, but not by this module. The events of all runs are
-limited in bytes: beyond it the oldest runs lose theirs, and their responses can still be fetched.
+A run records its response's events if a stream was requested: later readers start from any event.
+Its result is stored like every other response, but not by this module. The events of all runs have
+a limit in bytes: beyond it the oldest runs lose theirs, but their responses can still be fetched.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from penstock.serve.text_stream import ReplyDelta, TextStream
 
 log = logging.getLogger("penstock.serve")
 
-MAX_EVENT_BYTES = 64 * 1024 * 1024  # of all runs
-EVENT_END = b"\n\n"  # JSON has no line ends in it
+MAX_EVENT_BYTES = 64 * 1024 * 1024  # for all runs together
+EVENT_END = b"\n\n"  # encoded JSON contains no line breaks
 
 KeepUnfinished = Callable[[bytes], None]
 
@@ -44,7 +44,7 @@ class Events:
         self.wake()
 
     def drop(self) -> int:
-        """Ends all reading; returns the number of bytes."""
+        """Drops the events and ends all readers; returns the number of bytes."""
         data, self.data = self.data, None
         self.wake()
         return len(data or b"")
@@ -54,7 +54,7 @@ class Events:
         self._written = asyncio.Event()
 
     async def read(self, num_skipped: int) -> AsyncIterator[bytes]:
-        """All events except the first ones, as they come; a comment when none comes for long."""
+        """Yields events as they come, without the first ones; a comment if none comes for long."""
         at, num_left = 0, num_skipped
         while self.data is not None:
             while num_left and (end := self.data.find(EVENT_END, at)) >= 0:
@@ -91,14 +91,14 @@ class Run:
         return self._formatter.encode_so_far(self.status)
 
     def deliver(self, delta: ReplyDelta) -> None:
-        # Cancelled, and the engine does not know yet.
+        # It was cancelled, but the engine does not know yet.
         if self.status not in ("queued", "in_progress"):
             return
         self.status = "in_progress"
         self._write(self._formatter.encode_chunk(delta))
 
     def follow(self, stream: TextStream, timeout_s: float | None) -> None:
-        """To its end, whether its client is connected or not."""
+        """Follows the reply to its end, whether its client is connected or not."""
         self._task = asyncio.create_task(self._follow(stream, timeout_s))
 
     def cancel(self) -> None:
@@ -111,11 +111,11 @@ class Run:
             try:
                 async with asyncio.timeout(timeout_s):
                     await stream.wait_ended()
-                self._write(self._formatter.encode_end(stream.usage))  # which stores the response
+                self._write(self._formatter.encode_end(stream.usage))  # this stores the response
                 self._end("completed")
             except TimeoutError:
                 late = DeadlineError(
-                    "The reply was not complete in time", f"It had {timeout_s:g} seconds."
+                    "The reply was not complete in time", f"The limit was {timeout_s:g} seconds."
                 )
                 self._fail("failed", late)
             except PenstockError as error:
@@ -125,7 +125,7 @@ class Run:
                 self._fail("failed", unexpected_error())
 
     def _fail(self, status: str, error: PenstockError | None = None) -> None:
-        """Stores the unfinished response, with what happened to it."""
+        """Stores the unfinished response with its status and error."""
         self._keep_unfinished(self._formatter.encode_so_far(status, error))
         if error is None:
             self._write(self._formatter.encode_cancelled())
@@ -151,8 +151,8 @@ class Runs:
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max_event_bytes = max_event_bytes
         self._num_event_bytes = 0
-        self._running: dict[str, tuple[str, Run]] = {}  # with their tenants
-        # Of all that have any, the oldest first.
+        self._running: dict[str, tuple[str, Run]] = {}  # tenant and run, by id
+        # By id, oldest first.
         self._events: OrderedDict[str, Events] = OrderedDict()
 
     def __len__(self) -> int:
@@ -167,18 +167,18 @@ class Runs:
             self._count(len(run.events.data or b""))
 
     def find(self, id: str, tenant: str) -> Run | None:
-        """A running one."""
+        """The running reply with this id; None if there is none."""
         owner, run = self._running.get(id, (None, None))
         return run if owner == tenant else None
 
     def events_of(self, id: str) -> Events:
-        """Of an existing response."""
+        """The events of an existing response."""
         events = self._events.get(id)
         if events is None:
             raise RequestError(
                 "This response cannot be streamed again",
-                "Events are stored only for responses with background and stream, "
-                f"{self._max_event_bytes} bytes of them.",
+                "Events are stored only for responses with background and stream, up to "
+                f"{self._max_event_bytes} bytes of all responses.",
                 "Fetch it without stream.",
                 param="stream",
             )

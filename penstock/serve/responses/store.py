@@ -1,14 +1,14 @@
 """Stored responses and conversations, to be read again and continued; and the items in them.
 
-In memory only: up to a number of records, of bytes and of hours, whichever is reached first. Old
-records are dropped; if there are too many, the oldest of the tenant that has most, so that no
-tenant's requests evict the records of a tenant with fewer. A record is a response or a
-conversation: its JSON, and its items by id.
+Stored in memory only, with limits of records, bytes and hours. Old records are dropped; if there
+are too many, the oldest one of the tenant that has most, so that no tenant's requests evict the
+records of a tenant with fewer. A record is a response or a conversation: its JSON, and its items by
+id.
 
 Items are stored once, as JSON, however many records of a tenant list them: an agent's tenth
 response contains the items of nine others. An item is dropped with the last record that lists it;
-until then it can be referenced by its id. Ids of records are random: only the client that was
-answered knows one. Knows no HTTP.
+until then it can be referenced by its id. Ids of records are random: only the client that got the
+answer knows its id. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.text.json_values import MAX_VALUES, has_more_values
 MAX_RECORDS = 4096
 MAX_BYTES = 256 * 1024 * 1024
 MAX_AGE_S = 24 * 3600.0
-PREFIXES = {"response": "resp", "conversation": "conv"}  # of ids
+PREFIXES = {"response": "resp", "conversation": "conv"}  # of their ids
 LISTING_BYTES = 16  # a record's cost for each item that it lists, besides the item
 
 
@@ -57,8 +57,8 @@ class UnknownItemError(RequestError):
 class _Record:
     tenant: str  # other tenants do not find it
     body: bytes  # the response as it was sent, or the fields of the conversation
-    item_ids: list[str]  # of its conversation, with the reply
-    num_inputs: int | None  # of those, the ones before the reply
+    item_ids: list[str]  # the conversation, including the reply
+    num_inputs: int | None  # number of items before the reply
     at: float
 
     @property
@@ -70,20 +70,20 @@ class _Record:
 class _KeptItem:
     id: str
     json: bytes
-    num_users: int = 0  # listings of it
+    num_users: int = 0  # how often records list it
 
 
 @dataclass(slots=True)
 class _Shelf:
     """The records of one tenant."""
 
-    ids: OrderedDict[str, None] = field(default_factory=OrderedDict)  # of records, the oldest first
+    ids: OrderedDict[str, None] = field(default_factory=OrderedDict)  # of records, oldest first
     items: dict[str, _KeptItem] = field(default_factory=dict)
     num_bytes: int = 0
 
     def use(self, item: Item, new_id: str) -> str:
-        """Stores an item, if it is new; returns the id by which it is listed. A new one gets
-        `new_id`: others could guess, and then reference, an id that a client chose."""
+        """Stores an item if it is new; returns the id by which it is listed. A new one gets
+        `new_id`: an id that a client chose could be guessed, and then referenced, by others."""
         kept = self.items.get(item.id or "")
         if kept is None or kept.json != msgspec.json.encode(item):
             json = msgspec.json.encode(msgspec.structs.replace(item, id=new_id))
@@ -145,7 +145,7 @@ class ResponseStore:
         tenant: str = "",
         num_inputs: int | None = None,
     ) -> None:
-        """Items after `num_inputs` belong to a reply, and have ids of ours."""
+        """Items after `num_inputs` belong to a reply, and have ids of this server."""
         shelf = self._shelves.setdefault(tenant, _Shelf())
         item_ids = _use_all(shelf, items, num_inputs)
         record = self._kept[id] = _Record(tenant, body, item_ids, num_inputs, self._clock())
@@ -185,8 +185,8 @@ class ResponseStore:
         record.body = body
 
     def require(self, id: str, kind: Kind, tenant: str = "", param: str | None = None) -> None:
-        """Raises an error if there is no such record of this kind; `param`: the field that named
-        it."""
+        """Raises an error if there is no such record of this kind; `param`: the field with the
+        id."""
         if not (id.startswith(f"{PREFIXES[kind]}_") and id in self._kept):
             raise self._unknown(id, kind, param)
         self._find(id, tenant, param)
@@ -198,7 +198,7 @@ class ResponseStore:
         return self.items_by_id(self._find(id, tenant, param).item_ids, tenant)
 
     def item_ids_of(self, id: str, tenant: str = "", *, is_input: bool = False) -> list[str]:
-        """All, or those before the reply."""
+        """The ids of all items, or of those before the reply."""
         record = self._find(id, tenant)
         return record.item_ids[: record.num_inputs] if is_input else record.item_ids
 
@@ -209,7 +209,7 @@ class ResponseStore:
     def num_bytes_of_items(
         self, item_ids: Sequence[str], tenant: str = "", param: str | None = None
     ) -> int:
-        """Before they are decoded; raises an error if one is missing."""
+        """Size of these items, before they are decoded; raises an error if one is missing."""
         self._forget_old()
         items = self._shelves[tenant].items if tenant in self._shelves else {}
         for id in item_ids:
@@ -222,7 +222,7 @@ class ResponseStore:
         self._forget(id)
 
     def items_by_id(self, item_ids: Sequence[str], tenant: str = "") -> list[Item]:
-        """The tenant's items that exist."""
+        """Items of the tenant; all of them must exist."""
         if not item_ids:
             return []
         items = self._shelves[tenant].items
@@ -249,7 +249,7 @@ class ResponseStore:
         return error(
             f"No {kind} has the id {id[:64]!r}",
             f"Up to {self._max_records} are stored for {self._max_age_s / 3600:.0f} hours, in up "
-            f"to {self._max_bytes} bytes of memory; those asked for with store: false are not.",
+            f"to {self._max_bytes} bytes of memory; those with store: false are not stored.",
             "Send the conversation as input.",
             param=param,
         )
@@ -258,7 +258,7 @@ class ResponseStore:
         return UnknownItemError(
             f"Item with id {id[:64]!r} not found.",
             "Items are stored with the responses and conversations that list them, for "
-            f"{self._max_age_s / 3600:.0f} hours; not if store was false.",
+            f"{self._max_age_s / 3600:.0f} hours, unless store was false.",
             "Send the item itself, or omit it.",
             param=param,
         )
