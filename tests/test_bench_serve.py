@@ -575,7 +575,7 @@ def test_bench_serve_says_when_lengths_or_caches_spoil_the_numbers(
         _, report, said = bench(capsys, *shapes, "--base-url", server.url, "--warmup", "0")
     lengths = report["rows"][0]["prompt_tokens"]
     assert lengths["off"] > 0
-    assert f"{lengths['off']} prompts have another length than requested: " in said
+    assert f"{lengths['off']} prompts do not have the requested length: " in said
 
 
 @pytest.mark.parametrize(

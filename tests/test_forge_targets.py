@@ -369,7 +369,7 @@ def test_out_is_checked_before_anything_is_begun(
     (tmp_path / "file").write_text("")
     cannot_be = [
         (tmp_path, "is a folder"),
-        (tmp_path / "file" / "deep" / "engine.py", "is no folder"),
+        (tmp_path / "file" / "deep" / "engine.py", "is not a folder"),
         (Path("/proc/engine.py"), "cannot be written"),
     ]
     for out, said in cannot_be:
