@@ -559,7 +559,7 @@ def test_bench_serve_says_what_was_reused_of_a_block_trace_beside_what_was_possi
     assert row["possible_cached_tokens_same_memory"] == row["possible_cached_tokens"]
     assert row["server_kv_tokens"] > 2048
     assert 0.6 * 1920 <= row["cached_tokens"] <= 1920
-    assert "prefix cache; 1,920 could be in one that evicts nothing, 1,920 in one of" in said
+    assert "prefix cache; 1,920 could be in one that evicts nothing, 1,920 in one with" in said
 
 
 def test_bench_serve_says_when_lengths_or_caches_spoil_the_numbers(
