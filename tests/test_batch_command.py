@@ -82,7 +82,7 @@ def test_ctrl_c_leaves_a_valid_file_and_the_next_run_goes_on_from_it(
     assert eventually(lambda: output.exists() and output.read_bytes().count(b"\n") >= 3, 60.0)
     second = penstock(*words)
     assert second.returncode == 1
-    assert "Another `penstock batch` writes to" in second.stderr
+    assert "Another `penstock batch` is writing to" in second.stderr
     running.send_signal(signal.SIGINT)
     assert running.wait(timeout=20.0) == 130
     before = results(output)
@@ -103,7 +103,7 @@ def test_a_file_or_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(jsonl([chat_line("a")]))
     same = penstock("batch", str(source), "-o", str(source))
-    assert "The output file is the file of requests" in error_in(same.stderr)
+    assert "The output file is also the input file" in error_in(same.stderr)
     both = penstock("batch", str(source), "--base-url", "http://127.0.0.1:9", "--max-rows", "2")
     assert "--max-rows and --base-url are both set" in error_in(both.stderr)
     nobody = penstock("batch", str(source), "--base-url", "http://127.0.0.1:9")

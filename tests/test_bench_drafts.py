@@ -57,7 +57,7 @@ def test_it_runs_to_its_end_and_reports_every_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--drafts", "4"], "--acceptance has 3 chances"),
+        (["--drafts", "4"], "--acceptance has 3 probabilities"),
         (["--drafts", "0"], "--drafts is 0"),
         (["--drafts", "1", "--acceptance", "1.5"], "between 0 and 1"),
         (["--drafts", "1", "--sampled"], "--sampled"),
@@ -113,7 +113,7 @@ def test_a_journal_that_is_not_replayed_is_found(
         return num_new
 
     monkeypatch.setattr(RowTable, "accept_places", forget)
-    with pytest.raises(PenstockError, match="right drafts is not that of plain decoding"):
+    with pytest.raises(PenstockError, match="right drafts differs from that of plain decoding"):
         bench_drafts.check_replies(drafting(deterministic=deterministic))
 
 

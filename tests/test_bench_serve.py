@@ -559,7 +559,7 @@ def test_bench_serve_says_what_was_reused_of_a_block_trace_beside_what_was_possi
     assert row["possible_cached_tokens_same_memory"] == row["possible_cached_tokens"]
     assert row["server_kv_tokens"] > 2048
     assert 0.6 * 1920 <= row["cached_tokens"] <= 1920
-    assert "prefix cache; 1,920 could be in one that evicts nothing, 1,920 in one of" in said
+    assert "prefix cache; 1,920 could be in one that evicts nothing, 1,920 in one with" in said
 
 
 def test_bench_serve_says_when_lengths_or_caches_spoil_the_numbers(
@@ -575,7 +575,7 @@ def test_bench_serve_says_when_lengths_or_caches_spoil_the_numbers(
         _, report, said = bench(capsys, *shapes, "--base-url", server.url, "--warmup", "0")
     lengths = report["rows"][0]["prompt_tokens"]
     assert lengths["off"] > 0
-    assert f"{lengths['off']} prompts have another length than requested: " in said
+    assert f"{lengths['off']} prompts do not have the requested length: " in said
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_the_servers_own_tokenizer_is_asked_when_there_is_no_other(
     with judged_server("counts for others") as server:
         exit_code, report, said = run(capsys, "throughput", "--base-url", server.url, *LOAD)
     assert exit_code == 0, said
-    assert "counted again with the server's own /tokenize" in said
+    assert "counting tokens again with the server's own /tokenize" in said
     assert report["recounted_with"] == "the server's own /tokenize"
     assert all(row["verified_tok_s"] > 0 for row in report["levels"])
     with judged_server("counts for others", "counts no prompts") as server:

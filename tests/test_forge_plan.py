@@ -96,7 +96,7 @@ def test_what_was_planned_is_tried_before_the_profile_chooses_and_once(
     ]
     assert len(set(ideas)) == 5
     assert (
-        "plan of planner: weights=fused norm=library; decode=grouped"
+        "plan from planner: weights=fused norm=library; decode=grouped"
         in (tmp_path / "results.log").read_text()
     )
 
@@ -159,7 +159,7 @@ def test_a_model_named_by_variables_plans_and_edits_in_run_sh(tmp_path: Path) ->
     edits = [row for row in rows if row["author"] == "scripted"]
     assert [row["gate"] for row in edits] == ["check", "reply", "reply", "reply"]
     assert all(row["verdict"] == "discarded" for row in edits)
-    assert "plan of scripted" in (out.parent / "results.log").read_text()
+    assert "plan from scripted" in (out.parent / "results.log").read_text()
     assert "planned by scripted" in (out.parent / "report.md").read_text()
 
 

@@ -47,7 +47,7 @@ OTHERS: list[
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
         "rope_parameters.partial_rotary_factor = 0.5",
     ),
-    ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta twice, 10000.0 and 500000.0"),
+    ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta twice: 10000.0 and 500000.0"),
     ({"rope_scaling": {"rope_theta": 5e5}}, "rope_scaling.rope_theta = 500000.0"),
     ({"rope_theta": 0}, "rope_theta = 0"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
@@ -59,7 +59,7 @@ OTHERS: list[
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"dtype": "float64", "torch_dtype": None}, "dtype = 'float64'"),
-    ({"dtype": "bfloat16"}, "torch_dtype twice, 'float32' and 'bfloat16'"),
+    ({"dtype": "bfloat16"}, "torch_dtype twice: 'float32' and 'bfloat16'"),
     ({"vocab_size": 0}, "vocab_size = 0"),
     ({"num_attention_heads": "4"}, "num_attention_heads = '4'"),
     ({"rms_norm_eps": None}, "rms_norm_eps = None"),
@@ -369,7 +369,7 @@ def test_out_is_checked_before_anything_is_begun(
     (tmp_path / "file").write_text("")
     cannot_be = [
         (tmp_path, "is a folder"),
-        (tmp_path / "file" / "deep" / "engine.py", "is no folder"),
+        (tmp_path / "file" / "deep" / "engine.py", "is not a folder"),
         (Path("/proc/engine.py"), "cannot be written"),
     ]
     for out, said in cannot_be:

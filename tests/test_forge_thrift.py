@@ -217,7 +217,7 @@ def test_a_candidate_that_cannot_catch_up_is_not_timed_to_the_end() -> None:
     slow = {"prefill 8": [0.3] * 2, "decode 1": [0.35] * 2, "decode 8": [0.7] * 2}
     player = Metronome(slow)
     timings, fault, _ = measure(player, draw_benches(), Distance(1.0), to_beat=timings_of(0.2))
-    assert fault == "slower: decode 8 700 ms a call against 200"
+    assert fault == "slower: decode 8 700 ms per call against 200"
     assert set(timings) == set(slow)
 
 

@@ -119,7 +119,7 @@ def test_replies_that_are_mixed_up_are_found() -> None:
         (check,) = [check for check in CHECKS if check.name == "64 at once"]
         verdict = judge(check, probe_of(server.url))
     assert verdict.mark == "FAIL"
-    assert "as when asked alone" in verdict.words
+    assert "as when sent alone" in verdict.words
 
 
 def test_places_that_are_never_given_back_are_found() -> None:
@@ -164,7 +164,7 @@ def test_the_command_does_not_wait_for_ever_for_a_server_that_hangs(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert len(lines) == len(CHECKS)
     assert [line[:6] for line in lines[:5]] == ["[PASS]", "[PASS]", *["[FAIL]"] * 3]
-    assert all(line.endswith("not tried: the 3 before it hung") for line in lines[5:])
+    assert all(line.endswith("not tried: the 3 checks before it hung") for line in lines[5:])
 
 
 def test_a_server_that_is_not_there_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,4 +56,4 @@ def test_the_command_answers_for_a_preset(capsys: pytest.CaptureFixture[str]) ->
     rows = {row["weights"]: row for row in json.loads(capsys.readouterr().out)["on_machine"]}
     assert 1 < rows["int4"]["tokens_per_s"] < 5
     assert main(["inspect", "--ram-gb", "64"]) == 2
-    assert "Give --gpu-gb" in capsys.readouterr().err
+    assert "Add --gpu-gb" in capsys.readouterr().err

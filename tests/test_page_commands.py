@@ -140,7 +140,7 @@ def test_top_prints_the_numbers_of_a_server_once(
     assert "partial page" in rows["computed because"]
     assert rows["checkpoints of states"].strip().isdigit()
     assert re.fullmatch(r"\d+ of [1-9]\d*", rows["prompts with a hit"].strip())
-    assert re.fullmatch(r"[\d.]+ .B of [\d.]+ .B", rows["memory of the fullest"].strip())
+    assert re.fullmatch(r"[\d.]+ .B of [\d.]+ .B", rows["memory, fullest engine"].strip())
 
 
 def test_top_shows_drafts_and_experts_of_a_server_that_has_them(
@@ -156,10 +156,10 @@ def test_top_shows_drafts_and_experts_of_a_server_that_has_them(
             drafting.post({"messages": MESSAGES, "max_tokens": 40, **FREE})
         assert main(["top", "--once", "--base-url", drafting.url]) == 0
         rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
-        assert re.match(r"[12]\.\d\d", rows["tokens a step"].strip())
-        assert re.fullmatch(r"mtp \d+%", rows["drafts right, by place"].strip())
+        assert re.match(r"[12]\.\d\d", rows["tokens per step"].strip())
+        assert re.fullmatch(r"mtp \d+%", rows["drafts accepted"].strip())
         assert re.fullmatch(r"[1-9][\d.]+% of [\d,]+", rows["experts on the device"].strip())
-        assert rows["the others were"].strip() == "100.0% in RAM, 0.0% in files"
+        assert rows["missed experts"].strip() == "100.0% in RAM, 0.0% in files"
         fetched = r"[\d.]+ \S*B/s, [\d.]+% of the time waiting"
         assert re.fullmatch(fetched, rows["experts fetched"].strip())
         output = io.StringIO()

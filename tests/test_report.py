@@ -570,7 +570,7 @@ def test_command_writes_the_page_and_says_what_is_not_on_it(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["eval", "report", "nowhere"], "RESULTS nowhere is not there"),
+        (["eval", "report", "nowhere"], "RESULTS nowhere does not exist"),
         (["eval", "score", "results/h200"], "eval score has no flag --results"),
         (["eval", "report", "--runs", "3"], "eval report has no flag --runs"),
     ],

@@ -72,7 +72,7 @@ def test_inspect_says_how_a_gguf_file_stores_its_weights(
     assert main(["inspect", str(file)]) == 0
     said = capsys.readouterr().out
     assert re.search(r"attention +Q4_0 +\S+ \S+ +4.50", said)
-    assert "bits a weight" in said
+    assert "bits per weight" in said
 
 
 def test_inspect_of_a_folder_without_weights_says_what_its_model_needs(

@@ -60,7 +60,8 @@ def test_the_command_of_the_page_is_understood(capsys: pytest.CaptureFixture[str
     assert given["memory_share"] == 0.9
     assert given["sampling_seed"] == 0
     assert given["prefix_cache"] is True
-    assert "note: --reasoning-parser qwen3 is vLLM's and not needed." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "note: --reasoning-parser qwen3 is a flag of vLLM and not needed here." in said
 
 
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
@@ -73,8 +74,8 @@ def test_a_model_is_spread_by_tp_and_in_no_other_way(
     exit_code, said = fails(capsys, command, *own, "--pipeline-parallel-size=2")
     assert exit_code == 2
     assert said.splitlines() == [
-        "error: --pipeline-parallel-size 2 is vLLM's and not supported",
-        "  Only 1 is accepted. A model is spread over GPUs by --tp alone: each has a part of every "
+        "error: --pipeline-parallel-size 2 is a flag of vLLM and not supported here",
+        "  Only 1 is accepted. Only --tp spreads a model over GPUs: each GPU has a part of every "
         "layer.",
         "  See docs/vllm.md.",
     ]
@@ -88,7 +89,7 @@ def test_what_would_change_the_answers_is_refused_by_name(
         words = [name] if flag.is_switch else [name, "x"]
         exit_code, said = fails(capsys, "serve", *words)
         assert exit_code == 2
-        assert f"error: {' '.join(words)} is vLLM's and not supported" in said
+        assert f"error: {' '.join(words)} is a flag of vLLM and not supported here" in said
 
 
 def test_a_misspelt_flag_is_never_answered_with_one_that_is_refused(

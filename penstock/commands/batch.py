@@ -53,8 +53,8 @@ SERVERS_WORDS = ["--max-queue", "4096", "--drain-timeout", "1"]
 NEWS_S = 0.1
 RETRIED = (429, 502, 503, 504)  # temporary
 RETRY_S, MAX_RETRY_S = 0.5, 10.0
-PATIENCE_S = 600.0  # with a server that is temporarily unavailable
-LOST_S = 30.0  # with a server that does not answer: it may be restarting
+PATIENCE_S = 600.0  # how long to retry while a server is temporarily unavailable
+LOST_S = 30.0  # how long to retry while a server does not answer: it may be restarting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,20 +62,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="OUT", help="results (default: FILE's name .results.jsonl)"
     )
-    parser.add_argument("--base-url", metavar="URL", help="a running server (default: starts one)")
+    parser.add_argument("--base-url", metavar="URL", help="a running server (default: start one)")
     parser.add_argument(
         "--concurrency",
         type=read_count,
         default=128,
         metavar="N",
-        help="requests at a time (default: 128)",
+        help="concurrent requests (default: 128)",
     )
     parser.add_argument(
         "--timeout",
         type=read_number,
         default=3600.0,
         metavar="X",
-        help="seconds for one request (default: 3600)",
+        help="seconds until a request fails (default: 3600)",
     )
     add_engine_flags(parser)
 
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if output.exists() and output.samefile(source):
         raise ConfigError(
-            "The output file is the file of requests", todo="Choose another file with -o."
+            "The output file is also the input file", todo="Choose another file with -o."
         )
     with source.open("rb") as lines, _opened(output) as results:
         batch = _Batch(lines, results, _Progress.of(source, output))
@@ -122,7 +122,10 @@ def _opened(output: Path) -> Iterator[BinaryIO]:
             mend_tail(output)
             yield file
     except BlockingIOError as error:
-        raise ConfigError(f"Another `penstock batch` writes to {output}") from error
+        raise ConfigError(
+            f"Another `penstock batch` is writing to {output}",
+            todo="Wait until it ends, or choose another file with -o.",
+        ) from error
 
 
 @dataclass(slots=True)
@@ -208,7 +211,7 @@ class _Batch:
             if self.progress.has(number, custom_id):
                 continue
             if custom_id is not None and hash(custom_id) in seen:
-                what = f"Line {number} has the custom_id of another: {custom_id[:128]!r}"
+                what = f"Line {number} repeats the custom_id {custom_id[:128]!r} of another line"
                 self._write(
                     error_line(_id(number), None, "duplicate_custom_id", what), is_good=False
                 )
@@ -266,7 +269,7 @@ class _Model:
 
 
 def _answer(client: HttpClient, model: _Model, number: int, line: bytes) -> tuple[bytes, bool]:
-    """A line of the results, and whether it succeeded. Raises an error if the server is gone."""
+    """The result line, and whether the request succeeded. Raises if the server is gone."""
     try:
         asked = read_line(line, MAX_LINE_BYTES, ENDPOINTS)
     except LineError as error:

@@ -88,56 +88,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         choices=("step", "prefill", "engine", "offload", "serve"),
-        help="decode steps, prefills of prompts, decode steps through the scheduler, replies with "
-        "experts in RAM or files, or a server under load",
+        help="decode steps, prefills, decode steps through the scheduler, replies with experts in "
+        "RAM or files, or a server under load",
     )
-    parser.add_argument("--batch", type=read_counts, metavar="N,N", help="requests in a step")
+    parser.add_argument("--batch", type=read_counts, metavar="N,N", help="requests per step")
     parser.add_argument(
-        "--context", type=read_counts, metavar="N,N", help="tokens in the cache, or in a prompt"
+        "--context", type=read_counts, metavar="N,N", help="cached tokens, or prompt tokens"
     )
-    parser.add_argument("--repeats", type=read_count, metavar="N", help="timed runs of a shape")
+    parser.add_argument("--repeats", type=read_count, metavar="N", help="timed runs per shape")
     parser.add_argument(
-        "--warmup", type=read_count, default=3, metavar="N", help="untimed runs before these"
+        "--warmup", type=read_count, default=3, metavar="N", help="untimed runs before the timed"
     )
     parser.add_argument(
         "--sampled", action="store_true", help="sample with temperature, top_k and top_p"
     )
     offload = parser.add_argument_group("bench offload")
-    offload.add_argument("--runs", type=read_count, metavar="N", help="timed runs of a batch")
-    offload.add_argument("--new-tokens", type=read_count, metavar="N", help="tokens of each reply")
+    offload.add_argument("--runs", type=read_count, metavar="N", help="timed runs per batch")
+    offload.add_argument("--new-tokens", type=read_count, metavar="N", help="tokens per reply")
     offload.add_argument(
         "--against-resident",
         action="store_true",
-        help="compare tokens with the model's that has all experts on the device",
+        help="compare tokens with those of an engine that has all experts on the device",
     )
     offload.add_argument(
         "--case",
         action="append",
         metavar="NAME",
-        help="a case of results/h200/offload.json, or `all`; it brings model and settings",
+        help="a case of results/h200/offload.json, which sets model and settings, or `all`",
     )
     parser.add_argument(
         "--all-reduce-us",
         type=read_number,
         metavar="X",
-        help="with --tp: cost of an all-reduce, which is added to a rank's own time "
+        help="with --tp: cost of an all-reduce in microseconds, added to the rank's own time "
         f"(default: {ALL_REDUCE_US:g})",
     )
     parser.add_argument(
-        "--breakdown", action="store_true", help="time the kernels of a step or prefill too (GPU)"
+        "--breakdown", action="store_true", help="also time each kernel of a step or prefill (GPU)"
     )
     drafts = parser.add_argument_group("bench step with drafts")
     drafts.add_argument(
         "--drafts",
         type=read_counts,
         metavar="N,N",
-        help="time steps of the drafting head with so many drafts a row, beside plain ones",
+        help="drafts per row: times steps with the drafting head, and plain steps for comparison",
     )
     drafts.add_argument(
         "--acceptance",
         type=read_chances,
         metavar="P,P",
-        help="chance of each draft to be taken if those before it are: weights do not decide",
+        help="probability that draft 1, 2, ... is accepted if those before it were; simulated, "
+        "whatever the weights",
     )
     parser.add_argument("--json", metavar="FILE", help="write the JSON object to this file too")
     add_flags(parser, EngineConfig, title="the engine", skip=bench_serve.SERVER_FLAGS)
@@ -171,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
         if engine.engine.expert_store is not None:
             raise ConfigError(
                 f"The device does not hold all experts of {source.name}",
-                "The floor of this bench is that of a resident model.",
+                "This bench compares with the floor of a model that is entirely on the device.",
                 "Use `penstock bench offload`.",
             )
         require_room(engine, max(arguments.batch), _most_tokens(arguments, config))
@@ -219,13 +220,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(
     arguments: argparse.Namespace, bench: Bench, batch: int, context: int
 ) -> tuple[Measurement, breakdown.Breakdown | None, dict[str, Any]]:
-    """Checks, times and prints one shape at once: Ctrl-C loses only those not yet measured."""
+    """Checks, times and prints one shape, so that Ctrl-C loses only those not yet measured."""
     sampling = SAMPLED if arguments.sampled else SamplingParams()
     found, name = None, f"{batch} x {context:,}"
     with PhaseList() as phases, timed(name, phases) as report:
-        report(Phase(name, "compared with the references"))
+        report(Phase(name, "comparing with the references"))
         check: dict[str, Any] = {"batch": batch, "context": context}
-        if bench.engine.engine.other_ranks is None:  # others could not follow op by op
+        if bench.engine.engine.other_ranks is None:  # other ranks cannot run op by op
             run_check = bench.check_prefills if arguments.what == "prefill" else bench.check_decodes
             check = run_check(batch, context)
         if arguments.what == "prefill":
@@ -243,7 +244,7 @@ def _measure(
 
 
 def _refuse(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Flags that the other benches take."""
+    """Refuses flags of the other benches: they must not be ignored."""
     for name, default in defaults.items():
         if getattr(arguments, name) != default and not is_given_by_variable(arguments, name):
             owner = "`penstock bench offload`" if name in OFFLOAD_DEFAULTS else "the other benches"
@@ -257,11 +258,11 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
     settings = read_settings(EngineConfig, arguments)
     settings["max_rows"] = max(arguments.batch)
     longest = max(arguments.context) + arguments.warmup + arguments.repeats + PROFILED_STEPS + 2
-    # Steps of the whole engine, while the last prompts are computed.
+    # With the whole engine, the first requests decode while the last prompts are computed.
     longest += max(arguments.batch)
     settings["max_model_len"] = max(longest, CHECK_TOKENS + 1)
     settings["prefix_cache"] = False  # the second repeat would reuse the first one's prefix
-    settings.setdefault("speculate", "off")  # plain steps are timed: --drafts times others
+    settings.setdefault("speculate", "off")  # times plain steps; --drafts times drafted ones
     config: EngineConfig = from_mapping(EngineConfig, settings)
     return config
 
@@ -269,7 +270,7 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
 def _require_positions(
     arguments: argparse.Namespace, config: EngineConfig, source: ModelSource
 ) -> None:
-    """Refuses a context that the model does not have, before the weights are loaded."""
+    """Refuses a context longer than the model's, before the weights are loaded."""
     known, longest = text_config(source.config).get("max_position_embeddings"), config.max_model_len
     if not isinstance(known, int) or longest is None or longest <= known:
         return
@@ -283,7 +284,7 @@ def _require_positions(
 
 
 def _most_tokens(arguments: argparse.Namespace, config: EngineConfig) -> int:
-    """The tokens that one request of the longest shape has in the cache."""
+    """The tokens in the cache of one request with the longest context."""
     if arguments.what == "engine":
         return config.max_model_len or 0
     num_steps = 0 if arguments.what == "prefill" else arguments.warmup + arguments.repeats

@@ -1,9 +1,9 @@
 """`penstock bench step --drafts`: decode steps that verify drafts, beside plain ones.
 
-Random weights accept no draft, so how many a step takes is drawn by the given chance of each place,
-from a seed: the same step is timed, whatever the weights are. What such steps say is checked
-before, with nothing forced: replies with the head's drafts, and with drafts that are right, must be
-those without.
+Random weights accept no drafts. So the number of accepted drafts is drawn from a seed, with the
+given probability for each position, and the timing does not depend on the weights. Before that,
+with nothing forced, results are checked: replies with the head's drafts, and replies with correct
+drafts, must be those of plain decoding.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ COLUMNS = [
     *("batch", "context", "drafts", "ms a step", "tokens a step", "ms a token", "times plain"),
     *("ms a draft", "bytes / floor"),
 ]
-STEP_TOKENS = 256  # of a prompt's step: few graphs of prompts are captured
+STEP_TOKENS = 256  # per prefill step, so that few prefill graphs are captured
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedSteps:
-    """Steps of one shape; `num_drafts` of 0 is a plain one."""
+    """Steps of one shape; `num_drafts` is 0 for plain steps."""
 
     batch: int
     context: int
     num_drafts: int
     seconds: tuple[float, ...]
-    tokens_a_step: float  # of a row, as expected from the acceptance
-    plain_s: float  # of a plain step of the same run
-    verify_s: float | None  # of the same step without the drafting head
+    tokens_a_step: float  # per row, expected from the acceptance
+    plain_s: float  # a plain step in the same run
+    verify_s: float | None  # the same step without the drafting head
     num_bytes: DraftBytes
 
     @property
@@ -73,7 +73,7 @@ class DraftedSteps:
 
     @property
     def ms_a_token(self) -> float:
-        """Of each request."""
+        """Per request."""
         return self.median_s / self.tokens_a_step * 1e3
 
     @property
@@ -82,7 +82,7 @@ class DraftedSteps:
 
     @property
     def ms_a_draft(self) -> float | None:
-        """What the drafting head adds to a step, for each of its drafts."""
+        """The time that the drafting head adds to a step, per draft."""
         if self.verify_s is None or not self.num_drafts:
             return None
         return (self.median_s - self.verify_s) / self.num_drafts * 1e3
@@ -166,13 +166,15 @@ def _check(arguments: argparse.Namespace) -> None:
     require_at_least(1, drafts=min(arguments.drafts))
     if max(arguments.drafts) > len(arguments.acceptance):
         raise ConfigError(
-            f"--drafts is {max(arguments.drafts)} and --acceptance has "
-            f"{len(arguments.acceptance)} chances",
-            "Every place of a draft needs one.",
-            "Use --acceptance 0.85,0.75,0.65 for three drafts.",
+            f"--drafts is {max(arguments.drafts)}, but --acceptance has "
+            f"{len(arguments.acceptance)} probabilities",
+            "Each draft needs one.",
+            "For three drafts, use --acceptance 0.85,0.75,0.65.",
         )
     if not all(0 <= chance <= 1 for chance in arguments.acceptance):
-        raise ConfigError(f"--acceptance is {arguments.acceptance}", "Chances are between 0 and 1.")
+        raise ConfigError(
+            f"--acceptance is {arguments.acceptance}", "Probabilities are between 0 and 1."
+        )
 
 
 def _config(arguments: argparse.Namespace) -> EngineConfig:
@@ -197,12 +199,12 @@ def _scheme(config: EngineConfig, dtype: str) -> str:
 
 
 def expected_tokens(acceptance: List[float], num_drafts: int) -> float:
-    """Of a row in a step: a draft counts if all before it are right."""
+    """Expected tokens per row and step: a draft counts if it and all before it are accepted."""
     return 1 + sum(math.prod(acceptance[: place + 1]) for place in range(num_drafts))
 
 
 def draw_accepted(acceptance: List[float], num_drafts: int, count: int, seed: int) -> list[int]:
-    """How many drafts so many steps of a row take."""
+    """The number of accepted drafts in each of `count` steps of a row."""
     generator = random.Random(seed)
     drawn = []
     for _ in range(count):
@@ -224,7 +226,7 @@ class DraftBench:
         self.breakdowns: list[dict[str, Any]] = []
 
     def shape(self, batch: int, context: int) -> list[DraftedSteps]:
-        """Plain steps, and those with each number of drafts that has a graph."""
+        """Plain steps, and steps with each number of drafts that has a graph."""
         measured: list[DraftedSteps] = []
         limit = self.engine.engine.policy.speculator.most_drafts
         for num_drafts in (0, *self.drafts):
@@ -253,7 +255,7 @@ class DraftBench:
     def _decoding(
         self, batch: int, context: int, num_drafts: int, num_steps: int
     ) -> tuple[Decoding, Callable[[], PendingStep]]:
-        """Rows in the middle of their replies, and what launches a step of them."""
+        """Rows in the middle of their replies, and a function that launches a step of them."""
         inner = self.engine.engine
         decoding = Decoding(inner, batch, context, num_steps * (1 + num_drafts), SamplingParams())
         take = self._taker(batch, num_drafts, num_steps)
@@ -292,7 +294,7 @@ class DraftBench:
         )
 
     def _taker(self, batch: int, num_drafts: int, num_steps: int) -> Callable[[], None]:
-        """What sets how many drafts each row takes in the next step."""
+        """A function that sets how many drafts each row accepts in the next step."""
         table = self.engine.engine.runner.rows
         drawn = [
             draw_accepted(self.acceptance, num_drafts, num_steps, seed) for seed in range(batch)
@@ -311,7 +313,7 @@ class DraftBench:
         return time_steps(self.engine, step, self.repeats)
 
     def _time_without_head(self, batch: int, context: int, num_drafts: int) -> float:
-        """The same steps without the drafting head: drafts stay those of the table."""
+        """The same steps without the drafting head; the drafts in the row table stay the same."""
         import torch
 
         from penstock.engine.draft_step import DraftStep
@@ -332,7 +334,7 @@ class DraftBench:
                 step.load(decoding.rows(1 + num_drafts))
                 run()
 
-            launch()  # of a size that no graph has, kernels may be new
+            launch()  # compiles kernels, if no graph has this size
             if is_on_gpu(self.engine):
                 graph, _ = capture(partial(step.run, "greedy"), torch.cuda.graph_pool_handle())
                 run = graph.replay
@@ -347,14 +349,14 @@ class DraftBench:
 
 
 NUM_ROWS, NUM_TOKENS, PROMPT_TOKENS = 4, 24, 100
-# Of the distance of a blindly drawn token from the likeliest: more than a plain reply's.
+# How much further than a plain reply's tokens, in units of a random token's distance.
 MOST_FURTHER = 0.1
 
 Replies = dict[str, tuple[int, ...]]
 
 
 class ReplyDrafter:
-    """Drafts what a plain engine has said, as long as the reply is the same: always right."""
+    """Drafts the reply of plain decoding, as long as the reply is the same: always correct."""
 
     is_costly = False
 
@@ -372,11 +374,11 @@ class ReplyDrafter:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of replies of one kind."""
+    """How replies of one kind compare with plain ones."""
 
     kind: str
-    num_same: int  # tokens before the first that a plain reply does not have
-    distance: float  # of a token from the likeliest, relative to that of a blindly drawn one
+    num_same: int  # tokens before the first that differs from the plain reply
+    distance: float  # of a token's logprob from the likeliest's, relative to a random token's
     drafted: int = 0
     accepted: int = 0
 
@@ -386,14 +388,14 @@ class Found:
 
 
 def check_replies(engine: LogitsEngine) -> list[Found]:
-    """Plain replies, those with the head's drafts, and those with drafts that are right as long as
-    the reply is the plain one. Raises an error if one of them is wrong.
+    """Compares plain replies with those with the head's drafts, and with correct drafts (those of
+    the plain reply). Raises an error if one is wrong.
 
-    Where results must not depend on a step (`--deterministic`), tokens are compared one by one.
-    Else steps of several tokens round their products differently, a router of random weights flips
-    at its next near tie, and after a few tokens two right replies are two texts. So each is judged
-    by itself: its tokens are scored by a prefill of the same text, and must be as likely there as
-    those of a plain reply. A token of a wrong state would be as unlikely as one drawn blindly.
+    With `--deterministic`, results must not depend on the step, so tokens are compared one by one.
+    Otherwise, steps of several tokens round products differently, and a router with random weights
+    flips at the next near tie: after a few tokens, two correct replies differ. So each is judged
+    on its own: a prefill of the same text scores its tokens, which must be about as likely as
+    those of a plain reply. Tokens from a wrong state would be as unlikely as random ones.
     """
     speculator = engine.engine.policy.speculator
     pace, most, drafter = speculator.pace, speculator.most_drafts, speculator.drafter
@@ -425,18 +427,18 @@ def _judge(engine: LogitsEngine, plain: Found, found: Found) -> None:
     is_exact = engine.engine.runner.deterministic
     if is_exact and found.num_same < plain.num_same:
         why = (
-            f"Only {found.num_same} of {plain.num_same} tokens are the same, and results must "
-            "not depend on a step."
+            f"Only {found.num_same} of {plain.num_same} tokens are the same; with --deterministic, "
+            "all must be."
         )
     elif not found.distance <= plain.distance + MOST_FURTHER:
         why = (
-            f"Its tokens are {found.distance:.1%} as far from the likeliest as blindly drawn ones; "
-            f"those of a plain reply {plain.distance:.1%}."
+            f"Its tokens are {found.distance:.1%} as far from the likeliest as random tokens; "
+            f"those of a plain reply, {plain.distance:.1%}."
         )
     else:
         return
     raise PenstockError(
-        f"A reply with {found.kind} is not that of plain decoding",
+        f"A reply with {found.kind} differs from that of plain decoding",
         why,
         "This is a bug. Times of wrong results are worthless, so nothing was timed.",
     )
@@ -473,8 +475,8 @@ def _replies(engine: LogitsEngine) -> Replies:
 
 
 def _distance(engine: LogitsEngine, replies: Replies) -> float:
-    """The mean distance of a reply's tokens from the likeliest at their places, relative to that of
-    the prompts' tokens, which were drawn blindly."""
+    """The mean distance (in logprobs) between a reply's tokens and the likeliest tokens at their
+    positions, relative to that of the prompts' tokens, which are random."""
     inner, prompts = engine.engine, _prompts(engine)
     sampling = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=1)
     for id, reply in replies.items():

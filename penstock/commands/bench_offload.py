@@ -1,8 +1,8 @@
 """`penstock bench offload`: replies of a model whose experts are not all on the device.
 
-Runs the same requests several times and compares their tokens: with those of the resident model, if
-asked for, else with those of the first run. Times stand beside the floor that the missed bytes set
-at the speeds of the tiers, measured in the same run.
+Runs the same requests several times and compares their tokens: with `--against-resident` to those
+of the resident model, otherwise to those of the first run. Times are compared with a floor: the
+bytes of missed experts at the speeds of the tiers, measured in the same run.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Case:
     context: int = 4096
     new_tokens: int = 64
     runs: int = 3
-    layers: int | None = None  # so many of the model's, and the time projected to all
+    layers: int | None = None  # run only this many, and project the time to all
     against_resident: bool = False
     is_cached: bool = False  # there is room for all experts
     settings: dict[str, Any] = field(default_factory=lambda: dict(GPU_SHARE))
 
     @property
     def engine(self) -> object:
-        """Cases that have it alike can be measured with one engine."""
+        """Cases with an equal key can be measured with one engine."""
         given = tuple(sorted(self.settings.items()))
         return self.model, self.expert_cache, self.layers, self.against_resident, given
 
@@ -64,12 +64,12 @@ class Case:
 A3B, A10B, A17B = "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B"
 RESIDENT: dict[str, Any] = {"against_resident": True}
 SHORT: dict[str, Any] = {"new_tokens": 32, "runs": 2, "settings": BOTH}
-# A share of RAM as 64 GB are of all 60 layers' experts.
+# The same share of the experts in RAM as 64 GB hold with all 60 layers.
 FROM_DISK = {"memory_gb": 1.0, "max_step_tokens": 512, "expert_ram": "8.5GB"}
 ON_DISK: dict[str, Any] = {"context": 16, "new_tokens": 16, "runs": 1, "layers": 8}
 FETCHED = "35B-A3B int4 6GB batch {}, all fetched"
-# Models that a card has no room for, on one that is limited to stand in for it. Random weights and
-# tokens choose experts at random, the worst case for any cache.
+# Models that do not fit a small card, on a large one with limited memory. Random weights and tokens
+# choose experts at random, the worst case for any cache.
 _LISTED = (
     Case("35B-A3B int4 6GB batch 1", A3B, "6GB", **RESIDENT, settings=BOTH),
     Case("35B-A3B int4 6GB batch 8", A3B, "6GB", batch=8, context=256, **RESIDENT, settings=BOTH),
@@ -89,16 +89,16 @@ COLUMNS = [
     *("copied GB/s", "of floor", "tokens"),
 ]
 Tokens = dict[str, list[int]]
-CPU_TOLERANCE = 2e-2  # of the largest value, as of any kernel in bfloat16
+CPU_TOLERANCE = 2e-2  # relative to the largest value, as for any bfloat16 kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     tokens: Tokens
     prompt_s: float
-    decode_s: float  # from when all requests have a token
+    decode_s: float  # since all requests have their first token
     num_decoded: int  # tokens since then
-    counts: dict[str, int]  # of the store, meanwhile
+    counts: dict[str, int]  # the expert store's counters since then
 
     @property
     def decoded_per_s(self) -> float:
@@ -133,12 +133,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def group_cases(names: Sequence[str]) -> list[list[Case]]:
-    """Those that one engine runs are a group."""
+    """Groups the cases that one engine can run."""
     wanted = list(CASES) if "all" in names else names
     unknown = [name for name in wanted if name not in CASES]
     if unknown:
         raise ConfigError(
-            f"There is no case {unknown[0]!r}", f"There are {', '.join(CASES)}.", "Or `all`."
+            f"There is no case {unknown[0]!r}",
+            f"The cases are {', '.join(CASES)}.",
+            "Use one of them, or `all`.",
         )
     groups: dict[object, list[Case]] = {}
     for name in wanted:
@@ -147,7 +149,7 @@ def group_cases(names: Sequence[str]) -> list[list[Case]]:
 
 
 def _run_apart(groups: list[list[Case]], output: str | None) -> int:
-    """A process each, so that each has the machine to itself."""
+    """Runs each group in its own process, one after the other, with the machine to itself."""
     report: dict[str, Any] = {**provenance(), "rows": [], "reports": []}
     for group in groups:
         words = [sys.executable, "-m", "penstock", "bench", "offload"]
@@ -168,7 +170,7 @@ def _run_apart(groups: list[list[Case]], output: str | None) -> int:
 
 
 def run_group(group: Sequence[Case], given: dict[str, Any] | None = None) -> dict[str, Any]:
-    """With flags of the command line in place of the cases' own settings."""
+    """Flags of the command line (`given`) override the cases' own settings."""
     case = group[0]
     settings = {
         "model": case.model,
@@ -183,7 +185,7 @@ def run_group(group: Sequence[Case], given: dict[str, Any] | None = None) -> dic
 
 
 def _measure(cases: Sequence[Case], settings: dict[str, Any]) -> dict[str, Any]:
-    """Cases of one engine."""
+    """Measures cases of one group, with one engine."""
     started = time.perf_counter()
     settings = {
         **settings,
@@ -213,7 +215,7 @@ def _measure(cases: Sequence[Case], settings: dict[str, Any]) -> dict[str, Any]:
         if store is None and not cases[0].is_cached:
             raise ConfigError(
                 f"All experts of {source.name} are on the device",
-                todo="Give --expert-cache less than they take, or use `penstock bench step`.",
+                todo="Lower --expert-cache below their size, or use `penstock bench step`.",
             )
         if store is not None:
             from penstock.offload.speeds import measure_speeds
@@ -265,8 +267,8 @@ def _describe(store: Any, speeds: TierSpeeds | None) -> dict[str, Any]:
 
 
 def _check_cpu(engine: Engine, case: Case, expected: Tokens | None) -> dict[str, Any]:
-    """Where the CPU takes part, tokens depend on its rounding. So they are compared with all
-    misses fetched, and its products with those of fetched experts.
+    """If the CPU computes some misses, tokens depend on its rounding. So tokens are compared with
+    all misses fetched, and the CPU's products with those of fetched experts.
     """
     store = engine.expert_store
     if getattr(store, "products", None) is None:
@@ -295,7 +297,7 @@ def _check_cpu(engine: Engine, case: Case, expected: Tokens | None) -> dict[str,
 
 
 def _forget_peak(device: str) -> None:
-    """Of the start, when weights were made."""
+    """Resets the peak memory: at start, creating the weights takes more."""
     if device != "cpu":
         import torch
 
@@ -304,7 +306,7 @@ def _forget_peak(device: str) -> None:
 
 
 def _gpu_gb(device: str) -> float | None:
-    """The most that tensors took since then."""
+    """The peak memory of tensors since `_forget_peak`."""
     if device == "cpu":
         return None
     import torch
@@ -332,8 +334,8 @@ def _run_resident(source: ModelSource, config: EngineConfig, cases: Sequence[Cas
 
 
 def _run(engine: Engine, case: Case) -> Run:
-    """The same prompts in every run, to the last token. Tokens are drawn, always the same: greedy
-    replies of random weights repeat themselves, and so do their experts.
+    """Runs the same prompts in every run. Tokens are sampled with fixed seeds: greedy replies of
+    random weights repeat themselves, and so do their experts.
     """
     rng = random.Random(case.batch)
     tokens: Tokens = {}
@@ -369,7 +371,7 @@ def _summarize(
     expected: Tokens | None,
     projection: float,
 ) -> dict[str, Any]:
-    """The first run fills the slots, and is not timed."""
+    """Leaves out the first run's times: it fills the slots."""
     timed_runs = runs[1:]
     rates = [projection * one.decoded_per_s for one in timed_runs]
 

@@ -1,8 +1,8 @@
 """`penstock bench serve`: what clients of a server see under load, over HTTP only.
 
-Requests come c at a time, at random times, or as in a recorded trace; the server is a running one,
-or a `penstock serve` that it starts. Prints a table for each level and one JSON line last; draws a
-chart on request. The load generator, prompts and summaries are in penstock.eval.
+Requests are sent at a fixed concurrency, at random times, or as in a recorded trace, to a running
+server or to a `penstock serve` that it starts. Prints a table for each level and one JSON line
+last; --plot draws a chart. The load generator, prompts and summaries are in penstock.eval.
 """
 
 from __future__ import annotations
@@ -51,36 +51,34 @@ class LoadSettings:
     """What is sent, and when."""
 
     base_url: str | None = setting(
-        None, "a running server (default: one is started with the engine's flags)"
+        None, "a running server (default: start one with the engine's flags)"
     )
     concurrency: tuple[int, ...] = setting(
-        (1, 2, 4, 8), "requests at a time, one level each; 0 is all at once (default: 1,2,4,8)"
+        (1, 2, 4, 8), "concurrent requests, one level each; 0: all at once (default: 1,2,4,8)"
     )
-    requests: int = setting(64, "requests in a level")
-    input_len: int = setting(1024, "tokens of a prompt, chat template included")
-    output_len: int = setting(1024, "tokens of a reply")
+    requests: int = setting(64, "requests per level")
+    input_len: int = setting(1024, "tokens per prompt, chat template included")
+    output_len: int = setting(1024, "tokens per reply")
     shared_prefix: int = setting(0, "tokens of text that all prompts begin with")
     rate: float | None = setting(
-        None, "requests per second at random times instead; inf: all at once"
+        None, "send this many requests per second, at random times; inf: all at once"
     )
-    trace: str | None = setting(
-        None, "replay a trace instead: Azure's CSV or Mooncake's JSON lines"
-    )
+    trace: str | None = setting(None, "replay a trace: Azure's CSV or Mooncake's JSON lines")
     speedup: float = setting(1.0, "factor by which the trace's clock runs faster")
     limit: int | None = setting(None, "requests of the trace to send (default: all)")
     scale: float = setting(
-        1.0, "factor of the trace's lengths, shared blocks included: 0.25 is a quarter"
+        1.0, "factor for the trace's lengths, shared blocks included: 0.25 is a quarter"
     )
     max_input_len: int | None = setting(
-        None, "truncate the trace's prompts to this (default: the server's limit)"
+        None, "truncate the trace's prompts to this many tokens (default: the server's limit)"
     )
     max_output_len: int | None = setting(
-        None, "truncate the trace's replies to this (default: no limit)"
+        None, "truncate the trace's replies to this many tokens (default: no limit)"
     )
-    seed: int = setting(0, "seed of prompts and random times")
-    timeout: float = setting(300.0, "seconds after which a request has failed")
+    seed: int = setting(0, "seed for prompts and random times")
+    timeout: float = setting(300.0, "seconds until a request fails")
     clients: int = setting(1, "client processes")
-    body: str = setting("", 'fields for every request, as JSON: {"temperature": 0.7}')
+    body: str = setting("", 'extra fields of every request, as JSON: {"temperature": 0.7}')
     plot: str | None = setting(
         None, "draw throughput and latency by level into this file (matplotlib)"
     )
@@ -98,7 +96,7 @@ class LoadSettings:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One load: its arrivals, and how many may run at a time (0: no limit)."""
+    """One load: its arrivals, and how many may run concurrently (0: no limit)."""
 
     name: str
     short_name: str
@@ -122,7 +120,7 @@ def refuse_contradictions(given: Mapping[str, Any]) -> None:
             if name in given and other in given:
                 raise ConfigError(
                     f"{flag_name(name)} and {flag_name(other)} are both set",
-                    "They exclude each other.",
+                    "They exclude each other: remove one.",
                 )
     for name in ("speedup", "limit", "scale", "max_input_len", "max_output_len"):
         if name in given and "trace" not in given:
@@ -144,7 +142,7 @@ def read_recorded(settings: LoadSettings) -> list[Arrival]:
 def plan_levels(
     settings: LoadSettings, recorded: list[Arrival], prompts: PromptMaker, max_model_len: int | None
 ) -> tuple[list[Level], int]:
-    """The levels, and how many requests of a trace had to change their length."""
+    """The levels, and how many requests of a trace got another length."""
     if settings.trace:
         clamp = Clamp(
             prompts.min_len, settings.max_input_len, settings.max_output_len, max_model_len
@@ -181,7 +179,7 @@ def plan_levels(
 
 def load_in_words(settings: LoadSettings, num_clamped: int) -> str:
     if settings.trace:
-        cut = f", {num_clamped} with another length than recorded" if num_clamped else ""
+        cut = f", {num_clamped} with a different length than recorded" if num_clamped else ""
         return f"{settings.speedup:g} x the speed of the trace{cut}"
     return (
         f"{settings.requests} requests of {settings.input_len:,} + {settings.output_len:,} tokens"
@@ -203,12 +201,12 @@ def load_fields(settings: LoadSettings) -> dict[str, Any]:
     }
 
 
-# Of the engine; other benches set them themselves.
+# Engine flags that the other benches set themselves.
 SERVER_FLAGS = ("max_rows", "max_model_len", "prefix_cache")
-TEXT_FLAGS = ("tokenizer", "max_queue")  # of the server
+TEXT_FLAGS = ("tokenizer", "max_queue")  # flags of the server
 BUSY_CLIENT = 0.8  # of a core: beyond this the client may limit the result
 LATE_MS = 50.0
-FEW_TEXTS = 8.0  # tokens per event: more than any speculation gives
+FEW_TEXTS = 8.0  # tokens per event: more than speculation ever gives
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -219,7 +217,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_flags(arguments: argparse.Namespace) -> None:
-    """For the other benches: a flag of this one must not be ignored."""
+    """For the other benches: refuses flags of this one, which must not be ignored."""
     names = [flag.field.name for flag in flags_of(LoadSettings)] + [*SERVER_FLAGS, *TEXT_FLAGS]
     for name in names:
         if hasattr(arguments, name) and not is_given_by_variable(arguments, name):
@@ -284,7 +282,7 @@ def _server(settings: LoadSettings, arguments: argparse.Namespace) -> Iterator[S
     if not settings.base_url and not settings.rate and not settings.trace:
         max_rows = from_mapping(EngineConfig, read_settings(EngineConfig, arguments)).max_rows
         if max_rows is not None and max(settings.concurrency) > max_rows:
-            print_note(f"--max-rows is {max_rows}: beyond that, requests wait in the server.")
+            print_note(f"--max-rows is {max_rows}: requests beyond that wait in the server.")
     with (
         PhaseList() as phases,
         running_or_started_server(settings.base_url, arguments, phases) as server,
@@ -317,7 +315,7 @@ def _measure(
 
 
 def _possible_reuse(arrivals: Sequence[Arrival], api: ChatRequests) -> PossibleReuse | None:
-    """For a trace that says what its prompts share; nothing is known about other prompts."""
+    """For a trace that tells which prefixes its prompts share; otherwise None."""
     if not any(arrival.block_ids for arrival in arrivals):
         return None
     kv_tokens = api.kv_tokens()
@@ -331,7 +329,7 @@ def remarks(summary: LoadSummary, possible: PossibleReuse | None = None) -> list
     for what, lengths in (("prompts", summary.prompt), ("replies", summary.completion)):
         if lengths.num_off:
             found.append(
-                f"{lengths.num_off} {what} have another length than requested: "
+                f"{lengths.num_off} {what} do not have the requested length: "
                 f"{lengths.min:,} to {lengths.max:,} tokens."
             )
     if summary.num_cached_tokens or possible is not None:
@@ -347,13 +345,13 @@ def remarks(summary: LoadSummary, possible: PossibleReuse | None = None) -> list
         )
     elif num_tokens > 1.05 * num_events:
         found.append(
-            f"An event carries {num_tokens / num_events:.2f} tokens on average: the gaps are "
+            f"An event carries {num_tokens / num_events:.2f} tokens on average: ITL is the time "
             "between events."
         )
     if summary.client_cpu > BUSY_CLIENT:
         found.append(f"The client used {summary.client_cpu:.0%} of a core: try more --clients.")
     if summary.max_lag_ms > LATE_MS:
-        found.append(f"A request left {summary.max_lag_ms:.0f} ms later than planned.")
+        found.append(f"A request was sent {summary.max_lag_ms:.0f} ms later than planned.")
     return found
 
 
@@ -389,12 +387,12 @@ def _ms(spread: Spread | None, name: str) -> str:
 
 
 def _short(number: float) -> str:
-    """Four digits or more: small numbers keep their precision, large ones stay narrow."""
+    """Small numbers keep two decimals, large ones have none and stay narrow."""
     return f"{number:,.{2 if number < 100 else 1 if number < 1000 else 0}f}"
 
 
 def _describe(prompts: PromptMaker) -> str:
-    about = ", lengths are approximate: no word is one token for this server"
+    about = "; lengths are approximate: no word is a single token for this server"
     exact = "" if prompts.is_exact else about
     return (
         f"{prompts.num_probes} probes, {prompts.num_template_tokens} tokens of chat template{exact}"

@@ -32,7 +32,7 @@ from penstock.config import SAMPLING_NAMES, EngineConfig, ServeConfig, from_mapp
 from penstock.errors import PenstockError, nearest
 from penstock.http_client import HttpClient
 
-DESCRIPTION = "Talk to a model. It runs in this process, or behind --base-url."
+DESCRIPTION = "Chat with a model in this process, or on the server of --base-url."
 USAGE = "penstock chat [-m MODEL] [flags]"
 EXAMPLES = [
     "penstock chat                                  the embedded tiny model",
@@ -42,12 +42,12 @@ EXAMPLES = [
 ]
 
 HELP = '''Type a message and press Enter. """ starts and ends a message of several lines.
-  /system TEXT   tell the model who it is; without TEXT, show what it was told
+  /system TEXT   set the system prompt; without TEXT, show it
   /clear         forget the conversation
-  /think on|off  ask for reasoning before the answer, or for none
+  /think on|off  turn reasoning before the answer on or off
   /stats         time to first token and speed of the last answer
-  /save FILE     keep the conversation as JSON
-  /load FILE     go on with a saved one
+  /save FILE     save the conversation as JSON
+  /load FILE     continue a saved one
   /exit          leave (or Ctrl-D)
 Ctrl-C stops an answer, not the program.'''
 
@@ -61,7 +61,7 @@ class ChatModel(Protocol):
 
     @property
     def num_tokens(self) -> int | None:
-        """Of the last answer, if it was complete."""
+        """The tokens of the last answer, if it was complete."""
 
     def stream(self, messages: list[Message], thinking: bool | None) -> Generator[tuple[str, bool]]:
         """Pieces of the answer, each with whether it is reasoning."""
@@ -89,7 +89,7 @@ class AnswerStats:
 class StopSwitch:
     """Ctrl-C during an answer: noticed between two pieces, so that no engine step is interrupted.
 
-    The second Ctrl-C raises at once, for an answer that does not come.
+    The second Ctrl-C raises at once, in case no piece ever comes.
     """
 
     def __init__(self) -> None:
@@ -234,11 +234,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base-url",
         metavar="URL",
-        help="talk to this server instead of loading a model; its key is read from "
-        "PENSTOCK_API_KEY",
+        help="use this server instead of loading a model; PENSTOCK_API_KEY has its key",
     )
     parser.add_argument(
-        "--web", action="store_true", help="talk in a browser: serve the model and open its page"
+        "--web", action="store_true", help="chat in a browser: serve the model and open its page"
     )
     parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
     add_sampling_flags(parser, skip=("n", "logprobs"))
@@ -269,8 +268,8 @@ def _talk_in_browser(arguments: argparse.Namespace) -> int:
         )
         raise UsageError(
             f"{given} and --web are both given",
-            "The page keeps such settings itself.",
-            "Set it there.",
+            "The page has its own settings.",
+            f"Leave {given} out, and set it on the page.",
         )
     if arguments.base_url:
         open_page(arguments.base_url).join()
@@ -292,7 +291,7 @@ def _open_model(arguments: argparse.Namespace) -> ChatModel:
 
 
 def _converse(conversation: Conversation, prompt: str, more_prompt: str) -> int:
-    """Reads and answers until the input ends. An error ends a turn, or without a terminal all."""
+    """Reads and answers until the input ends. An error ends the turn; without a terminal, all."""
     while True:
         try:
             text = read_message(prompt, more_prompt)
@@ -326,7 +325,7 @@ def read_message(prompt: str, more_prompt: str) -> str:
 
 @contextlib.contextmanager
 def _line_history() -> Iterator[None]:
-    """Line editing, and the lines of earlier conversations with the up key."""
+    """Line editing; the up key recalls lines of earlier conversations."""
     import readline
 
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
@@ -344,7 +343,7 @@ def _line_history() -> Iterator[None]:
 
 @dataclass(slots=True)
 class RemoteModel:
-    """A model behind a URL. `num_tokens`: of the last answer, as the server counted it."""
+    """A model on a server. `num_tokens` of the last answer is the server's count."""
 
     base_url: str
     name: str = ""

@@ -51,7 +51,7 @@ def human_bytes(number: float) -> str:
 
 
 def _scaled(number: float, suffixes: Sequence[str]) -> str:
-    """With three digits; the last suffix is for numbers below a thousand."""
+    """Three digits; the last suffix is for numbers below a thousand."""
     for scale, suffix in zip((1e12, 1e9, 1e6, 1e3), suffixes):
         if abs(number) >= scale:
             shown = abs(number / scale)

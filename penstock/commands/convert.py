@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """Convert a checkpoint for a machine that has no room for all of its experts.
 
 Each layer's experts go into one file, aligned for direct reads; everything else goes into another.
-Codes stay codes: the converted model gives the same tokens. One layer at a time is in memory. A run
-that was stopped goes on where it was when it is started again with the same words."""
+Quantized weights are copied as they are, so the converted model gives the same tokens. Only one
+layer at a time is in memory. To continue a run that was stopped, run the same command again."""
 USAGE = "penstock convert MODEL -o OUT [flags]"
 EXAMPLES = [
     "penstock convert ~/models/Qwen3.5-397B-A17B-INT4 -o experts --dry-run",
@@ -41,15 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="made_for",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="device whose kernels will read the codes (default: cuda where there is a GPU)",
+        help="device whose kernels will read the weights (default: cuda if there is a GPU)",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be written, and write nothing"
+        "--dry-run", action="store_true", help="show what would be written, and write nothing"
     )
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare every expert in OUT with MODEL; converts first if OUT is not there",
+        help="compare every expert in OUT with MODEL; converts first if OUT does not exist",
     )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
 
@@ -89,7 +89,7 @@ def _print_plan(plan: Plan, output: Path, made_for: str, as_json: bool) -> int:
 
     folder = next((one for one in (output, *output.absolute().parents) if one.is_dir()), None)
     if folder is None:
-        raise CheckpointError(f"-o is {output}", "No folder above it exists.")
+        raise CheckpointError(f"-o is {output}", "None of its parent folders exists.")
     free = shutil.disk_usage(folder).free
     report = {
         "layers": len(plan.modules),
@@ -112,12 +112,12 @@ def _print_plan(plan: Plan, output: Path, made_for: str, as_json: bool) -> int:
             ["experts in each", f"{plan.num_experts}, of about {human_bytes(each)}"],
             ["experts", human_bytes(plan.expert_bytes)],
             ["everything else", human_bytes(plan.dense_bytes)],
-            ["in all, at most about", human_bytes(plan.num_bytes)],
+            ["total, at most about", human_bytes(plan.num_bytes)],
             [f"free in {folder}", human_bytes(free)],
         ],
     )
     if not report["fits"]:
-        print_note("That does not fit: give a folder on another disk with -o.")
+        print_note("That does not fit: choose a folder on another disk with -o.")
     return 0
 
 

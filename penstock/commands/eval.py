@@ -1,4 +1,4 @@
-"""`penstock eval`: measures a running server, ours or any other of the OpenAI API.
+"""`penstock eval`: measures a running server, ours or any other with the OpenAI API.
 
 It uses only HTTP and knows no engine. penstock.eval has the measurements; this file has their flags
 and draws their progress bars.
@@ -29,18 +29,18 @@ from penstock.eval.report import run_report
 from penstock.eval.results import Reporter
 from penstock.progress import PhaseList
 
-DESCRIPTION = """Evaluate any server of the OpenAI API over HTTP.
+DESCRIPTION = """Evaluate any server with the OpenAI API over HTTP.
 
-  check-server  does it conform to the chat API? one [PASS] or [FAIL] line a check
-  correctness   GSM8K-CoT through lm-evaluation-harness, or problems made up here; gate 87.5 %
-  throughput    tokens a second by concurrency, counted again
-  score         the two together, weighted
+  check-server  conformance to the chat API: one [PASS] or [FAIL] line per check
+  correctness   GSM8K-CoT through lm-evaluation-harness, or generated problems; gate 87.5 %
+  throughput    tokens per second by concurrency, counted again by the client
+  score         correctness and throughput in one weighted number
   latency       the time of a whole reply at three lengths
-  quality       MMLU-Pro and IFEval through lm-evaluation-harness, GPQA-Diamond streamed; a sample
-  gates         problems no model was trained on: the share it gets right, and the share it must
-  report        a page (--output report.html) of earlier results beside others; asks no server
+  quality       samples of MMLU-Pro and IFEval (lm-evaluation-harness) and GPQA-Diamond (streamed)
+  gates         generated problems that no model was trained on, each kind with a pass mark
+  report        a page (--output report.html) that compares earlier results; needs no server
 
-A flag that several of them have is listed with the first."""
+A flag of several measurements is listed with the first."""
 USAGE = (
     "penstock eval {check-server,correctness,throughput,score,latency,quality,gates,report} [flags]"
 )
@@ -86,8 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=read_counts,
         metavar="N",
         default=argparse.SUPPRESS,
-        help="requests at a time; for throughput several, one level each (default: 1 to 64; gates: "
-        "8)",
+        help="concurrent requests; throughput takes several levels (default: 1 to 64; gates: 8)",
     )
     parser.add_argument(
         "--limit",
@@ -95,14 +94,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         default=argparse.SUPPRESS,
         help="problems to run, a count or a fraction such as 0.1 "
-        "(default: 200; quality: QUALITY_LIMIT, or 100 of a task)",
+        "(default: 200; quality: QUALITY_LIMIT, or 100 per task)",
     )
     parser.add_argument(
         "results",
         nargs="*",
         metavar="RESULTS",
         default=argparse.SUPPRESS,
-        help="report: folders and files of results (default: results); the others take none",
+        help="for report only: folders and files of results (default: results)",
     )
     added = {"concurrency", "limit", "results"}
     for name, measurement in MEASUREMENTS.items():
@@ -111,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_limit(text: str) -> int | float:
-    """A count, 4k included, or a fraction of all."""
+    """A count such as 200 or 4k, or a fraction of all."""
     return read_number(text) if "." in text and not text[-1:].isalpha() else read_count(text)
 
 

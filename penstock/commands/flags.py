@@ -21,9 +21,9 @@ from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError, PenstockError, nearest
 
 ENV_PREFIX = "PENSTOCK_"
-# Of `penstock forge`, for bash run.sh.
+# Variables of `penstock forge`, which run.sh passes on.
 FORGE_VARIABLES = ("PENSTOCK_LLM_BASE_URL", "PENSTOCK_LLM_MODEL")
-# Settings of a server that also concern a model in the command's own process.
+# Server settings that also apply to a model in the command's own process.
 TEXT_SETTINGS = (
     "tokenizer",
     "chat_template",
@@ -112,7 +112,7 @@ class Flag:
 
 
 def read_count(text: str) -> int:
-    """An integer, which may be written short: 4k is 4096, 1.5k is 1536."""
+    """An integer, with an optional suffix: 4k is 4096, 1.5k is 1536."""
     match = _COUNT.fullmatch(text.strip().replace("_", "").replace(",", ""))
     value = float(match[1]) * _SCALES[match[2].lower()] if match else 0.5
     if match and not match[2] and "." not in match[1]:
@@ -149,7 +149,7 @@ def read_texts(text: str) -> tuple[str, ...]:
 
 
 def read_biases(text: str) -> dict[int, float]:
-    """`12=-100,7=2.5`: token ids and what is added to their logits."""
+    """`12=-100,7=2.5`: token ids, each with a number to add to its logit."""
     pairs = [part.partition("=") for part in text.split(",")]
     return {read_count(token_id): read_number(bias) for token_id, _, bias in pairs}
 
@@ -172,7 +172,7 @@ def flags_of(settings: type[Any]) -> list[Flag]:
     for field in dataclasses.fields(settings):
         kind = _without_none(hints[field.name])
         read, metavar = _READERS[kind]
-        # The settings check them, and suggest the nearest one.
+        # The settings check choices, and suggest the nearest one.
         if choices := field.metadata.get("choices"):
             metavar = f"{{{','.join(choices)}}}"
         metavar = metavar or field.name.rpartition("_")[2].upper()
@@ -274,7 +274,7 @@ def _read_variable(flag: Flag, text: str) -> Any:
 def unknown_variables(
     environ: Mapping[str, str], own: Collection[str] = (), others: tuple[str, ...] = ()
 ) -> list[str]:
-    """A sentence for each PENSTOCK_ variable that no setting has: a misspelt one must be reported.
+    """A sentence for each PENSTOCK_ variable that sets nothing: it may be misspelt.
 
     `own`: the variables of the running command; `others`: prefixes of other commands' variables.
     """

@@ -1,4 +1,4 @@
-"""`penstock forge`: writes an engine for one model on this machine, and shows how it got there."""
+"""`penstock forge`: writes an engine for one model on this machine, and logs every attempt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.forge.fork_server import ForkServer
 from penstock.forge.run_log import RunLog
 
 DESCRIPTION = (
-    "Writes an engine for one model on this machine: plan, write, check, measure, keep the best."
+    "Write an engine for one model on this machine: plan, write, check, measure, keep the best."
 )
 USAGE = "penstock forge [flags]"
 EXAMPLES = [
@@ -38,17 +38,17 @@ def read_duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-# Flag, type, metavar, default, help; with {} the default is named.
+# Flag, type, metavar, default, help; {} stands for the default.
 FLAGS: tuple[tuple[str, Callable[[str], Any], str, Any, str], ...] = (
-    ("--config", Path, "FILE", None, "model_config.json (default: of /target or target)"),
-    ("--weights", Path, "FOLDER", None, "folder of model.pt (default: of /target or target)"),
-    ("--out", Path, "FILE", Path("workspace/engine.py"), "the engine; its log is beside it ({})"),
-    ("--budget", read_duration, "TIME", 600.0, "90s, 10m (default: 10m)"),
+    ("--config", Path, "FILE", None, "model_config.json (default: in /target or target)"),
+    ("--weights", Path, "FOLDER", None, "folder with model.pt (default: in /target or target)"),
+    ("--out", Path, "FILE", Path("workspace/engine.py"), "the engine; logs go beside it ({})"),
+    ("--budget", read_duration, "TIME", 600.0, "time limit, such as 90s or 10m (default: 10m)"),
     ("--device", str, "NAME", "auto", "auto, cuda or cpu ({})"),
-    ("--seed", int, "N", 0, "of the traces ({})"),
-    ("--max-trials", int, "N", 1000, "stop after that many"),
+    ("--seed", int, "N", 0, "seed of the traces ({})"),
+    ("--max-trials", int, "N", 1000, "stop after this many trials ({})"),
     ("--llm-base-url", str, "URL", "", "a server whose model plans and proposes edits"),
-    ("--llm-model", str, "NAME", "", "its name (default: the server's first)"),
+    ("--llm-model", str, "NAME", "", "the model on that server (default: its first)"),
 )
 
 
@@ -63,11 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_out(arguments.out)
-    # Ends like Ctrl-C: with a report.
+    # SIGTERM ends the run as Ctrl-C does: with a report.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     log = RunLog(arguments.out.parent)
     try:
-        # The server before torch: it imports the same at the same time.
+        # Start the fork server before importing torch: both then import it in parallel.
         with log.explaining(), ForkServer(arguments.device) as server:
             return _run(arguments, server, log)
     finally:
@@ -75,15 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_out(out: Path) -> None:
-    """Before any time is spent: whether there can be an engine, and files beside it."""
+    """Checks before any work that the engine, and files beside it, can be written."""
     if out.is_dir():
         todo = f"Name the file: --out {out / 'engine.py'}"
         raise ConfigError(f"--out {out} is a folder", "An engine is one file.", todo)
     parent = out.absolute().parent
     found = next(folder for folder in (parent, *parent.parents) if folder.exists())
     if not found.is_dir():
-        todo = "Name another place with --out."
-        raise ConfigError(f"--out {out} cannot be written", f"{found} is no folder.", todo)
+        todo = "Choose another path with --out."
+        raise ConfigError(f"--out {out} cannot be written", f"{found} is not a folder.", todo)
     prepare_output(str(out), "--out")
 
 
@@ -110,7 +110,7 @@ def _run(arguments: argparse.Namespace, server: ForkServer, log: RunLog) -> int:
     said = (
         f"{gained} as fast as the first version"
         if best.timings
-        else "right; there was no time to time it"
+        else "correct; no time was left to measure it"
     )
     print(f"{arguments.out}: {said}; see {arguments.out.parent / 'report.md'}")
     return 0

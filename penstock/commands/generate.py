@@ -1,4 +1,4 @@
-"""`penstock generate`: one prompt; prints its continuation to stdout as it comes, and nothing else.
+"""`penstock generate`: streams the continuation of one prompt to stdout, and nothing else.
 
 Several answers (--n) are printed when all are complete, each after its number.
 """

@@ -38,7 +38,7 @@ from penstock.models.source import ModelSource, find_model, has_weight_files, is
 if TYPE_CHECKING:
     from penstock.engine.memory import MemoryPlan
 
-DESCRIPTION = "Parameters, bytes and what fits here, of a model folder or of a preset."
+DESCRIPTION = "Show a model's parameters and bytes, and how many requests fit this machine."
 USAGE = "penstock inspect [MODEL | experts LOG] [flags]"
 EXAMPLES = [
     "penstock inspect Qwen3.5-35B-A3B        a preset: no weights are needed",
@@ -73,16 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus",
         metavar="NxNAME",
-        help=f"what each layout of such GPUs should give, such as 8xH200 ({', '.join(GPUS)})",
+        help=f"estimate each layout on GPUs such as 8xH200 ({', '.join(GPUS)})",
     )
     parser.add_argument(
-        "log", metavar="LOG", nargs="?", help="after the word experts: a file of --expert-log"
+        "log", metavar="LOG", nargs="?", help="after the word experts: a file from --expert-log"
     )
     parser.add_argument("--png", metavar="FILE", help="with experts: also draw the curves")
-    machine = parser.add_argument_group("a machine to run it on, with experts in RAM and on disk")
+    machine = parser.add_argument_group("another machine, with experts in RAM and on disk")
     for flag, default, what in (
-        ("--gpu-gb", None, "memory of its GPU"),
-        ("--ram-gb", 0.0, "its RAM"),
+        ("--gpu-gb", None, "GB of GPU memory"),
+        ("--ram-gb", 0.0, "GB of RAM"),
         ("--disk-gbs", None, "GB/s of its disk; without it, nothing is read from disk"),
         ("--link-gbs", 25.0, "GB/s from RAM to the GPU"),
         ("--gpu-gbs", 900.0, "GB/s of the GPU's memory"),
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, "model", None) != "experts":
             raise UsageError(
                 f"penstock inspect takes no argument {arguments.log!r}",
-                "A second one is a log, after the word experts.",
+                "A second argument is only allowed after the word experts: its log.",
                 "Run `penstock inspect --help` for all flags.",
             )
         return inspect_experts.run(arguments.log, arguments.json, arguments.png)
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_tiers(arguments: argparse.Namespace) -> Tiers | None:
-    """The machine that was described, if one was."""
+    """The machine that the flags describe; None without --gpu-gb."""
     given = {
         name: getattr(arguments, name)
         for name in ("gpu_gb", "ram_gb", "disk_gbs", "link_gbs", "gpu_gbs")
@@ -127,7 +127,9 @@ def read_tiers(arguments: argparse.Namespace) -> Tiers | None:
             raise UsageError(f"{flag} is {value:g}", "It must be more than 0.")
     if given["gpu_gb"] is None:
         if given["ram_gb"] or given["disk_gbs"] is not None:
-            raise UsageError("--ram-gb and --disk-gbs describe a machine", "Give --gpu-gb, too.")
+            raise UsageError(
+                "--gpu-gb is missing", "--ram-gb and --disk-gbs need it.", "Add --gpu-gb."
+            )
         return None
     disk = given["disk_gbs"]
     return Tiers(
@@ -141,7 +143,7 @@ def read_tiers(arguments: argparse.Namespace) -> Tiers | None:
 
 def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str, Any]:
     source = find_model(config.model)
-    # The stored size, whatever this machine would compute in: it should not depend on the machine.
+    # In the stored dtype: the report should not depend on what this machine computes in.
     model, roofline = build_without_memory(source, config)
     storage = _find_storage(source)
     machine = find_machine()
@@ -192,7 +194,7 @@ def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str,
 def _on_machine(
     roofline: Roofline, storage: dict[str, Any] | None, tiers: Tiers
 ) -> list[dict[str, Any]]:
-    """As it is stored or, without files, at the usual numbers of bits."""
+    """Estimates for the weights as stored or, without files, at the usual bit widths."""
     widths: dict[str, tuple[float, float]] = {  # bits of an expert's weight, and of others
         name: (bits, bits) for name, bits in (("bf16", 16.0), ("fp8", 8.25), ("int4", 4.25))
     }
@@ -235,7 +237,7 @@ def _drafts_by_default(source: ModelSource, model: Any, storage: dict[str, Any] 
 def _plan_memory(
     model: Any, config: EngineConfig, weight_bytes: int, machine: Machine
 ) -> MemoryPlan | None:
-    """What an engine would do with this machine's memory; None: the model does not fit."""
+    """How an engine would divide this machine's memory; None: the model does not fit."""
     from penstock.engine.memory import estimate_memory
 
     try:
@@ -247,7 +249,7 @@ def _plan_memory(
 
 
 def _find_storage(source: ModelSource) -> dict[str, Any] | None:
-    """How the files store the weights; None: there are none, or only their config."""
+    """How the files store the weights; None without weight files."""
     if source.path is None or not has_weight_files(source.path):
         return None
     from penstock.weights.quantized import find_format, open_weights
@@ -324,7 +326,7 @@ def _print_report(report: dict[str, Any]) -> None:
 
 
 def _print_on_machine(rows: list[dict[str, Any]]) -> None:
-    print("On a machine with these tiers, one request, random routing (the worst case), at most:")
+    print("Upper bounds on that machine, for one request and random routing (the worst case):")
     print_table(
         ["weights", "tok/s", "prompt tok/s", "experts on GPU", "in RAM", "on disk", "limit"],
         [
@@ -342,8 +344,8 @@ def _print_on_machine(rows: list[dict[str, Any]]) -> None:
 
 def _print_storage(stored: dict[str, Any]) -> None:
     print(
-        f"In its files: {human_bytes(stored['num_bytes'])}, {stored['bits_per_weight']:.2f} bits a "
-        "weight."
+        f"In its files: {human_bytes(stored['num_bytes'])}, {stored['bits_per_weight']:.2f} bits "
+        "per weight."
     )
     print_table(
         ["part", "stored as", "weights", "bits", "bytes"],

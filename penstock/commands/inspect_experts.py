@@ -1,5 +1,5 @@
-"""`penstock inspect experts LOG`: what a log of experts says about caches for them; and what a
-machine that is described by its memory could do with them."""
+"""`penstock inspect experts LOG`: hit rates of expert caches, from a log of the experts that steps
+used; and estimates of the speed on a machine given by its memory and bandwidths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from penstock.commands.console import print_table
 from penstock.eval.results import prepare_output
 
-SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)  # of all experts, on the device
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)  # of all experts that the device holds
 SPANS = (1, 4, 16, 64, 256)  # steps
 
 
@@ -69,7 +69,7 @@ def analyze(log: Any) -> dict[str, Any]:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Hit rates over the size of a cache, and different experts over steps in a row."""
+    """Hit rates by cache size, and distinct experts by the number of consecutive steps."""
     from penstock.eval.report.charts import THEMES, LineChart, Series, save_png
 
     total = report["layers"] * report["experts_in_a_layer"]
@@ -89,7 +89,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     charts = [
         LineChart(
             "hits",
-            "Hits of a cache for experts",
+            "Hit rate of an expert cache",
             f"{report['steps']:,} steps",
             "% of all experts on the device",
             "% hits",
@@ -97,9 +97,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
         ),
         LineChart(
             "working-set",
-            "Different experts of steps in a row",
+            "Distinct experts in consecutive steps",
             f"{report['layers']} layers of {report['experts_in_a_layer']} experts",
-            "steps in a row",
+            "consecutive steps",
             "% of all experts",
             (Series("used", "", spans, "ours"),),
         ),
@@ -127,14 +127,14 @@ def _print_report(report: dict[str, Any]) -> None:
         ],
     )
     print_table(
-        ["steps in a row", "different experts", "of all"],
+        ["consecutive steps", "distinct experts", "of all"],
         [
             [span, f"{count:,.1f}", f"{count / total:.1%}"]
             for span, count in report["working_set"].items()
         ],
     )
     print(
-        f"Of a step's experts {report['repeated_from_the_step_before']:.1%} were used in the step "
+        f"{report['repeated_from_the_step_before']:.1%} of a step's experts were used in the step "
         f"before; the most used tenth of all experts gets {report['uses_of_the_top_tenth']:.1%} of "
         "all uses."
     )
@@ -144,16 +144,16 @@ GB = 1e9
 CONTEXT = 8192  # tokens of the one request that must fit
 STEP_BYTES = 2 * GB  # kernels, activations, workspaces on the GPU
 SYSTEM_BYTES = 6 * GB  # RAM of the process and the system
-PROMPT_TOKENS = 4096  # in a chunk, which needs nearly all experts once
+PROMPT_TOKENS = 4096  # per chunk, which reads nearly all experts once
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """A machine: its memory, and how fast each tier gives what it holds."""
+    """A machine: the size and the bandwidth of each tier of its memory."""
 
     gpu_bytes: float
     ram_bytes: float
-    gpu_speed: float  # bytes a second, of its memory
+    gpu_speed: float  # bytes per second of GPU memory
     link_speed: float  # from RAM to the GPU
     disk_speed: float | None  # None: nothing is read from disk
 
@@ -164,14 +164,14 @@ class Need:
 
     dense: float  # weights that every token reads, or that must be there
     experts: float
-    token_experts: float  # that one token reads
-    layer_experts: float  # of one layer: a prompt needs them on the GPU at once
+    token_experts: float  # experts that one token reads
+    layer_experts: float  # experts of one layer: a prefill needs all of them on the GPU
     request: float  # KV and state of one request
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    tokens_per_s: float  # of one request; 0: it does not run
+    tokens_per_s: float  # of one request; 0: the model does not run
     prompt_tokens_per_s: float
     shares: Mapping[str, float]  # of the experts, by tier
     limit: str  # what sets the pace, or what is missing
@@ -180,7 +180,7 @@ class Estimate:
 def estimate(need: Need, machine: Tiers) -> Estimate:
     """Whether a model runs on a machine, at what speed at most, and what limits it.
 
-    Experts fill the GPU's memory first, then RAM, then the disk. Routing counts as uniform, the
+    Experts fill the GPU's memory first, then RAM, then the disk. Routing is assumed uniform, the
     worst case, so a tier serves the share that it holds. Reads of all tiers overlap: the slowest
     one sets the pace.
     """
@@ -215,7 +215,7 @@ LIMITS = {"gpu": "GPU memory speed", "link": "link from RAM to GPU", "disk": "di
 def _seconds(
     dense: float, experts: float, shares: Mapping[str, float], machine: Tiers
 ) -> dict[str, float]:
-    """That each tier takes to give what a step reads; a copied expert is read again on the GPU."""
+    """Seconds that each tier needs per step; the GPU also reads the experts copied to it."""
     seconds = {
         "gpu": (dense + experts) / machine.gpu_speed,
         "link": experts * (shares["ram"] + shares["disk"]) / machine.link_speed,

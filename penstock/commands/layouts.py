@@ -1,8 +1,8 @@
-"""What a model takes on each of several GPUs, and what each layout of them should give.
+"""The memory that a model takes on each of several GPUs, and the speed that each layout can reach.
 
-Of N GPUs a layout makes N / tp engines of tp ranks. Times are floors, not measurements: the bytes
-that a rank must read at its memory's speed, and its all-reduces at a stated cost. Kernels that wait
-for each other, sampling and the host come on top.
+A layout divides N GPUs into N / tp engines of tp ranks. Times are floors, not measurements: the
+bytes that a rank must read at its memory's bandwidth, and its all-reduces at a stated cost.
+Dependencies between kernels, sampling and the host add to them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ BATCHES = (1, 64)  # requests in a step of one engine
 @dataclass(frozen=True, slots=True)
 class Gpu:
     memory_bytes: float
-    bytes_per_s: float  # of its memory
-    link_bytes_per_s: float  # to another one, in one direction
-    all_reduce_s: float  # of a small tensor, with the wait for the slowest rank
+    bytes_per_s: float  # memory bandwidth
+    link_bytes_per_s: float  # to another GPU, in one direction
+    all_reduce_s: float  # of a small tensor, including the wait for the slowest rank
 
 
 _LINKED, _PCIE = (450e9, 10e-6), (25e9, 30e-6)
-# The H200's memory speed is measured (docs/performance.md); others are 90 % of what makers state.
+# The H200's bandwidth is measured (docs/performance.md); others are 90 % of the data sheet's.
 GPUS = {
     "B200": Gpu(180e9, 7.2e12, 900e9, 10e-6),
     "H200": Gpu(141e9, 4.3e12, *_LINKED),
@@ -45,13 +45,13 @@ GPUS = {
 
 
 def read_gpus(text: str) -> tuple[int, str]:
-    """Such as 8xH200."""
+    """Reads a count and a name, such as 8xH200."""
     match = re.fullmatch(r"([1-9]\d{0,4})x(\w+)", text)
     name = match[2].upper() if match else ""
     if match is None or name not in GPUS:
         raise ConfigError(
             f"--gpus is {text!r}",
-            f"It is a number and a name, such as 8xH200; known are {', '.join(GPUS)}.",
+            f"It must be a count and a name, such as 8xH200; known GPUs are {', '.join(GPUS)}.",
             nearest(name, GPUS),
         )
     return int(match[1]), name
@@ -60,7 +60,7 @@ def read_gpus(text: str) -> tuple[int, str]:
 def describe_layouts(
     source: ModelSource, config: EngineConfig, gpus: tuple[int, str]
 ) -> list[dict[str, Any]]:
-    """One for each number of ranks that divides the GPUs and the model."""
+    """One layout for each tp that divides the number of GPUs; `why_not` if it does not work."""
     count, name = gpus
     found = []
     for tp in (size for size in range(1, count + 1) if count % size == 0):
@@ -76,7 +76,7 @@ def describe_layouts(
 def build_without_memory(
     source: ModelSource, config: EngineConfig, tp: int = 1, *, with_drafting_head: bool = True
 ) -> tuple[Any, Roofline]:
-    """One rank of a model on torch's meta device, in the dtype that a GPU would hold it in."""
+    """One rank of a model on torch's meta device, in the dtype that a GPU would use."""
     import torch
 
     from penstock.engine.device_cache import find_kv_dtype
@@ -95,8 +95,8 @@ def build_without_memory(
 def collectives_s(
     tp: int, num_layers: int, num_bytes: int, all_reduce_s: float, link_bytes_per_s: float
 ) -> float:
-    """Of a step whose hidden states take so many bytes: two all-reduces of a layer, one of the
-    embedding, one that finds the token. A ring sends each byte twice.
+    """Seconds per step for the collectives, if its hidden states take `num_bytes`: two all-reduces
+    per layer, one for the embedding, one to find the token. A ring sends each byte twice.
     """
     sent_s = 2 * (tp - 1) / tp * num_bytes / link_bytes_per_s
     return num_collectives(num_layers) * (all_reduce_s + sent_s)
@@ -123,7 +123,7 @@ def _layout(source: ModelSource, config: EngineConfig, tp: int, name: str) -> di
 
 
 def plan_rank_memory(model: Any, roofline: Roofline, config: EngineConfig, name: str) -> MemoryPlan:
-    """Of a rank on one GPU of that name. Raises an error if its weights do not fit."""
+    """The memory plan of a rank on one such GPU. Raises an error if its weights do not fit."""
     from penstock.engine.memory import estimate_memory
 
     num_bytes = int(GPUS[name].memory_bytes)
@@ -145,7 +145,7 @@ def _step_s(roofline: Roofline, gpu: Gpu, num_layers: int, tp: int, batch: int) 
 
 def print_layouts(layouts: list[dict[str, Any]], gpus: tuple[int, str]) -> None:
     count, name = gpus
-    print(f"On {count} x {name}, at {CONTEXT:,} tokens a request; times are floors:")
+    print(f"On {count} x {name}, with {CONTEXT:,} tokens per request; times are floors:")
     rows = []
     for layout in layouts:
         place = [f"{layout['replicas']} x {layout['tp']}"]
@@ -159,7 +159,7 @@ def print_layouts(layouts: list[dict[str, Any]], gpus: tuple[int, str]) -> None:
             all_tokens = layout["replicas"] * batch / seconds
             cells += [f"{1e3 * seconds:.2f}", f"{all_tokens:,.0f}"]
         rows.append([*place, *cells])
-    header = ["engines x tp", "weights a GPU", "KV tokens an engine", "requests"]
+    header = ["engines x tp", "weights/GPU", "KV tokens/engine", "requests"]
     for batch in BATCHES:
-        header += [f"ms at {batch}", "tok/s of all"]
+        header += [f"ms at {batch}", "total tok/s"]
     print_table(header, rows)

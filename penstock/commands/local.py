@@ -1,5 +1,5 @@
-"""A model in this process, for commands that use one, and the flags of its sampling. Imports the
-engine when it is loaded.
+"""Loads a model into this process, for commands that need one, and defines the sampling flags.
+Imports the engine only when a model is loaded.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def _texts_of(deltas: list[Delta]) -> Iterator[tuple[str, bool]]:
 
 
 HELPS = {
-    "max_tokens": "end after this many tokens (default: when the model ends or the context is "
+    "max_tokens": "stop after this many tokens (default: when the model ends or the context is "
     "full)",
-    "min_tokens": "do not end before this many tokens",
+    "min_tokens": "do not stop before this many tokens",
     "temperature": "0 takes the likeliest token; higher is more varied (default: the model's, or "
     "0)",
     "top_p": "keep the likeliest tokens up to this total probability (default: the model's, or 1)",
@@ -88,19 +88,19 @@ HELPS = {
     "frequency_penalty": "subtracted from the logit each time a token was generated",
     "logit_bias": "add X to the logit of token ID",
     "seed": "seed: the same seed gives the same text",
-    "stop": "end before this text; may be repeated",
-    "stop_token_ids": "end at any of these tokens",
+    "stop": "stop before this text; may be repeated",
+    "stop_token_ids": "stop at any of these tokens",
     "bad_words": "text that an answer must not contain; may be repeated",
     "include_stop_str_in_output": "keep the stop text, or token, at the end of an answer",
     "skip_special_tokens": "leave control tokens out of the text",
-    "truncate_prompt_tokens": "use only so many of the prompt's last tokens; -1: as many as fit",
-    "ignore_eos": "continue when the model would end",
+    "truncate_prompt_tokens": "keep only this many of the prompt's last tokens; -1: all that fit",
+    "ignore_eos": "continue where the model would end",
     "logprobs": "with --json: log-probabilities of the chosen and of the N likeliest tokens",
     "n": "number of answers",
 }
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
-# Not for the command line: penstock.text.grammar writes grammars, and only the API returns a
-# prompt's.
+# Not for the command line: penstock.text.grammar writes grammars, and only the API returns
+# prompt logprobs.
 INTERNAL = ("grammar", "grammar_starts_after", "prompt_logprobs")
 
 
@@ -109,12 +109,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser, skip: Collection[str] = 
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Only what was given, so that a server's own defaults apply to the rest."""
+    """Only the parameters that were given, so that a server's own defaults apply to the rest."""
     return read_settings(SamplingParams, arguments)
 
 
 def read_sampling(
     arguments: argparse.Namespace, defaults: Mapping[str, Any] = NO_DEFAULTS
 ) -> SamplingParams:
-    """`defaults`: the model's, for what was not given."""
+    """`defaults`: the model's, for parameters that were not given."""
     return SamplingParams(**{**defaults, **given_sampling(arguments)})

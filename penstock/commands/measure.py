@@ -1,8 +1,8 @@
-"""How `penstock bench` measures: a check first, warm-up, the median of repeats, the spread, the
-floor.
+"""How `penstock bench` measures: checks results, warms up, and reports the median of repeats, their
+spread and the floor.
 
-A time of wrong results is worthless. So decoding is compared with prefilling before anything is
-timed, which finds a cache that is read or written at the wrong place, and then each shape is
+Times of wrong results are worthless. So before anything is timed, decoding is compared with
+prefilling, which finds a cache that is read or written at the wrong place. Then each shape is
 compared with the references, op by op (`op_check`), which finds a kernel that is wrong for it.
 
 Decode steps are timed from the end of one to the end of the next, as a client would see them: on a
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this machine can do at best, measured with the simplest code."""
+    """This machine's peak rates, measured with the simplest code."""
 
     bytes_per_s: float  # of a large copy, read + write
     operations_per_s: float  # of a large matmul in the model's dtype
@@ -55,11 +55,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One shape: the time of every repeat, and what it moved at least."""
+    """One shape: the time of every repeat, and the fewest bytes that it moves."""
 
     batch: int
     context: int
-    num_tokens: int  # that one repeat processes
+    num_tokens: int  # processed by one repeat
     seconds: tuple[float, ...]
     num_bytes: int
     floor_s: float
@@ -114,10 +114,10 @@ class Measurement:
 COLUMNS = ["batch", "context", "ms", "spread", "tok/s", "GB/s", "floor ms", "of floor"]
 
 # How far the median row's decode may be from a prefill of the same tokens, relative to the size of
-# the logits; unrelated ones differ by 1.4. In half precision, random weights and routers that flip
-# near ties need this room over all layers: the strict comparison is the one op by op.
+# the logits; unrelated logits differ by 1.4. In half precision, random weights and routers that
+# flip near ties need this much over all layers: the comparison op by op is the strict one.
 TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.4}
-ROUNDED_TOLERANCE = 0.2  # more, where prompts are rounded to FP8 and decodes are not
+ROUNDED_TOLERANCE = 0.2  # added if prompts are rounded to FP8, and decodes are not
 PROFILED_PREFILLS = 3
 PROFILED_STEPS = 20
 CHECK_TOKENS = 100  # more than one page and no multiple of anything
@@ -165,7 +165,7 @@ class Bench:
         return report
 
     def check_prefills(self, batch: int, context: int) -> dict[str, Any]:
-        """Checks the first step of the shape's prompts, or as much of each as one step takes."""
+        """Checks one prefill step with the shape's prompts, truncated to what fits one step."""
         engine, shape = self.engine.engine, f"{batch} x {context:,}"
         budget = (
             engine.policy.scheduler.max_step_tokens
@@ -195,7 +195,7 @@ class Bench:
         return found
 
     def prefills(self, batch: int, context: int) -> Measurement:
-        """Whole prompts without a cache; a known id is replaced, so every repeat is the first."""
+        """Whole prompts without a cache: each repeat replaces the sequences of the one before."""
         ids, prompts = list(range(batch)), random_prompts(self.engine, batch, context)
         seconds = time_each(
             self.engine, lambda: self.engine.prefill(ids, prompts), self.warmup, self.repeats
@@ -209,8 +209,8 @@ class Bench:
     def whole_engine(
         self, batch: int, context: int, sampling: SamplingParams
     ) -> tuple[Measurement, Breakdown | None]:
-        """Decode steps through `Engine.step`, including the scheduler; on a GPU, how busy it kept
-        the device."""
+        """Decode steps through `Engine.step`, including the scheduler; on a GPU, also a breakdown
+        by kernel."""
         engine = self.engine.engine
         num_steps = self.warmup + self.repeats + PROFILED_STEPS
         # The first request to decode must not end before the last one has been measured.
@@ -241,8 +241,8 @@ class Bench:
 
 
 class Decoding:
-    """Requests in the middle of their replies, with a context that was never computed: noise fills
-    the cache, because the time of a step only requires that the rows differ. Equal rows would
+    """Requests in the middle of their replies, with a context that was never computed: the cache
+    is filled with noise, which is enough to time a step, because the rows differ. Equal rows would
     choose the same experts, and read a fraction of the weights."""
 
     def __init__(
@@ -277,7 +277,7 @@ class Decoding:
         return self.engine.runner.launch(StepPlan(self._num_steps, self.rows(max_tokens)))
 
     def rows(self, max_tokens: int = 1) -> tuple[RowPlan, ...]:
-        """Of every step: the device knows how far they are. More than one token: with drafts."""
+        """The same in every step: the device counts positions. `max_tokens` > 1: with drafts."""
         return tuple(
             RowPlan.decode(
                 row, slot=one.slot or 0, initial_slot=one.slot or 0, max_tokens=max_tokens
@@ -297,9 +297,9 @@ def fill_with_noise(engine: Engine, seed: int = 0) -> None:
     for cache in engine.runner.caches:
         for name in cache.__slots__:
             pool = getattr(cache, name)
-            if not isinstance(pool, torch.Tensor):  # a journal holds nothing that a row replays
+            if not isinstance(pool, torch.Tensor):  # a journal: these rows replay none of it
                 continue
-            if pool.dtype.itemsize == 1:  # any codes but those of E4M3's NaN
+            if pool.dtype.itemsize == 1:  # any E4M3 code except NaN
                 pool.view(torch.uint8).random_(256, generator=generator).bitwise_and_(0xF7)
             elif name == "scales":
                 pool.fill_(1e-3)
@@ -310,7 +310,7 @@ def fill_with_noise(engine: Engine, seed: int = 0) -> None:
 def load_engine(
     source: ModelSource, config: EngineConfig, phases: OnPhase, *, of_share: bool = False
 ) -> LogitsEngine:
-    """`of_share`: one rank of several, alone."""
+    """`of_share`: loads one rank of several, without the others."""
     with timed("libraries", phases):
         from penstock.engine.device import select_device
         from penstock.engine.engine import Engine
@@ -331,12 +331,12 @@ def roofline_of(engine: LogitsEngine, source: ModelSource, config: EngineConfig)
 
 
 def require_room(engine: LogitsEngine, batch: int, num_tokens: int) -> None:
-    """The planned shapes must fit: an engine chooses fewer rows and pages if memory is short."""
+    """Refuses shapes that do not fit: an engine takes fewer rows and pages if memory is short."""
     info = engine.engine.info
     if batch > info.max_rows:
         raise CapacityError(
             f"A batch of {batch} does not fit the cache",
-            f"Its {info.cache_bytes / 1e9:.2f} GB have room for {info.max_rows} requests.",
+            f"The cache ({info.cache_bytes / 1e9:.2f} GB) has room for {info.max_rows} requests.",
             f"Use --batch {info.max_rows} or less, or raise --memory-gb.",
         )
     # Page 0 is reserved.
@@ -350,8 +350,8 @@ def require_room(engine: LogitsEngine, batch: int, num_tokens: int) -> None:
 
 
 def check_decode(engine: LogitsEngine) -> float:
-    """The relative difference between decoded rows of unequal lengths, and prefills that end with
-    the same tokens: the median row's, because a router may flip in some."""
+    """The relative difference between decoded rows of unequal lengths and prefills that end with
+    the same tokens. Takes the median row, because a router may flip in some rows."""
     import torch
 
     from penstock.ops.float8 import rounds_prompts
@@ -374,7 +374,7 @@ def check_decode(engine: LogitsEngine) -> float:
     tolerance = TOLERANCES[dtype] + (ROUNDED_TOLERANCE if is_rounded else 0.0)
     if not difference <= tolerance:
         raise PenstockError(
-            "Decoding gives other logits than prefilling the same tokens",
+            "Decoding and prefilling the same tokens give different logits",
             f"They differ by {difference:.2%} of their size; the limit is {tolerance:.1%} "
             f"({dtype}).",
             "This is a bug. Times of wrong results are worthless, so nothing was timed.",
@@ -383,7 +383,7 @@ def check_decode(engine: LogitsEngine) -> float:
 
 
 def measure_limits(engine: LogitsEngine) -> Limits:
-    """The floor's two numbers, on the device and in the dtype that will be timed."""
+    """The two rates of the floor, on the device and in the dtype that will be timed."""
     import torch
 
     device, on_gpu = engine.engine.info.device, is_on_gpu(engine)
@@ -405,7 +405,7 @@ def time_steps(
 
 
 def time_chain(launch: Callable[[], object], repeats: int) -> tuple[float, ...]:
-    """Seconds from the end of each launch to that of the next, by the GPU's clock."""
+    """Seconds from the end of each launch to the end of the next, by the GPU's clock."""
     import torch
 
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -420,7 +420,7 @@ def time_chain(launch: Callable[[], object], repeats: int) -> tuple[float, ...]:
 def time_each(
     engine: LogitsEngine, work: Callable[[], object], warmup: int, repeats: int
 ) -> tuple[float, ...]:
-    """Seconds of each repeat, the device drained before and after."""
+    """Seconds per repeat, with the device synchronized before and after."""
     synchronize = _synchronizer(engine)
     for _ in range(warmup):
         work()
@@ -443,8 +443,8 @@ def random_prompts(engine: LogitsEngine, batch: int, length: int) -> list[torch.
 
 
 def num_known_tokens(engine: Engine) -> int:
-    """Of the vocabulary, those that rank 0 has. A rank alone embeds others as zeros, and rows of
-    zeros would all choose the same experts."""
+    """Tokens of the vocabulary that rank 0 holds. Without the other ranks it embeds theirs as
+    zeros, and rows of zeros would all choose the same experts."""
     return engine.info.vocab_size // engine.runner.rows.ranks.size
 
 

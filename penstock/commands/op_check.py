@@ -1,10 +1,9 @@
-"""Checks whether a step computes what the references compute: every op, on its inputs in that step.
+"""Checks that a step computes what the references compute: every op, on its inputs in that step.
 
-Runs before a shape is timed, in the form that will be timed: the same rows, contexts and kernels.
-One layer of each kind runs once with every op done twice, by the device's choice and by its
-reference. Both get the same inputs, so errors do not add up and no router flips: a row may differ
-by the rounding of one op, and the limits are those of the dtype. Graphs are then compared with the
-same step launched kernel by kernel.
+Runs before a shape is timed, with the same rows, contexts and kernels. One layer of each kind runs
+once, and each op twice: the device's kernel and its reference. Both get the same inputs, so errors
+do not add up and no router flips: a row may differ by the rounding of one op, and the limits follow
+from the dtype. Graphs are then compared with the same step launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ if TYPE_CHECKING:
 Run = Callable[..., Any]
 Given = dict[str, Any]
 
-# Of what an op adds to a row, relative to its size: half a dozen roundings of the dtype. A row that
-# is a tenth too large, or that used one wrong expert of eight, is several times further off.
+# Largest error relative to what an op adds to a row: half a dozen roundings of the dtype. A row
+# that is a tenth too large, or that used one wrong expert of eight, is several times further off.
 TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
-# Two results rounded to their own dtype.
+# Difference between two results that are both rounded to the dtype.
 ROUNDINGS = {"float32": 2**-22, "float16": 2**-10, "bfloat16": 2**-7}
 # For the delta rule over whole blocks, which keeps products in the model's dtype.
 WHOLE_CHUNK_FACTOR = 3.0
-# For tokens rounded to 8 bits before a product: where two results in the model's dtype differ, a
-# few per cent of the codes are one step apart, and a step is an eighth of the value.
+# For activations rounded to 8 bits before a product: where two results in the model's dtype differ,
+# a few per cent of the codes are one step apart, and a step is an eighth of the value.
 ROUNDED_TOKENS_FACTOR = 2.0
-FEW_TOKENS = 512  # with more, fixed tiles would take the reference minutes
+FEW_TOKENS = 512  # with more tokens, the reference would take minutes in fixed tiles
 ROWS_AT_ONCE = 2048
-# Share of rows that may be anywhere: a graph's step runs all layers, where routers may flip.
+# Share of rows without a limit: a graph's step runs all layers, where routers may flip.
 FAR_ROWS = 0.1
 NO_GRAPHS: Mapping[str, Any] = dict.fromkeys(("graphs", "prefill_graphs", "draft_graphs"))
 
@@ -59,7 +58,7 @@ class OpError:
 
 @dataclass(slots=True)
 class OpCheck:
-    """Replaces the choice of ops, and runs both."""
+    """Called in place of each op; runs the chosen kernel and the reference."""
 
     dtype: str
     found: list[OpError] = field(default_factory=list)  # in the order of the step
@@ -80,9 +79,9 @@ class OpCheck:
         seen: Tensor,
         expected: Tensor,
         base: Tensor | None = None,
-        factor: float = 1.0,  # of the tolerance
+        factor: float = 1.0,  # times the tolerance
     ) -> None:
-        """Row by row; with a base, such as a residual, by what was added to it."""
+        """Compares row by row; with a base such as a residual, relative to what was added to it."""
         import torch
 
         parts = []
@@ -109,15 +108,15 @@ class OpCheck:
         self.found.append(found)
 
     def worst(self) -> OpError:
-        """The first wrong one, since others may have inherited its NaN, or the largest error."""
+        """The first wrong op, since later ones may inherit its NaN; else the largest error."""
         wrong = (found for found in self.found if not found.of_limit <= 1)
         return next(wrong, None) or max(self.found, key=lambda found: found.of_limit)
 
 
 def _expected(reference: Run, given: Given) -> Any:
-    """With few tokens, in fixed tiles and row by row: other sums than those of any fast form."""
+    """With few tokens, the reference sums in fixed tiles and row by row, as no kernel does."""
     first: Tensor = next(iter(given.values()))
-    if "spans" in given:  # only the device knows how long the context of a decode is
+    if "spans" in given:  # only the device knows the context length of a decode
         pairs = zip(given["spans"], given["context_lens"].tolist())
         given = given | {"spans": [dataclasses.replace(span, context_len=n) for span, n in pairs]}
     if "deterministic" in given and len(first) <= FEW_TOKENS:
@@ -147,7 +146,7 @@ def _rounds_tokens(given: Given) -> bool:
 
 
 def _compare_route(check: OpCheck, reference: Run, run: Run, given: Given) -> Any:
-    """Experts that are nearly as likely may replace each other, with their own weights."""
+    """Accepts other experts that are nearly as likely, if their weights are right."""
     import torch
 
     expected_x, expected_weights, _, expected_shared = _expected(reference, given)
@@ -168,7 +167,7 @@ def _compare_route(check: OpCheck, reference: Run, run: Run, given: Given) -> An
 
 
 def _compare_rope(check: OpCheck, reference: Run, run: Run, given: Given) -> Any:
-    """Also compares the written keys and values; their places are cleared in between."""
+    """Also compares the written keys and values, which are cleared between the two runs."""
     import torch
 
     from penstock.ops.reference import kv_codes
@@ -219,7 +218,7 @@ _COMPARISONS: dict[str, Callable[[OpCheck, Run, Run, Given], Any]] = {
 
 
 def layers_of_each_kind(runner: Runner) -> Runner:
-    """Launches kernel by kernel, one layer of each kind, and the last one."""
+    """A runner without graphs that runs one layer of each kind, and the last one."""
     from penstock.engine.graphs import warmup_layers
 
     caches: Any = warmup_layers(runner.model, runner.caches)
@@ -248,7 +247,7 @@ def check_ops(dtype: str, shape: str, step: Callable[[], object]) -> OpError:
 def check_graphs(
     dtype: str, shape: str, runner: Runner, plan: StepPlan, reset: Callable[[], None]
 ) -> float:
-    """The median row's difference between a captured step and one launched by kernel."""
+    """The median row's difference between a captured step and one launched kernel by kernel."""
     reset()
     replayed = runner.logits(plan)
     reset()
@@ -258,8 +257,8 @@ def check_graphs(
     num_far = int((~(differences <= 5 * tolerance)).sum())
     if not median <= tolerance or num_far > FAR_ROWS * len(differences):
         raise PenstockError(
-            "The captured step gives other logits than the same kernels launched one by one at "
-            f"{shape}",
+            f"At {shape}, a captured step gives different logits than the same kernels launched "
+            "one by one",
             f"The median row differs by {median:.2%}, and {num_far:,} of {len(differences):,} by "
             "more than "
             f"{5 * tolerance:.1%}; the limits are {tolerance:.1%} and {FAR_ROWS:.0%} ({dtype}).",

@@ -1,8 +1,8 @@
-"""`penstock plan`: how a load would run on so many GPUs, which layout is best, and how many are
-needed.
+"""`penstock plan`: how a load would run on a number of GPUs, which layout is best, and how many
+GPUs are needed.
 
-Simulates real routers and schedulers (`penstock/planning`); step times come from what was measured
-on one H200, and collectives from a stated cost.
+Simulates time with the real router and scheduler (`penstock/planning`). Step times were measured on
+one H200; collectives have a stated cost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from penstock.planning.node import Slo
     from penstock.planning.outcome import Outcome
 
-DESCRIPTION = "Simulate a load on a fleet: goodput, latencies, the best layout, the GPUs it needs."
+DESCRIPTION = "Simulate a load on a fleet: goodput, latencies, the best layout, the GPUs needed."
 USAGE = "penstock plan [MODEL] --gpus 8xH200 (--trace FILE | --rate R) [flags]"
 EXAMPLES = [
     "penstock plan Qwen3.5-35B-A3B --gpus 8xH200 --rate 40 --input-len 1k --output-len 256 "
@@ -52,7 +52,7 @@ ENGINE_FLAGS = (
     *("model", "tp", "dtype", "kv_dtype", "state_dtype", "quantization", "max_model_len"),
     *("max_rows", "max_step_tokens", "mixed_step_tokens", "bulk_share", "page_size"),
 )
-MOST_GPUS = 16384  # that a search for the fewest tries
+MOST_GPUS = 16384  # upper end of the search for the fewest GPUs
 COLUMNS = [
     *("engines x tp", "goodput req/s", "tok/s", "kept", "ttft p50", "p99 ms", "itl p50", "p99 ms"),
     *("busy", "GPUs needed", "step times"),
@@ -61,23 +61,23 @@ COLUMNS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """The load, and what it must keep."""
+    """The load, and the latency limits that it must keep."""
 
-    gpus: str = setting("8xH200", f"the fleet: a number and one of {', '.join(GPUS)}")
+    gpus: str = setting("8xH200", f"the fleet: a count and one of {', '.join(GPUS)}")
     trace: str | None = setting(None, "arrivals: Azure's CSV or Mooncake's JSON lines")
     speedup: float = setting(1.0, "factor by which the trace's clock runs faster")
     repeat: int = setting(1, "how often to play the trace, one pass after the other")
-    limit: int | None = setting(None, "requests of the trace (default: all)")
+    limit: int | None = setting(None, "requests of the trace to use (default: all)")
     rate: float | None = setting(None, "requests per second at random times, instead of a trace")
-    requests: int = setting(1000, "how many of them")
-    input_len: int = setting(1024, "tokens of their prompts")
-    output_len: int = setting(256, "tokens of their replies")
+    requests: int = setting(1000, "number of requests, with --rate")
+    input_len: int = setting(1024, "tokens per prompt, with --rate")
+    output_len: int = setting(256, "tokens per reply, with --rate")
     slo: str = setting(
         "ttft=500ms,itl=30ms",
-        "what a reply must keep to count: its first token, and its mean time between tokens",
+        "limits that a reply must keep to count: its TTFT, and its mean time between tokens",
     )
-    seed: int = setting(0, "seed of random times, and of the choice of machines")
-    results: str | None = setting(None, "folder of measured tables (default: the checkout's)")
+    seed: int = setting(0, "seed for random times, and for the router's choice of engines")
+    results: str | None = setting(None, "folder of measured times (default: the checkout's)")
     plot: str | None = setting(None, "draw the distributions into this file (matplotlib)")
 
     def __post_init__(self) -> None:
@@ -196,8 +196,8 @@ def _row(
 
 
 def choose(rows: list[dict[str, Any]]) -> int | None:
-    """The tp of the best layout: where most replies keep the limits; of equal ones the one that
-    would need the fewest GPUs, then the one whose first tokens come soonest. None: none fits."""
+    """The tp of the layout where most replies keep the limits; among equals, the one that needs
+    the fewest GPUs, then the one with the lowest p99 TTFT. None if no layout fits."""
     fitting = [row for row in rows if "why_not" not in row]
 
     def rank(row: dict[str, Any]) -> tuple[float, float, float]:
@@ -221,7 +221,7 @@ def _print(
         f"{len(arrivals):,} requests in {span_s:,.0f} s; on average, prompts of "
         f"{num_input / len(arrivals):,.0f} tokens and replies of {num_output / len(arrivals):,.0f}"
     )
-    print(f"A reply counts if it keeps: {slo.in_words()}")
+    print(f"A reply counts if it keeps these limits: {slo.in_words()}")
     cells = []
     for row in rows:
         name = f"{row['engines']} x {row['tp']}"
@@ -249,15 +249,15 @@ def _print(
         print("No layout fits these GPUs.")
         return
     needed = next(row["gpus_needed"] for row in rows if row["tp"] == best)
-    words = f"{needed:,} GPUs keep" if needed is not None else "no number of GPUs tried keeps"
+    words = f"{needed:,} GPUs keep" if needed is not None else f"not even {MOST_GPUS:,} GPUs keep"
     print(f"Best: --tp {best}. With it, {words} the limits for 99 % of the requests.")
 
 
-POINTS = 400  # of a curve
+POINTS = 400  # per curve
 
 
 def draw(path: Path, title: str, outcomes: Mapping[str, Outcome], slo: Slo) -> None:
-    """Shares of requests by their times. The format follows the file's ending."""
+    """Cumulative distributions of latencies. The file's suffix decides the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")

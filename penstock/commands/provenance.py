@@ -15,7 +15,7 @@ from penstock import __version__
 
 
 def provenance() -> dict[str, Any]:
-    """The fields that all reports begin with; finds torch's version without importing it."""
+    """The first fields of all reports; finds torch's version without importing it."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": __version__,

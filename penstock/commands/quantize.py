@@ -1,4 +1,4 @@
-"""`penstock quantize`: makes a quantized checkpoint of a model, and says what that costs."""
+"""`penstock quantize`: writes a quantized checkpoint of a model, and reports its errors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from penstock.quantize.settings import QuantizeSettings
 
 DESCRIPTION = """Quantize a checkpoint to FP8, INT8 or INT4, in the compressed-tensors format.
 
-One layer at a time is in memory. A run that was stopped goes on where it was when it is started
-again with the same words."""
+Only one layer at a time is in memory. To continue a run that was stopped, run the same command
+again."""
 USAGE = "penstock quantize MODEL -o OUT --scheme {fp8,int8,int4} [flags]"
 EXAMPLES = [
     "penstock quantize ~/models/Qwen3.5-4B -o Qwen3.5-4B-FP8 --scheme fp8",
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         leave_a_core()
         report = quantize(source, output, settings, device, phases)
     if report["was_quantized"]:
-        print_note(f"{report['model']} was quantized before: the errors of that are in it, too.")
+        print_note(f"{report['model']} was already quantized: its errors add to the new ones.")
     if arguments.json:
         print(json.dumps({**report, **provenance()}))
     else:
@@ -76,7 +76,7 @@ def _print_report(report: dict[str, Any]) -> None:
     )
     rows = [
         ["bytes", human_bytes(report["bytes_before"]), human_bytes(report["bytes"])],
-        ["bits a weight", _bits_before(report), f"{report['bits_per_weight']:.2f}"],
+        ["bits per weight", _bits_before(report), f"{report['bits_per_weight']:.2f}"],
     ]
     if "perplexity_after" in report:
         rows += [

@@ -1,8 +1,8 @@
 """The time of one rank's part of a step, with collectives added at a stated cost.
 
 One GPU runs what rank 0 of several would: its slices of the weights, the same kernels and graphs.
-The collectives between them are left out, and their cost is added: so many all-reduces, at the
-latency that others have published for them, and the bytes they send over the link.
+It skips the collectives, and their cost is added: the number of all-reduces at a published latency,
+and the bytes that they send over the link.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from penstock.commands.layouts import GPUS, collectives_s, num_collectives
 from penstock.commands.measure import Measurement
 
-# Of 8 linked H100s, bfloat16, a few kB, captured in a CUDA graph. NCCL takes 6 us between two GPUs
+# For 8 linked H100s, bfloat16, a few kB, captured in a CUDA graph. NCCL takes 6 us between two GPUs
 # (NVIDIA/nccl issue 1259) and about twice that between eight; torch's symmetric memory and other
 # one-shot kernels take 5 to 7 us (vllm-project/vllm pull request 24111).
 ALL_REDUCE_US = 1e6 * GPUS["H200"].all_reduce_s
@@ -22,7 +22,7 @@ COLUMNS = ["tp", "batch", "context", "own ms", "links ms", "projected ms", "tok/
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What the collectives of one step cost."""
+    """The cost of one step's collectives."""
 
     tp: int
     num_layers: int

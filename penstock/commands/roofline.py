@@ -1,11 +1,10 @@
 """The fewest bytes and operations that a step needs, from a model's own parameters and cache specs.
 
-In the last layer, all but the last token of a prompt need only their keys and values, or its state.
-
 A decode step reads every weight that is not an expert once, the experts that its tokens are
 expected to choose (uniform routing, the worst case), the KV of every context, and reads and writes
-every recurrent state. Activations and launches count as free, so a measurement can only be slower.
-Knows no device.
+every recurrent state. In the last layer of a prefill, only the last token needs more than keys and
+values, or an update of the state. Activations and launches count as free, so a measurement can only
+be slower. Knows no device.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ class Parameters:
     num_experts: int  # in one layer; 0 for a dense model
     num_experts_per_token: int
     mtp: int  # the drafting head, which a plain step does not read
-    last_experts: int  # of the last layer
-    last_dense: int  # of the last layer, what only last tokens need
-    mtp_experts: int = 0  # of the drafting head
+    last_experts: int  # in the last layer
+    last_dense: int  # in the last layer, needed only for last tokens
+    mtp_experts: int = 0  # in the drafting head
 
     @property
     def always_read(self) -> int:
-        """Parameters that every step reads. Of the embedding only rows, unless it is the head."""
+        """Parameters that every step reads; the embedding only counts if it is also the head."""
         return self.total - self.experts - self.mtp - (0 if self.is_tied else self.embedding)
 
     @property
@@ -47,18 +46,18 @@ class Parameters:
 
     @property
     def spared(self) -> int:
-        """Parameters that a prompt token other than the last does not need."""
+        """Parameters that prompt tokens before the last do not need."""
         return self.last_dense + round(self.last_experts * self._share_chosen(1))
 
     def experts_read(self, num_tokens: int, num_last: int | None = None) -> int:
-        """Expected parameters of the distinct experts that this many tokens choose in all layers,
-        or in the last one only `num_last`."""
+        """Expected parameters of the distinct experts that this many tokens choose; in the last
+        layer, only `num_last` tokens choose."""
         before = (self.experts - self.last_experts) * self._share_chosen(num_tokens)
         return round(before + self.last_experts * self._share_chosen(num_last or num_tokens))
 
     def drafting_read(self, num_rows: int, num_drafts: int) -> int:
         """Parameters that the drafting head's layer reads in a step: once for all tokens of the
-        step, and once for each draft behind the first."""
+        step, and once for each draft after the first."""
         dense = num_drafts * (self.mtp - self.mtp_experts)
         shares = self._share_chosen(num_rows * (1 + num_drafts))
         shares += (num_drafts - 1) * self._share_chosen(num_rows)
@@ -73,13 +72,13 @@ class Parameters:
 def count_parameters(
     model: Any, config: Mapping[str, Any], *, in_bytes: bool = False
 ) -> Parameters:
-    """From a model built on any device, meta included, and its config.json. `in_bytes`: what they
-    take as they are stored.
+    """Counts the parameters of a model on any device, meta included. `in_bytes`: counts the bytes
+    that they take as stored.
     """
     parameters = dict(model.named_parameters())
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     if in_bytes:
-        from penstock.ops import Weight  # and torch with it, which help texts do without
+        from penstock.ops import Weight  # imports torch, which help texts do not need
 
         sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
         weights = ((name, one) for name, one in model.named_modules() if isinstance(one, Weight))
@@ -90,11 +89,11 @@ def count_parameters(
     embedding = sum(size for name, size in sizes.items() if name.startswith("embed"))
     last = {name for name in sizes if name.startswith(f"layers.{len(model.layers) - 1}.")}
     last_dense = sum(sizes[name] for name in last.difference(stacks))
-    # Of whole experts a rank has some; tokens choose among those of all ranks.
+    # With expert parallelism a rank holds some experts; tokens choose among those of all ranks.
     num_holders = model.ranks.size if model.ranks.whole_experts else 1
     spec = model.cache_specs()[-1]
     if isinstance(spec, KVSpec):
-        # Keys and values of all tokens.
+        # All tokens need their keys and values.
         last_dense -= 2 * spec.num_kv_heads * spec.head_dim * text_config(config)["hidden_size"]
     else:
         last_dense = sum(sizes[name] for name in last.difference(stacks) if ".mlp." in name)
@@ -120,9 +119,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class DraftBytes:
-    """Of a step with drafts."""
+    """Bytes of a step with drafts."""
 
-    read: int  # what its kernels ask for
+    read: int  # what its kernels load
     floor: int  # weights, every state read and written once, every key and value read once
 
 
@@ -132,11 +131,11 @@ class Roofline:
 
     parameters: Parameters
     stored: Parameters  # in bytes
-    element_bytes: int  # of an activation, and of a weight that is not quantized
-    kv_bytes: int  # of an element of KV
-    state_bytes: int  # of an element of a recurrent state
+    element_bytes: int  # per activation, and per weight that is not quantized
+    kv_bytes: int  # per element of KV
+    state_bytes: int  # per element of a recurrent state
     hidden_size: int
-    query_width: int  # query heads x head width, of a rank
+    query_width: int  # query heads x head width, on one rank
     attention: tuple[KVSpec, ...]
     delta_nets: tuple[StateSpec, ...]
     ends_with_attention: bool
@@ -148,7 +147,7 @@ class Roofline:
         config: Mapping[str, Any],
         element_bytes: int,
         state_bytes: int,
-        kv_bytes: int | None = None,  # None: as of a weight
+        kv_bytes: int | None = None,  # None: as `element_bytes`
     ) -> Roofline:
         text, specs = text_config(config), model.cache_specs()
         attention = tuple(spec for spec in specs if isinstance(spec, KVSpec))
@@ -187,26 +186,26 @@ class Roofline:
         return self.weight_bytes_read(batch) + batch * self.row_bytes(context)
 
     def row_bytes(self, context: int) -> int:
-        """That a decode reads and writes of its own request."""
-        # Of the ring of the convolution's inputs a token reads all entries but its own, which it
-        # writes.
+        """Bytes that a decode reads and writes for its own request."""
+        # The convolution's inputs count once: a token reads all entries of the ring except its
+        # own, which it writes.
         state = self.state_bytes_per_request + self._recurrent_bytes
         return self.kv_bytes_per_token * (context + 1) + state
 
     def draft_bytes(
         self, batch: int, context: int, num_drafts: int, num_accepted: float, head_bytes: int
     ) -> DraftBytes:
-        """One token and so many drafts for each of `batch` requests, whose last step had
-        `num_accepted` right ones; `head_bytes` is what a draft is chosen from.
+        """One token and `num_drafts` drafts for each of `batch` requests, whose last step accepted
+        `num_accepted` drafts; `head_bytes` are read to choose a draft.
 
-        Every place reads all keys and values; those of one request are adjacent programs, so a
-        cache may have them. A journal's entry is a key, a value and three gates of every head.
+        Every position reads all keys and values; positions of one request are adjacent programs, so
+        a cache may serve them. A journal entry is a key, a value and three gates for every head.
         """
         num_tokens, own_kv = batch * (1 + num_drafts), 0
         weights = self.weight_bytes_read(num_tokens) + num_drafts * head_bytes
         weights += self.stored.drafting_read(batch, num_drafts)
         if num_drafts and self.attention:
-            own_kv = self.attention[0].num_bytes(self.kv_bytes)  # of the drafting head
+            own_kv = self.attention[0].num_bytes(self.kv_bytes)  # the drafting head's
         kv = (self.kv_bytes_per_token + own_kv) * (context + 1 + num_drafts)
         entry = 4 * sum(
             spec.num_value_heads * (spec.key_dim + spec.value_dim + 3) for spec in self.delta_nets
@@ -217,7 +216,7 @@ class Roofline:
         return DraftBytes(read=round(floor + batch * again), floor=floor)
 
     def prefill_bytes(self, batch: int, length: int) -> int:
-        """Whole prompts without a cache: reads weights once, writes KV and final states once."""
+        """Whole prompts without a cached prefix: reads weights, writes KV and final states once."""
         written = self.kv_bytes_per_token * length + self.state_bytes_per_request
         return self.weight_bytes_read(batch * length, batch) + batch * written
 

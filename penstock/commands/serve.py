@@ -28,8 +28,8 @@ EXAMPLES = [
     "penstock serve ~/models/Qwen3.5-4B --port 9000",
     "penstock serve --open                        the same, and its page in your browser",
     "penstock serve ~/models/Qwen3.5-35B-A3B --gpus 0,1,2,3   an engine on each GPU, one address",
-    "penstock serve ~/models/Qwen3.5-4B --profile latency     one person, and the answer now",
-    "penstock serve Qwen3.5-4B --random-weights   a preset without weights, to try its speed",
+    "penstock serve ~/models/Qwen3.5-4B --profile latency     one user, lowest latency",
+    "penstock serve Qwen3.5-4B --random-weights   a preset without weights, to test its speed",
 ]
 
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile",
         choices=PROFILES,
         metavar="NAME",
-        help=f"settings for one purpose, under those you give: {purposes()}",
+        help=f"defaults for one purpose, which other flags override: {purposes()}",
     )
     add_flags(parser, ServeConfig, title="the server")
     add_flags(parser, EngineConfig, title="the engine")
@@ -57,14 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def spread(engine: EngineConfig, config: ServeConfig) -> EngineConfig:
-    """Over as many GPUs as its weights need, if there are several."""
+    """Sets `tp` to the number of GPUs that the weights need, if there are several."""
     num_gpus = len(config.gpus) or count_gpus() // config.replicas
     if num_gpus < 2:
         return engine
     source = find_model(engine.model)
     tp = choose_tp(source, engine, num_gpus, least_gpu_bytes())
     if tp > 1:
-        print_note(f"{source.name} does not fit one GPU: each engine gets {tp} (--tp {tp}).")
+        print_note(f"{source.name} does not fit one GPU: each engine uses {tp} (--tp {tp}).")
     return replace(engine, tp=tp)
 
 
@@ -74,10 +74,11 @@ def serve(
     is_opened: bool = False,
     profile: str | None = None,
 ) -> None:
-    """Until a signal; `is_opened`: the page opens once there is a port, and shows the start."""
+    """Serves until a signal. `is_opened`: opens the page once the port is known; it shows the
+    start."""
     if is_opened and not serve_config.page:
         raise UsageError(
-            "The page is to be opened, and --no-page turns it off", todo="Leave one of them out."
+            "The page cannot be opened: --no-page turns it off", todo="Leave one of them out."
         )
     serve_config.load_api_keys()
     source = find_model(engine_config.model)  # report errors before anything is imported
@@ -126,16 +127,16 @@ class Profile:
     engine: Mapping[str, Any]  # settings of the engine, by name
 
 
-# Settings for one purpose; none changes what a model says: quality is the checkpoint's.
+# Settings for one purpose. None of them changes a model's replies.
 PROFILES = {
     "latency": Profile(
-        "one person, and the answer now",
+        "one user, lowest latency",
         {
-            # Fewer rows leave memory for contexts, and fewer graphs are captured at start.
+            # Fewer rows leave more memory for contexts, and need fewer graphs at start.
             "max_rows": 8,
-            # A prompt of a few thousand tokens is one step.
+            # A prompt of a few thousand tokens takes one step.
             "max_step_tokens": 8192,
-            # Exact: the reply is that of plain decoding.
+            # Exact: replies are those of plain decoding.
             "speculate": "auto",
         },
     ),
@@ -143,7 +144,7 @@ PROFILES = {
 
 
 def with_profile(name: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The profile's engine settings under those that were given."""
+    """The profile's engine settings, overridden by those that were given."""
     if name is None:
         return dict(given)
     if name not in PROFILES:
@@ -158,21 +159,21 @@ def purposes() -> str:
 
 
 def describe(name: str, config: EngineConfig) -> str:
-    """What the profile set, in the words of the command line."""
+    """The profile's settings as flags."""
     profile = PROFILES[name]
     flags = [f"--{key.replace('_', '-')} {getattr(config, key)}" for key in profile.engine]
     return f"{profile.purpose}: {' '.join(flags)}"
 
 
 def open_page(url: str) -> threading.Thread:
-    """Returns at once, with what tries it: a browser may take its time."""
+    """Opens the page in a thread, which it returns: a browser may take long to start."""
     opening = threading.Thread(target=_open, args=(page_address(url),), daemon=True)
     opening.start()
     return opening
 
 
 def page_address(url: str) -> str:
-    """As a browser here reaches it: an address that stands for every interface is none."""
+    """The address for a browser on this machine: it cannot open 0.0.0.0 or ::."""
     address = read_address(url)
     host = address.hostname or "127.0.0.1"
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)

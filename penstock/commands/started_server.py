@@ -23,7 +23,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.http_client import HttpClient
 from penstock.progress import OnPhase, Phase, timed
 
-STOP_TIMEOUT_S = 40.0  # more than the server gives its running replies
+STOP_TIMEOUT_S = 40.0  # longer than the server waits for its running replies
 POLL_S = 0.05
 HEALTH_TIMEOUT_S = 10.0
 _ADDRESS = re.compile(r"listening\s.*(https?://\S+)")
@@ -36,7 +36,7 @@ class StartedServer:
 
 
 class _Said:
-    """The server's stderr: read continuously, or the server would block on a full pipe."""
+    """Reads the server's stderr continuously, or the server would block on a full pipe."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -53,12 +53,12 @@ class _Said:
                 self.url = found[1]
 
     def failure(self) -> PenstockError:
-        """Its own three lines, if it printed any."""
+        """The server's own error message, if it printed one."""
         self._reading.join(timeout=5.0)
         lines = list(self.last_lines)
         errors = [place for place, line in enumerate(lines) if line.startswith("error: ")]
         said = lines[errors[-1] :] if errors else lines[-3:]
-        what, *rest = [line.removeprefix("error: ").strip() for line in said] or ["It said nothing"]
+        what, *rest = [line.removeprefix("error: ").strip() for line in said] or ["no message"]
         return PenstockError(
             f"The server ended before it was ready: {what}",
             " ".join(rest),
@@ -67,7 +67,7 @@ class _Said:
 
 
 def given_server_flags(arguments: argparse.Namespace) -> Iterator[tuple[Flag, Any]]:
-    """The flags of `penstock serve` on this command line; a server reads variables by itself."""
+    """The flags of `penstock serve` on this command line; the server reads variables itself."""
     for kind in (EngineConfig, ServeConfig):
         given = read_settings(kind, arguments, environ={})
         yield from (
@@ -101,7 +101,8 @@ def running_or_started_server(
         if flag.field.name != "model":
             raise ConfigError(
                 f"{flag.name} and --base-url are both set",
-                "One configures a server to start, the other names a running one.",
+                f"{flag.name} is for a server that this command starts, --base-url for a running "
+                "one: remove one.",
             )
     yield StartedServer(base_url, 0.0)
 
@@ -115,8 +116,8 @@ def started_server(
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[StartedServer]:
     """Runs `penstock serve` with these flags on a free port; yields when /health is ready.
-    `dies_with_us`: also if this process, or the thread that starts it, is killed.
-    `variables`: of its environment, beside ours."""
+    `dies_with_us`: the server also ends if this process, or the starting thread, is killed.
+    `variables`: added to its environment."""
     command = module_command("penstock", "serve", "--host", "127.0.0.1", "--port", "0", *words)
     started_s = time.monotonic()
     # The batch folder belongs to the user's own server.

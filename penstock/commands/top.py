@@ -1,4 +1,4 @@
-"""`penstock top`: what a server does now, in a terminal; the numbers of the page's live view."""
+"""`penstock top`: a server's live numbers in a terminal, as on the page's live view."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ DESCRIPTION = "Watch a running server: speed, requests, latency, cache and engin
 EXAMPLES = [
     "penstock top                                    the server on port 8000 of this machine",
     "penstock top --base-url http://gpu-box:8000",
-    "penstock top --once | grep generated            one look, for a script",
+    "penstock top --once | grep generated            once, for a script",
 ]
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 10.0
-WINDOW = 60  # events that quantiles and the curve are of
+WINDOW = 60  # events for quantiles and the curve
 MISSED = "missed_tokens_"
 BARS = " ▁▂▃▄▅▆▇█"
 Event = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    help = "the server to watch; its key is read from PENSTOCK_API_KEY"
+    help = "the server to watch; PENSTOCK_API_KEY has its key"
     parser.add_argument(
         "--base-url", metavar="URL", default=DEFAULT_URL, help=f"{help} (default: {DEFAULT_URL})"
     )
@@ -60,7 +60,7 @@ def _show(events: Iterator[Event]) -> None:
     with Live(screen=True, auto_refresh=False) as live, contextlib.suppress(KeyboardInterrupt):
         for event in events:
             if history and event["generated_tokens"] < history[-1]["generated_tokens"]:
-                history.clear()  # another server, which counts from zero
+                history.clear()  # the server was restarted and counts from zero
             history.append(event)
             live.update(_screen(history), refresh=True)
 
@@ -89,7 +89,7 @@ def _screen(history: Sequence[Event]) -> Group:
 
 
 def rows_of(history: Sequence[Event]) -> list[tuple[str, str]]:
-    """Names and values: of the last second, and latencies of all that is remembered."""
+    """Names and values: rates of the last second, latencies over the whole history."""
     now, before, first = history[-1], history[-2 if len(history) > 1 else -1], history[0]
     rows = [
         ("generated tokens/s", f"{rate(before, now, 'generated_tokens'):,.0f}"),
@@ -114,7 +114,7 @@ def rows_of(history: Sequence[Event]) -> list[tuple[str, str]]:
         ("pages in use", _used(stats["num_free_pages"], stats["num_pages"])),
         ("state slots in use", _used(stats["num_free_slots"], stats["num_slots"])),
         ("checkpoints of states", f"{stats['num_checkpoints']:,}"),
-        ("memory of the fullest", _memory(max(now["replicas"], key=_fullness))),
+        ("memory, fullest engine", _memory(max(now["replicas"], key=_fullness))),
         (
             "prompt from the cache",
             f"{reused / num_tokens:.1%} of {num_tokens:,} tokens" if num_tokens else "none",
@@ -129,7 +129,7 @@ def rows_of(history: Sequence[Event]) -> list[tuple[str, str]]:
 
 
 def _draft_rows(before: Event | None, now: Event) -> list[tuple[str, str]]:
-    """Only of engines that may draft: totals, and what the last second brought."""
+    """For engines that may draft: totals, and the rate of the last second."""
     drafts = now["drafts"]
     if drafts is None:
         return []
@@ -140,9 +140,9 @@ def _draft_rows(before: Event | None, now: Event) -> list[tuple[str, str]]:
         shares.setdefault(one["drafter"], []).append(share)
     steps = [_tokens_a_step(None, drafts), f"{last} in the last second" if last else None]
     return [
-        ("tokens a step", ", ".join(filter(None, steps)) or "none"),
+        ("tokens per step", ", ".join(filter(None, steps)) or "none"),
         (
-            "drafts right, by place",
+            "drafts accepted",
             "; ".join(f"{name} {' '.join(found)}" for name, found in shares.items()) or "none",
         ),
         ("saved by drafts", f"{drafts['saved_s']:,.1f} s"),
@@ -150,21 +150,21 @@ def _draft_rows(before: Event | None, now: Event) -> list[tuple[str, str]]:
 
 
 def _tokens_a_step(before: Event | None, now: Event) -> str | None:
-    """That a step brings a request which decodes; None: there was no such step."""
+    """Tokens per decoding request and step; None: there was no such step."""
     num_decodes = now["num_decodes"] - (before["num_decodes"] if before else 0)
     num_tokens = now["num_tokens"] - (before["num_tokens"] if before else 0)
     return f"{num_tokens / num_decodes:.2f}" if num_decodes > 0 else None
 
 
 def rate(before: Event, now: Event, name: str) -> float:
-    """A second."""
+    """Per second."""
     elapsed = now["time"] - before["time"]
     return max(0.0, (now[name] - before[name]) / elapsed) if elapsed > 0 else 0.0
 
 
 def quantile_bound(before: Event, now: Event, share: float) -> float | None:
-    """The least bound of a histogram that so many of the new values are below; None: there are
-    none. Infinite: above every bound.
+    """The lowest histogram bound below which this share of the new values lies; None: there are no
+    new values. Infinite: above every bound.
     """
     counts = [n - m for n, m in zip(now["counts"], before["counts"])]
     if not counts[-1]:
@@ -193,7 +193,7 @@ def _used(num_free: int, num_all: int) -> str:
 
 
 def _memory(engine: Event) -> str:
-    """In use on its device; on a CPU, by its process."""
+    """Memory in use on its device; on a CPU, by its process."""
     used, total = engine["memory_used"], engine["memory_total"]
     return f"{human_bytes(used)} of {human_bytes(total)}" if total else "unknown"
 
@@ -216,7 +216,7 @@ SHADES = " ░▒▓█"
 
 
 def expert_rows(before: Event, now: Event) -> list[tuple[str, str]]:
-    """Where the device does not hold all experts."""
+    """For engines whose device does not hold all experts."""
     experts = now["stats"]["experts"]
     if not experts:
         return []
@@ -237,14 +237,14 @@ def expert_rows(before: Event, now: Event) -> list[tuple[str, str]]:
         waited = max(0, experts["wait_us"] - old.get("wait_us", 0)) / 1e6 / elapsed
     return [
         ("experts on the device", found),
-        ("the others were", ", ".join(below) or "none"),
+        ("missed experts", ", ".join(below) or "none"),
         ("experts fetched", f"{human_bytes(int(fetched))}/s, {waited:.1%} of the time waiting"),
     ]
 
 
 def heat_map(engine: Event) -> list[str]:
-    """A line for each layer, or for several; a shade for each expert, or for several: how much of
-    the layer's last turns needed them.
+    """A line for each layer or a few, a shade for each expert or a few: how many of the layer's
+    last steps needed them.
     """
     rows = [[byte & (HELD - 1) for byte in base64.b64decode(row)] for row in engine["expert_heat"]]
     if not rows:
@@ -259,7 +259,7 @@ def heat_map(engine: Event) -> list[str]:
         for some in layers
     ]
     most = max(map(max, cells)) or 1
-    head = f"\nexperts of engine {engine['replica']} by layer, the deeper the more they are needed"
+    head = f"\nexperts of engine {engine['replica']} by layer; darker ones are needed more often"
     return [
         head,
         *(
@@ -271,7 +271,7 @@ def heat_map(engine: Event) -> list[str]:
 
 
 def _split(places: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Into at most so many neighbours, as long as possible alike."""
+    """Splits into at most `most` runs of neighbours, of nearly equal length."""
     count = min(most, len(places))
     edges = [len(places) * part // count for part in range(count + 1)]
     return [places[first:last] for first, last in pairwise(edges)]

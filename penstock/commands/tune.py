@@ -1,9 +1,9 @@
-"""`penstock tune`: measures the tiles of the kernels on this GPU, for one model, and stores them.
+"""`penstock tune`: measures kernel tiles on this GPU, for one model, and stores the best.
 
-Every tile is tried where it will run: in a captured decode step of the model itself, cut to a few
-layers. Kernels are tuned one after the other, and the best tile is kept: a tile that is fast alone
-but slows its neighbours does not win. The table goes to the user's cache folder, where every later
-engine of this user on the same kind of GPU reads it.
+Every tile is measured where it will run: in a captured decode step of the model itself, cut to a
+few layers. Kernels are tuned one after the other: a tile that is fast alone but slows its
+neighbours does not win. The table goes to the user's cache folder, where every later engine of this
+user on the same kind of GPU reads it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 USAGE = "penstock tune [{kernels,offload}] -m MODEL [flags]"
 DESCRIPTION = (
-    "Measure which tiles the kernels should use on this GPU, and write them to a table; or how "
-    "fast it gets experts out of RAM."
+    "Measure which tiles the kernels should use on this GPU, and write them to a table; or measure "
+    "how fast it reads experts from RAM."
 )
 EXAMPLES = [
     "penstock tune -m Qwen3.5-35B-A3B --batch 1,2,4,8,16,32,64",
@@ -47,9 +47,9 @@ EXAMPLES = [
     "penstock tune offload -m Qwen3.5-122B-A10B",
 ]
 COLUMNS = ["kernel/shape/tokens", "tile", "step before us", "after us"]
-GAIN = 0.995  # a tile must be this much faster to be kept: less is noise
+GAIN = 0.995  # a step must be shorter than this share of the old one: less is noise
 REPLAYS, WARMUP = 40, 4
-ROUNDS = 5  # between a winner and the tile that it would replace
+ROUNDS = 5  # comparisons of the fastest tile with the one that it would replace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,10 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=("kernels", "offload"),
         default="kernels",
-        help="the tiles of kernels, or the paths of experts in RAM",
+        help="kernel tiles (default), or ways to use experts in RAM",
     )
     parser.add_argument(
-        "--batch", type=read_counts, default=(1, 2, 4, 8), metavar="N,N", help="steps to tune"
+        "--batch", type=read_counts, default=(1, 2, 4, 8), metavar="N,N", help="requests per step"
     )
     parser.add_argument(
         "--context", type=read_count, default=1536, metavar="N", help="tokens in the cache"
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         _require_gpu(device)
         select_device(device)
         path, tiles = _table_to_write(arguments.out, device)
-        # Of several ranks, one has shapes of its own, and its kernels are tuned alone.
+        # A rank of several has shapes of its own, and is tuned without the others.
         load = Engine.from_source if config.tp == 1 else Engine.of_share
         engine = load(cut_layers(find_model(config.model), arguments.layers), config, phases)
         kept = []
@@ -111,16 +111,16 @@ def run(arguments: argparse.Namespace) -> int:
                     kept.append(
                         [key, json.dumps(tile), f"{before * 1e6:.1f}", f"{after * 1e6:.1f}"]
                     )
-                    tuning.write_tiles(path, tiles)  # at once: hours may follow, and a Ctrl-C
+                    tuning.write_tiles(path, tiles)  # now: Ctrl-C may follow hours later
     if not kept:
-        print("No tile is better than those in use; nothing was written.")
+        print("No tile is faster than those in use; nothing was written.")
         return 0
     print_table(COLUMNS, kept, f"{len(kept)} better tiles were found; written to {path}")
     return 0
 
 
 def _require_gpu(device: str) -> None:
-    """Before anything is loaded: only a GPU's kernels have tiles."""
+    """Checked before anything is loaded: only GPU kernels have tiles."""
     if not device.startswith("cuda"):
         raise ConfigError(
             "There is nothing to tune on a CPU", f"The device is {device}.", "Run this on a GPU."
@@ -128,7 +128,7 @@ def _require_gpu(device: str) -> None:
 
 
 def _table_to_write(out: str | None, device: str) -> tuple[Path, dict[str, Tile]]:
-    """Its path and its content. Checks that it can be written, before hours of work."""
+    """The table's path and content. Checks that it can be written, before hours of work."""
     import torch
 
     from penstock.ops.triton import tuning
@@ -139,7 +139,7 @@ def _table_to_write(out: str | None, device: str) -> tuple[Path, dict[str, Tile]
 
 
 def cut_layers(source: ModelSource, num_layers: int) -> ModelSource:
-    """The same model with fewer layers: too large for a cache, loaded in a second."""
+    """The same model with fewer layers: loaded in a second, but still too large for L2."""
     config = copy.deepcopy(dict(source.config))
     text = config.get("text_config", config)
     text["num_hidden_layers"] = min(num_layers, text["num_hidden_layers"])
@@ -151,7 +151,7 @@ def cut_layers(source: ModelSource, num_layers: int) -> ModelSource:
 def tune_step(
     engine: Engine, batch: int, context: int, trials: Trials, report: Any
 ) -> Iterator[tuple[str, Tile, float, float]]:
-    """Yields what is worth storing: the key, the tile, the step's seconds before and with it."""
+    """Yields the tiles to store: key, tile, and the step's seconds without and with it."""
     decoding = Decoding(engine, batch, context, 1, SamplingParams())
     answered: set[str] = set()
     while question := _next_question(engine, decoding, trials, answered):
@@ -172,7 +172,7 @@ def tune_step(
 def _next_question(
     engine: Engine, decoding: Decoding, trials: Trials, answered: set[str]
 ) -> Question | None:
-    """The next tile that the step asks for: another form of an op asks for other tiles."""
+    """The next tile to choose. Captures the step again: another tile may need other kernels."""
     trials.questions.clear()
     capture_step(engine, decoding)
     return next((one for one in trials.questions.values() if one.key not in answered), None)
@@ -181,7 +181,7 @@ def _next_question(
 def _compile_all(
     engine: Engine, decoding: Decoding, trials: Trials, question: Question, tiles: list[Tile]
 ) -> None:
-    """Takes a hundred times as long as measuring."""
+    """Compiles in threads: it takes a hundred times as long as measuring."""
     from penstock.engine.graphs import launch_in_threads
     from penstock.ops.triton import tuning
 
@@ -195,7 +195,7 @@ def _compile_all(
 def _fastest(
     engine: Engine, decoding: Decoding, trials: Trials, question: Question, tiles: list[Tile]
 ) -> Tile | None:
-    """None if this GPU has no room for any of them."""
+    """None if no tile fits this GPU's resources."""
     times = []
     for index, tile in enumerate(tiles):
         with _answer(trials, question, tile), suppress(_out_of_resources()):
@@ -206,7 +206,7 @@ def _fastest(
 def _play_again(
     engine: Engine, decoding: Decoding, trials: Trials, question: Question, tile: Tile
 ) -> tuple[float, float]:
-    """Seconds of a step before and with the tile, in turns: one minimum may be luck."""
+    """Seconds of a step without and with the tile, in turns: a single minimum may be luck."""
     before = capture_step(engine, decoding)
     with _answer(trials, question, tile):
         after = capture_step(engine, decoding)
@@ -238,7 +238,7 @@ def capture_step(engine: Engine, decoding: Decoding) -> torch.cuda.CUDAGraph:
 
 
 def _step(engine: Engine, decoding: Decoding) -> Callable[[], torch.Tensor]:
-    """Up to the logits: continuing from its own tokens would change experts in every replay."""
+    """A step up to the logits: sampled tokens would change the experts in every replay."""
     from penstock.engine.graphs import DecodeStep
 
     runner, rows = engine.runner, decoding.rows()
@@ -248,19 +248,19 @@ def _step(engine: Engine, decoding: Decoding) -> Callable[[], torch.Tensor]:
 
 
 def time_step(graph: torch.cuda.CUDAGraph) -> float:
-    """Seconds of one replay: the median of many, each by the GPU's clock."""
+    """Seconds of one replay: the median of many, by the GPU's clock."""
     return statistics.median(time_chain(graph.replay, REPLAYS)[WARMUP:])
 
 
 def _out_of_resources() -> type[Exception]:
-    """The exception of a tile that this GPU has no room for."""
+    """The exception for a tile that needs more resources than this GPU has."""
     from triton.runtime.errors import OutOfResources
 
     return OutOfResources
 
 
 def _candidates(question: Question) -> list[Tile]:
-    """The tiles that the kernel's own file suggests, besides that of its rule."""
+    """The tiles that the kernel's own file suggests, without the default one."""
     from penstock.ops.triton import attention, delta_net, matmul, moe, sampling
 
     modules = {
@@ -280,8 +280,8 @@ LAYERS = 4
 
 
 def _tune_offload(arguments: argparse.Namespace, settings: dict[str, Any]) -> int:
-    """How fast this machine serves an expert that its GPU misses, measured with a few layers of the
-    model, as an engine does at its start. The split of misses follows from the last two paths.
+    """Measures how fast this machine serves an expert that its GPU misses, with a few layers of the
+    model, as an engine does at start. The split of misses follows from the last two rates.
     """
     from penstock.ops.cache_folder import cache_folder, write_whole
 
@@ -292,25 +292,25 @@ def _tune_offload(arguments: argparse.Namespace, settings: dict[str, Any]) -> in
     report = {**provenance(), "gpu": gpu_name(), **measure(settings)}
     rows = [
         ["large copies from RAM to the GPU", report["copy"]],
-        ["the GPU's own loads from RAM, into slots", report["fetch"]],
-        ["the CPU's products out of RAM", report["compute"]],
-        ["both at once: the GPU's loads", report["fetch_beside_cpu"]],
-        ["both at once: the CPU's products", report["compute_beside_gpu"]],
+        ["GPU kernels load from RAM into slots", report["fetch"]],
+        ["CPU computes from RAM", report["compute"]],
+        ["both at once: GPU loads", report["fetch_beside_cpu"]],
+        ["both at once: CPU computes", report["compute_beside_gpu"]],
     ]
     words = [[name, "-" if speed is None else f"{speed / 1e9:.1f}"] for name, speed in rows]
-    print_table(["path of a missing expert", "GB/s"], words, f"{report['model']}, {report['gpu']}")
+    print_table(["how a miss is served", "GB/s"], words, f"{report['model']}, {report['gpu']}")
     share = report["cpu_share"]
     if share is None:
         print("The CPU has no kernel for these experts: all misses are fetched.")
     else:
-        print(f"With --expert-misses auto the CPU gets {share:.0%} of missing experts.")
+        print(f"With --expert-misses auto, the CPU computes {share:.0%} of the missed experts.")
     write_whole(path, json.dumps(report).encode())
     print(f"Written to {path}")
     return 0
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Bytes a second."""
+    """Bytes per second of each path, and the CPU's share of misses."""
     with PhaseList() as phases:
         with timed("libraries", phases):
             import torch
@@ -332,7 +332,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         source = cut_layers(find_model(settings["model"]), LAYERS)
         given = {"quantization": "int4", "random_weights": True, "alike_experts": True, **settings}
         with timed("weights", phases) as report:
-            # Lanes take half of these layers' experts; slots get some of the rest.
+            # Lanes take half of the bytes of these layers' experts; slots get some of the rest.
             share = 0.8 * _expert_bytes(source.config, given["quantization"])
             config = EngineConfig(**given, expert_cache=f"{share / 1e6:.0f}MB")
             model: Any = load_with_experts(source, config, device, report)
@@ -356,7 +356,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expert_bytes(config: Any, quantization: str) -> float:
-    """Of LAYERS layers, about."""
+    """The approximate size of the experts of LAYERS layers."""
     text = config.get("text_config", config)
     weights = 3 * text["hidden_size"] * text["moe_intermediate_size"] * text["num_experts"]
     bits = {"int4": 4.13, "int8": 8.0, "fp8": 8.1}.get(quantization, 16.0)

@@ -1,8 +1,8 @@
 """Environment variables for a command's own flags: `penstock eval --limit` is PENSTOCK_EVAL_LIMIT.
 
-Engine and server settings have shorter names, which all commands share (flags.py). A variable
-becomes its flag, in front of the typed ones; a typed flag overrides it. Knows argparse; never what
-a flag means.
+Engine and server settings have shorter names, which all commands share (flags.py). A variable is
+turned into its flag, before the typed ones, so that a typed flag overrides it. Knows argparse;
+never what a flag means.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GivenByVariable:
 
 
 def variable_of(command: str, action: argparse.Action) -> str | None:
-    """None for what is not a flag of the command itself."""
+    """None if it is not a flag of the command itself."""
     long = [name for name in action.option_strings if name.startswith("--")]
     if not long or long[0] in ("--help", "--debug") or action.dest == argparse.SUPPRESS:
         return None
@@ -52,7 +52,7 @@ def read_variables(
 
 
 def is_given_by_variable(arguments: argparse.Namespace, field: str) -> bool:
-    """Such a flag may belong to another command of the family: it is not refused, but not used."""
+    """Such a flag may belong to another command of the family: it is ignored, not refused."""
     given: Collection[str] = getattr(arguments, "from_variables", ())
     return field in given
 

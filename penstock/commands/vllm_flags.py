@@ -1,5 +1,5 @@
-"""vLLM's flags that set nothing here: each is accepted with a note, for some values only, or
-refused.
+"""vLLM's flags that set nothing here: each is accepted with a note, accepted for some values only,
+or refused.
 
 Flags that do set something are `aliases` and `inverse` of the fields in config.py. docs/vllm.md
 lists both.
@@ -42,18 +42,18 @@ def _refused(*names: str, why: str, is_switch: bool = False) -> VllmFlag:
     return VllmFlag(names, why, (), is_switch)
 
 
-_ONLY_TP = "A model is spread over GPUs by --tp alone: each has a part of every layer."
+_ONLY_TP = "Only --tp spreads a model over GPUs: each GPU has a part of every layer."
 _NO_DOWNLOAD = "Penstock downloads nothing. Use the folder of the checkpoint."
 _NO_LORA = "Penstock has no adapters. Merge the adapter into the checkpoint."
 _NO_TLS = "Penstock serves plain HTTP. Put a proxy with TLS in front of it."
-_OWN_PARSER = "The parser follows from the model's chat template."
+_OWN_PARSER = "The model's chat template decides the parser."
 _OWN_KERNELS = "Penstock has one set of kernels."
 
 VLLM_FLAGS = (
     _unneeded("--reasoning-parser", why=_OWN_PARSER),
     _unneeded("--tool-call-parser", why=_OWN_PARSER),
     _unneeded("--enable-auto-tool-choice", why="Tool calls are always parsed.", is_switch=True),
-    _unneeded("--enable-chunked-prefill", why="Prefills are always in chunks.", is_switch=True),
+    _unneeded("--enable-chunked-prefill", why="Prefills are always chunked.", is_switch=True),
     _unneeded("--enable-prompt-tokens-details", why="`usage` always has them.", is_switch=True),
     _unneeded("--language-model-only", why="Only the language model is loaded.", is_switch=True),
     _unneeded("--enable-log-requests", why="The log has one line per request.", is_switch=True),
@@ -68,7 +68,7 @@ VLLM_FLAGS = (
     _unneeded(
         "--compilation-config", "-O", why=_OWN_KERNELS + " --no-graphs turns CUDA graphs off."
     ),
-    _unneeded("--distributed-executor-backend", why="Engines are always processes of their own."),
+    _unneeded("--distributed-executor-backend", why="Engines always run in their own processes."),
     _unneeded("--swap-space", why="A preempted request is computed again."),
     VllmFlag(("--pipeline-parallel-size", "-pp"), _ONLY_TP, ("1",)),
     VllmFlag(
@@ -77,9 +77,9 @@ VLLM_FLAGS = (
         ("auto", "safetensors"),
     ),
     VllmFlag(("--tokenizer-mode",), "There is one tokenizer.", ("auto", "hf")),
-    VllmFlag(("--cpu-offload-gb",), "Weights must fit into the GPU.", ("0",)),
+    VllmFlag(("--cpu-offload-gb",), "Only experts may be in RAM: see --expert-cache.", ("0",)),
     _refused("--trust-remote-code", why="Code of a checkpoint is never run.", is_switch=True),
-    _refused("--no-enable-chunked-prefill", why="Prefills are always in chunks.", is_switch=True),
+    _refused("--no-enable-chunked-prefill", why="Prefills are always chunked.", is_switch=True),
     _refused("--speculative-config", why="Use --speculate mtp, ngram, suffix or model:FOLDER."),
     _refused("--enable-lora", why=_NO_LORA, is_switch=True),
     _refused("--lora-modules", why=_NO_LORA),
@@ -98,7 +98,7 @@ VLLM_FLAGS = (
 
 
 class _Answer(argparse.Action):
-    """Reports what a flag of vLLM means here. It sets nothing in the namespace."""
+    """Prints a note about a flag of vLLM, or refuses it. It sets nothing in the namespace."""
 
     def __init__(self, *args: Any, flag: VllmFlag, **rest: Any) -> None:
         super().__init__(*args, **rest)
@@ -113,11 +113,13 @@ class _Answer(argparse.Action):
     ) -> None:
         flag, said = self._flag, f"{option_string} {values}" if values else str(option_string)
         if flag.accepted is None:
-            print_note(f"{said} is vLLM's and not needed. {flag.why}")
+            print_note(f"{said} is a flag of vLLM and not needed here. {flag.why}")
         elif values not in flag.accepted:
             only = f"Only {' or '.join(flag.accepted)} is accepted. " if flag.accepted else ""
             raise UsageError(
-                f"{said} is vLLM's and not supported", only + flag.why, "See docs/vllm.md."
+                f"{said} is a flag of vLLM and not supported here",
+                only + flag.why,
+                "See docs/vllm.md.",
             )
 
 

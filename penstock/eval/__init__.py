@@ -1,6 +1,5 @@
-"""Measures a server from outside: conformance, problems and load, sent to any OpenAI API server
-over HTTP.
+"""Measures any server with the OpenAI API over HTTP: conformance, correctness, speed under load.
 
-Knows nothing of engines or tensors, and counts tokens for itself, so that every server is measured
-alike.
+Knows nothing of engines or tensors, and counts tokens itself, so that every server is measured in
+the same way.
 """

@@ -1,7 +1,7 @@
-"""The requests of a load and their JSON: chats or raw prompts, streamed or not, of an exact length
-or not.
+"""The requests of a load and their JSON: chats or raw prompts, streamed or not, with an exact reply
+length or not.
 
-Also asks the server for its model, its limit, and how it counts tokens.
+Also reads the server's model, its context limit, and its token counts.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Request:
     prompt: str
     max_tokens: int
     num_prompt_tokens: int | None = None  # as generated; None if only the server can count
-    at_s: float = 0.0  # from the start of the load, if requests have times of their own
+    at_s: float = 0.0  # since the start of the load, if requests have their own times
     answer: int | None = None
 
 
 class ChatRequests:
-    """A server's chat completions, with what all requests of a load have in common.
+    """A server's chat completions, with the fields that all requests of a load share.
 
-    Replies are greedy unless `extra` says otherwise, and only their limit ends them unless they
+    Replies are greedy unless `extra` sets a temperature, and only max_tokens ends them unless they
     `may_end`.
     """
 
@@ -90,7 +90,7 @@ class ChatRequests:
             raise PenstockError(
                 f"{self.client.base_url} does not report the tokens of a prompt",
                 f"usage.prompt_tokens is missing in {json.dumps(answer)[:200]}.",
-                "Point --base-url at a server of the OpenAI API.",
+                "Point --base-url at a server with the OpenAI API.",
             ) from error
 
     def _fields(self, prompt: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class ChatRequests:
 
 
 class RawRequests(ChatRequests):
-    """A server's completions of raw prompts: without a template, as long as their text."""
+    """A server's completions of raw prompts, without a template: as long as their text."""
 
     path = "/v1/completions"
     is_raw = True

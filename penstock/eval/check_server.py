@@ -1,8 +1,8 @@
-"""Checks whether a server conforms to the chat API: one [PASS] or [FAIL] line a check, and why.
+"""Checks whether a server conforms to the chat API: prints [PASS] or [FAIL] and why, per check.
 
     penstock eval check-server --base-url URL [--tokenizer FOLDER]
 
-Works with any server of the OpenAI API. Exits with 0 when every check passes and with 1 when one
+Works with any server with the OpenAI API. Exits with 0 when every check passes and with 1 when one
 fails. A check that cannot run here is a [SKIP] and does not change the exit status.
 """
 
@@ -22,18 +22,18 @@ from penstock.eval.recount import TokenCounter, find_folder
 from penstock.eval.results import Bars, Reporter, ServerSettings, prepare_output, require_above_zero
 from penstock.progress import Phase
 
-MAX_HANGING = 3  # checks in a row without an answer; then the rest is not tried
+MAX_HANGING = 3  # consecutive checks without an answer; then the rest is not tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSettings(ServerSettings):
-    """Which server to check, and with what."""
+    """Which server to check, and how."""
 
     tokenizer: str | None = setting(
-        None, "the model's folder, to count tokens again (default: if found here)"
+        None, "the model's folder, to count tokens again (default: if found on this machine)"
     )
     timeout: float = setting(
-        60.0, "seconds after which a request fails (default: 60; 300 or 600 where replies are long)"
+        60.0, "seconds until a request fails (default: 60; 300 or 600 for long replies)"
     )
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class CheckSettings(ServerSettings):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`ids` are those of the harness's checklist."""
+    """`ids`: its ids in the harness's checklist."""
 
     name: str
     ids: str
@@ -110,7 +110,7 @@ def judge(check: Check, probe: Probe) -> Verdict:
     except PenstockError as error:
         return Verdict(check, "FAIL", f"{error.what} {error.why}".strip())
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        # An answer of an unforeseen shape is the server's fault and must not crash the judge.
+        # An answer of unexpected shape is the server's fault and must not crash the check.
         return Verdict(
             check, "FAIL", f"saw an answer that cannot be read ({type(error).__name__}: {error})"
         )
@@ -123,7 +123,7 @@ def run(settings: CheckSettings, reporter: Reporter) -> int:
     if not probe.model:
         probe.model = _model_or_any(probe)
     if counter is None and (folder := find_folder(probe.client, probe.model)):
-        print(f"tokens are counted again with {folder}", flush=True)
+        print(f"counting tokens again with {folder}", flush=True)
         probe.counter = TokenCounter.load(folder)
     verdicts: list[Verdict] = []
     for verdict in _judge_all(probe, reporter.bars):
@@ -136,7 +136,7 @@ def _judge_all(probe: Probe, bars: Bars) -> Iterator[Verdict]:
     num_hanging = 0
     for number, check in enumerate(CHECKS):
         if num_hanging == MAX_HANGING:
-            yield Verdict(check, "FAIL", f"not tried: the {MAX_HANGING} before it hung")
+            yield Verdict(check, "FAIL", f"not tried: the {MAX_HANGING} checks before it hung")
             continue
         start_s = time.monotonic()
         with bars() as phases:

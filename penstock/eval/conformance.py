@@ -1,7 +1,7 @@
 """Checks of the chat API, one function each: it returns what it saw, or raises `CheckFailed`.
 
-Each check uses only HTTP, with any model that can answer a small question. The last checks
-have many clients: each gets a place, and one that leaves gives its place back.
+Each check uses only HTTP, with any model that can answer a small question. The last checks use many
+clients: each must be served, and one that disconnects must free its slot.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from penstock.eval.probe import (
 
 A_DAY_S = 86_400
 THINKS = (
-    ". The server thinks unless a request says no: start Penstock with --no-enable-thinking, as "
-    "start_server.sh does"
+    ". The server thinks unless a request turns it off: start Penstock with --no-enable-thinking, "
+    "as start_server.sh does"
 )
 THOUGHT_MARKS = ("<think>", "</think>")
 UNLIKELY = ("\u2603\u2603\u2603", "@@##@@", "qqqzzzqqq")  # stop strings that no reply has
 LONG_LIMIT = 512
 NUM_AT_ONCE = 64
 NUM_COMPARED = 3
-NUM_LEAVING = 128  # more than places, so that a place which is not given back is noticed
+NUM_LEAVING = 128  # more than slots, so that a slot which is not freed is noticed
 LEAVE_AFTER_S = 1.0
 LONG_REPLY = 4096
 TIMED_TOKENS = 16
@@ -96,13 +96,13 @@ def usage_adds_up(probe: Probe) -> str:
     expect(
         1 <= completion <= num_bytes + 1,
         f"completion_tokens = {completion} for {num_bytes} bytes of text",
-        "at least one byte a token, and one token for the end",
+        "at least one byte per token, and one token for the end",
     )
     return f"{prompt} + {completion} = {total}"
 
 
 def usage_grows(probe: Probe) -> str:
-    """A count that does not follow the prompt is made up."""
+    """A count that does not grow with the prompt is made up."""
     short, long = (probe.ask(QUESTION + " please" * times, max_tokens=1) for times in (0, 40))
     growth = long.usage["prompt_tokens"] - short.usage["prompt_tokens"]
     expect(30 <= growth <= 300, f"{growth} more prompt tokens for 40 more words", "about 40")
@@ -115,7 +115,7 @@ def length_limit(probe: Probe) -> str:
         count = reply.usage["completion_tokens"]
         expect(count == limit, f"{count} tokens with max_tokens = {limit}", f"{limit}")
         expect(reply.finish_reason == "length", f"finish_reason = {reply.finish_reason}", "length")
-    return 'max_tokens = 1 and 5 gave so many tokens and "length"'
+    return 'max_tokens = 1 and 5 gave 1 and 5 tokens and "length"'
 
 
 def natural_end(probe: Probe) -> str:
@@ -130,7 +130,7 @@ def natural_end(probe: Probe) -> str:
 
 
 def _cut(reply: Reply) -> tuple[str, str]:
-    """A piece of the reply's text, and what stands before it."""
+    """A piece of the reply's text, and the text before it."""
     text = reply.content
     if len(text) < 6:
         raise NotTested(f"the reply is only {text!r}")
@@ -166,7 +166,7 @@ def four_stop_strings(probe: Probe) -> str:
     expect(
         unstopped.content == whole.content, unstopped.content, f"{show(whole.content)}, unstopped"
     )
-    return f"the fourth of four, {piece!r}, ended the reply; four that never come changed nothing"
+    return f"the fourth of four, {piece!r}, ended the reply; four that never occur changed nothing"
 
 
 def greedy_is_repeatable(probe: Probe) -> str:
@@ -182,13 +182,13 @@ def greedy_by_default(probe: Probe) -> str:
     for _ in range(2):
         plain = probe.ask(QUESTION, temperature=None).content
         expect(plain == greedy, plain, f"{show(greedy)}, as at temperature 0")
-    return "without a temperature the reply is the one of temperature 0"
+    return "without a temperature, the reply is that of temperature 0"
 
 
 def seed(probe: Probe) -> str:
     texts = [probe.ask(QUESTION, temperature=1.0, top_p=1.0, seed=1234).content for _ in range(2)]
     expect(texts[1] == texts[0], texts[1], f"{show(texts[0])} again with the same seed")
-    return "the same text twice at temperature 1 with one seed"
+    return "the same text twice at temperature 1 with the same seed"
 
 
 def several_choices(probe: Probe) -> str:
@@ -203,11 +203,12 @@ def several_choices(probe: Probe) -> str:
 
 
 def lm_eval_request(probe: Probe) -> str:
-    """The fields that lm-evaluation-harness sends, and the one that it reads by."""
+    """The fields that lm-evaluation-harness sends, and `index`, by which it sorts choices."""
     fields = {"stop": ["Q:", "</s>", "<|im_end|>"], "seed": 1234, "top_p": 1.0, "max_tokens": 64}
     reply = probe.ask(f"Q: {QUESTION}\nA:", **fields)
     expect("Q:" not in reply.content, reply.content, "an end before Q:")
-    return f"stop, seed and top_p taken, choices[0].index = {field_of(reply.choice, 'index', int)}"
+    index = field_of(reply.choice, "index", int)
+    return f"stop, seed and top_p were accepted, choices[0].index = {index}"
 
 
 def any_model_name(probe: Probe) -> str:
@@ -268,7 +269,7 @@ def _expect_no_thought(reply: Reply, hint: str = "") -> None:
 
 
 def expect_content(reply: Reply) -> None:
-    """A reply that is all thought counts as nothing wherever content is counted."""
+    """A reply that is only reasoning counts as empty wherever content is counted."""
     if reply.thought and not reply.content:
         raise CheckFailed(
             f"saw an empty content and only a thought: {show(reply.thought)}; expected text{THINKS}"
@@ -321,7 +322,7 @@ def completion_recount(probe: Probe) -> str:
         expect_content(reply)
         claimed = reply.usage["completion_tokens"]
         count = probe.counter.recount(reply.content, claimed, reply.finish_reason)
-        hint = THINKS if reply.thought else ""  # usage has the thought, content has not
+        hint = THINKS if reply.thought else ""  # usage counts the thought, content omits it
         expect(
             not count.is_off,
             f"completion_tokens = {claimed}",
@@ -334,7 +335,7 @@ def completion_recount(probe: Probe) -> str:
 FAULTY: dict[str, Any] = {
     "a body that is not JSON": b'{"model": "x", "messages": [',
     "no messages": {"messages": None},
-    "messages that are no list": {"messages": "hello"},
+    "messages that are not a list": {"messages": "hello"},
     "a message without a role": {"messages": [{"content": "hello"}]},
     "max_tokens = -1": {"max_tokens": -1},
     'temperature = "hot"': {"temperature": "hot"},
@@ -376,7 +377,7 @@ def unknown_path(probe: Probe) -> str:
 
 
 def many_at_once(probe: Probe) -> str:
-    """All are answered, and none with another's answer: a few are asked alone first."""
+    """All must be answered, and none with another's answer: a few are first sent alone."""
     questions = [
         f"What is {11 + number} + {number % 7 + 2}? Reply with just the number."
         for number in range(NUM_AT_ONCE)
@@ -398,9 +399,9 @@ def many_at_once(probe: Probe) -> str:
     mixed_up = [(one, other) for one, other in zip(alone, texts) if one != other]
     if mixed_up:
         expect(
-            len(mixed_up) < 2,  # one may be a near tie that another batch size rounds the other way
+            len(mixed_up) < 2,  # one may be a near tie that rounds differently in another batch
             f"{show(mixed_up[0][1])} among {NUM_AT_ONCE} requests at once",
-            f"{show(mixed_up[0][0])}, as when asked alone",
+            f"{show(mixed_up[0][0])}, as when sent alone",
         )
     return f"{NUM_AT_ONCE} requests at once were answered in {wall_s:.2f} s"
 
@@ -424,7 +425,7 @@ def leaving_frees_the_place(probe: Probe) -> str:
     expect(
         took_s <= enough_s,
         f"{took_s:.2f} s for a short reply after {NUM_LEAVING} clients disconnected",
-        f"about {idle_s:.2f} s as before: their places are not given back",
+        f"about {idle_s:.2f} s as before: their slots are not freed",
     )
     return (
         f"after {NUM_LEAVING} clients disconnected, a reply took {took_s:.2f} s, {idle_s:.2f} s "
@@ -439,6 +440,6 @@ def _seconds_of_a_reply(probe: Probe) -> float:
 
 
 def _patience_s(pieces: list[int], longest: int) -> float:
-    """Less than the abandoned replies would take by themselves, or the wait would prove nothing."""
+    """Less time than the abandoned replies would take, or the wait would prove nothing."""
     rate = max(1.0, sum(pieces) / max(1, sum(count > 0 for count in pieces)) / LEAVE_AFTER_S)
     return min(10.0, max(1.0, longest / rate / 2))

@@ -1,4 +1,4 @@
-"""Result files in the throughput contest's own format, written beside our keys and read in place of
+"""Result files in the throughput contest's own format: written beside our keys, and read instead of
 them.
 
 Its throughput file is {"results": [{"concurrency", "throughput_tok_per_sec", ...}]}, its
@@ -24,7 +24,7 @@ class Throughput:
 
     levels: Mapping[int, float]
     is_verified: bool
-    baseline: Mapping[int, float]  # that it was compared with
+    baseline: Mapping[int, float]  # of the server it was compared with
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ def read_throughput(flag: str, path: str) -> Throughput:
         raise PenstockError(
             f"{flag} {path} has no throughput",
             f"{type(error).__name__}: {error}.",
-            'It must have {"levels": [{"concurrency": 1, "verified_tok_s": 984.0}, ...]}, or as '
-            "the contest "
-            'writes it {"results": [{"concurrency": 1, "throughput_tok_per_sec": 984.0}, ...]}.',
+            'It must have {"levels": [{"concurrency": 1, "verified_tok_s": 984.0}, ...]} or, in '
+            'the contest\'s format, {"results": [{"concurrency": 1, "throughput_tok_per_sec": '
+            "984.0}, ...]}.",
         ) from error
 
 
@@ -92,7 +92,7 @@ def _read_levels(fields: Mapping[str, Any]) -> Throughput:
     baseline = {
         int(row["concurrency"]): row["baseline_tok_s"] for row in rows if row.get("baseline_tok_s")
     }
-    # Older files have it only at the top.
+    # Older files have `recounted` only at the top level.
     return Throughput(
         levels, len(verified) == len(rows) and fields.get("recounted") is not False, baseline
     )
@@ -106,7 +106,7 @@ def read_correctness(flag: str, path: str) -> Correctness:
             problems = str(fields.get("problems", "unknown problems"))
             return Correctness(float(matches["flexible"]), matches.get("strict"), problems)
         details = fields.get("full_results") or {}
-        # Its `accuracy` is whichever match came first; the gate is about the flexible one.
+        # The contest's `accuracy` is whichever match came first; the gate is on the flexible one.
         flexible = details.get(FLEXIBLE, fields["accuracy"])
         return Correctness(
             float(flexible), details.get(STRICT), str(fields.get("task", "unknown problems"))
@@ -115,6 +115,6 @@ def read_correctness(flag: str, path: str) -> Correctness:
         raise PenstockError(
             f"{flag} {path} has no share of right answers",
             f"{type(error).__name__}: {error}.",
-            'It must have {"exact_match": {"flexible": 0.915}}, or as the contest writes it '
+            'It must have {"exact_match": {"flexible": 0.915}} or, in the contest\'s format, '
             '{"accuracy": 0.915}.',
         ) from error

@@ -1,8 +1,8 @@
 """A conversation whose last turn is the assistant's, with the check that accepts a right turn.
 
-Everything before the last message is the prompt; the last one is what training teaches and what a
-gate asks for. Messages and tools are OpenAI's dicts and shared between conversations: they must not
-be changed. As JSON, a conversation is a line of `assets/held_out.jsonl.gz`.
+All messages before the last are the prompt; the last is the target of training and the expected
+answer of a gate. Messages and tools are OpenAI's dicts and shared between conversations: they must
+not be changed. As JSON, a conversation is a line of `assets/held_out.jsonl.gz`.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class ExactCalls:
 class Mentions:
     """The answer is text, contains each of `values` as separate words, and none of `others`.
 
-    Without `others` a model that recites everything it was told would seem to know the answer. A
-    call that cannot be parsed is not text either.
+    Without `others`, a model that recites the whole prompt would seem to know the answer. A call
+    that cannot be parsed is not text either.
     """
 
     values: tuple[str, ...] = ()
@@ -74,8 +74,8 @@ class Mentions:
     def accepts(self, reply: Reply) -> bool:
         said = f" {_spaced(reply.content)} "
         wanted = [_spaced(value) for value in self.values]
-        # "Sky Blue" is expected, and "Blue" is one of the others: a value inside an expected one is
-        # no second answer.
+        # If "Sky Blue" is expected and "Blue" is one of the others, "Blue" inside the expected
+        # value is not a second answer.
         others = [
             other
             for other in map(_spaced, self.others)
@@ -142,6 +142,6 @@ class Conversation:
 
 
 def _spaced(text: str) -> str:
-    """The text with all but letters, digits and what joins them in a code as single spaces."""
+    """The text with everything except letters, digits, - and _ replaced by single spaces."""
     kept = "".join(c if c.isalnum() or c in "-_" else " " for c in text)
     return " ".join(kept.split())

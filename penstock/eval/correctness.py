@@ -53,15 +53,15 @@ class CorrectnessSettings(ServerSettings):
 
     limit: float = setting(
         200,
-        "problems to run, as a count or a fraction: 0.1 (default: 200; quality: 100 of each task)",
+        "problems to run, as a count or a fraction: 0.1 (default: 200; quality: 100 per task)",
     )
-    num_concurrent: int = setting(8, "requests at a time")
+    num_concurrent: int = setting(8, "concurrent requests")
     seed: int | None = setting(
         None,
-        "seed of problems and prompts (default: random, and reported; embedded: 1234; gates: 0)",
+        "seed for problems and prompts (default: random, and reported; embedded: 1234; gates: 0)",
     )
     output_dir: str | None = setting(
-        None, "folder for it instead: correctness.json or throughput.json"
+        None, "folder to write correctness.json or throughput.json to, instead of --output"
     )
     baseline: str | None = setting(None, "results of another server, to compare with")
     problems: str = setting(
@@ -69,14 +69,16 @@ class CorrectnessSettings(ServerSettings):
     )
     data: str | None = setting(
         None,
-        "GSM8K's test.jsonl; quality: a folder of mmlu_pro, ifeval, gpqa_diamond (default: lm-eval "
-        "fetches)",
+        "GSM8K's test.jsonl; quality: a folder with mmlu_pro, ifeval, gpqa_diamond (default: "
+        "lm-eval downloads)",
     )
     max_tokens: int = setting(
-        1024, "tokens of a reply (default: 1024; quality: 512, GPQA-Diamond 12288)"
+        1024, "most tokens per reply (default: 1024; quality: 512, GPQA-Diamond 12288)"
     )
-    timeout: float = setting(300.0, "seconds after which a request fails")
-    body: str = setting(NO_THINKING, f"fields for every request, as JSON (default: {NO_THINKING})")
+    timeout: float = setting(300.0, "seconds until a request fails")
+    body: str = setting(
+        NO_THINKING, f"extra fields of every request, as JSON (default: {NO_THINKING})"
+    )
 
     def __post_init__(self) -> None:
         require_limit(self.limit)
@@ -97,7 +99,7 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
     prepare_output(output)
     baseline = read_correctness("--baseline", settings.baseline) if settings.baseline else None
     is_embedded = settings.problems == "embedded"
-    # Generated problems are the tiny model's smoke test, always the same.
+    # Generated problems are a smoke test of the tiny model, with a fixed seed.
     seed = EMBEDDED_SEED if is_embedded and settings.seed is None else draw_seed(settings.seed)
     print(f"seed {seed}", flush=True)
     body = read_fields("--body", settings.body)
@@ -180,7 +182,7 @@ class Grades:
 
 
 def ask_gsm8k(data: Path | None, asking: Asking) -> Grades:
-    """GSM8K-CoT, 8-shot, as lm-eval asks and grades it: from the file, or as it fetches it."""
+    """GSM8K-CoT, 8-shot, asked and graded by lm-eval: from the file, or as it downloads it."""
     task = LocalTask(
         "penstock_gsm8k_cot", "gsm8k/gsm8k-cot.yaml", "test", data, {"num_fewshot": NUM_FEWSHOT}
     )

@@ -1,6 +1,6 @@
-"""A server of the OpenAI API as a function: one conversation in, one reply out, over plain HTTP.
+"""A server with the OpenAI API as a function: one conversation in, one reply out, over HTTP.
 
-Works with any server; what a missing metric would say is None.
+Works with any server; a value is None if its metric is missing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Endpoint:
             raise PenstockError(
                 f"{self._client.base_url} answered a chat completion without a message",
                 f"{type(error).__name__}: {error}, in {json.dumps(answer)[:200]}.",
-                "Point --base-url at a server of the OpenAI API.",
+                "Point --base-url at a server with the OpenAI API.",
             ) from error
 
     def draft_counts(self) -> DraftCounts | None:
@@ -73,7 +73,7 @@ class Endpoint:
 
 
 def _as_sent(message: Message) -> Message:
-    """On the wire, the arguments of a call are a string."""
+    """The message as the API expects it: the arguments of a call are a string."""
     if "tool_calls" not in message:
         return message
     calls = [

@@ -1,10 +1,10 @@
-"""What a model must do to be shipped: held-out problems of each kind, and the share to get right.
+"""The gates that a model must pass to be shipped: held-out problems, each kind with a threshold.
 
     penstock eval gates [--base-url URL] [--output F] [--limit N] [--seed S] [--concurrency 8]
 
-Works with any server of the OpenAI API, or any function from a conversation to a reply; `run_gates`
-is the same for both. Prints a table and, as its last line, one JSON object; exits with 1 when a
-gate is missed. Kinds without a threshold (`REPORTED`) are only reported.
+Works with any server with the OpenAI API, or any function from a conversation to a reply;
+`run_gates` is the same for both. Prints a table and, as its last line, one JSON object; exits with
+1 when a gate is missed. Kinds without a threshold (`REPORTED`) are only reported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_FAILURES_KEPT = 20
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Problems of one ability, and what passes one; only those in `THRESHOLDS` are gates."""
+    """Problems of one kind, and when a reply passes; only those in `THRESHOLDS` are gates."""
 
     name: str
     passes: Callable[[Conversation, Reply], bool]
@@ -108,7 +108,7 @@ GATES = (
     *(Gate(name, _is_right) for name in JUDGED),
     Gate("thinking_closed", _closes_its_thought),
 )
-# Whether a model says that no tool fits; small ones call a tool that does not exist instead.
+# Whether a model says that no tool fits; small models call one that does not exist instead.
 REPORTED = (Gate("refusals", _is_right),)
 
 
@@ -140,7 +140,7 @@ def run_gates(
     on_result: Callable[[GateResult], None] = lambda result: None,
     bars: Bars = no_bars,
 ) -> list[GateResult]:
-    """Runs every gate's problems. MTP acceptance is not measured here: its value is given."""
+    """Runs every gate's problems. MTP acceptance is not measured here, but passed in."""
     results = ask_problems(ask, GATES, num_problems, seed, concurrency, on_result, bars)
     return [*results, judge_acceptance(mtp_acceptance)]
 
@@ -156,7 +156,7 @@ def ask_problems(
 ) -> list[GateResult]:
     """`ask` returns a `Reply`, or the text after the generation prompt.
 
-    A text counts as ended by the model itself; a `Reply` has its finish reason.
+    A text counts as a complete reply; a `Reply` has its finish reason.
     """
     results = []
     with ThreadPoolExecutor(max_workers=max(1, concurrency)) as pool:
@@ -175,7 +175,7 @@ def ask_problems(
 
 
 def num_problems_reported(num_problems: int) -> int:
-    """How many of each `REPORTED` kind to run beside so many problems per gate."""
+    """How many problems of each `REPORTED` kind to run, given the number per gate."""
     return max(1, num_problems // 2)
 
 
@@ -229,11 +229,11 @@ class GateSettings(ServerSettings):
     """Which server to run the problems on, and how many."""
 
     limit: int = setting(200, "problems per gate")
-    seed: int = setting(0, "seed of the problems")
-    concurrency: int = setting(8, "requests at a time")
+    seed: int = setting(0, "seed for the problems")
+    concurrency: int = setting(8, "concurrent requests")
     mtp: str | None = setting(None, 'JSON file with {"mtp_acceptance": share}')
     show: int = setting(0, "print N wrong replies per gate")
-    json: str | None = setting(None, "the same as --output, by its name in `penstock bench`")
+    json: str | None = setting(None, "the same as --output, as it is called in `penstock bench`")
 
     def __post_init__(self) -> None:
         if self.limit != int(self.limit):

@@ -1,8 +1,8 @@
 """GPQA-Diamond as in the contest: no examples, thinking on, streamed, 12,288 tokens; from a local
 file.
 
-lm-evaluation-harness does not stream, so the prompt and the grading are ours. The set must not be
-shipped: its authors ask that it appear nowhere in plain text. A line of the file is one question,
+lm-evaluation-harness does not stream, so the prompt and the grading are ours. The data set must not
+be shipped: its authors ask that it appear nowhere in plain text. A line of the file is one question
 with the columns of the published table (`Question`, `Correct Answer`, `Incorrect Answer 1` to `3`).
 """
 
@@ -35,11 +35,11 @@ _IN_BRACKETS = re.compile(r"\(([ABCD])\)")
 @dataclass(frozen=True, slots=True)
 class Question:
     text: str
-    letter: str  # of the right choice
+    letter: str  # of the correct choice
 
 
 def read_questions(file: Path, limit: float, seed: int) -> list[Question]:
-    """The first ones, up to `limit`; the seed determines the order of choices."""
+    """The first `limit` questions; the seed determines the order of choices."""
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     count = math.ceil(limit * len(lines)) if limit < 1 else int(limit)
     questions = []
@@ -114,8 +114,9 @@ def ask_gpqa(file: Path, asking: Asking, bars: Bars) -> Mark:
 
 
 def thinking(max_tokens: int) -> dict[str, Any]:
-    """Turns thinking on, as templates and APIs do. A server may close thinking early, ours at half
-    of the tokens, without a budget; a budget of all tokens is no limit, so this measures the model.
+    """Fields that turn thinking on, for templates and APIs. Without a budget a server may close
+    thinking early, ours at half of the tokens; a budget of all tokens sets no limit, so that this
+    measures the model.
     """
     return {
         "chat_template_kwargs": {"enable_thinking": True},

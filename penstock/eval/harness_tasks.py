@@ -2,7 +2,7 @@
 
 MMLU-Pro's five worked examples are of a question's own subject and come from its validation set:
 offline, `validation.jsonl` beside the questions. Without that file there are no examples, and the
-result says so.
+result has a note.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SUBJECTS = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The gated metric by lm-eval's name, the share it needs, and how it is asked."""
+    """The gated metric by lm-eval's name, the share it needs, and how questions are asked."""
 
     metric: str
     gate: float
@@ -59,7 +59,7 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The result of a task: the share of right answers, the gate, and how it was asked.
+    """The result of a task: the share of right answers, the gate, and how questions were asked.
 
     `note`: how the questions differed from the contest's, if they did.
     """
@@ -96,7 +96,7 @@ class Mark:
 
 
 def ask_task(name: str, questions: Path | None, asking: Asking) -> Mark:
-    """`questions` is a local file; None: the set that lm-eval fetches."""
+    """`questions` is a local file; None: the data set that lm-eval downloads."""
     kind, note = KINDS[name], ""
     if name == "ifeval":
         tasks = [LocalTask("penstock_ifeval", "ifeval/ifeval.yaml", "train", questions)]
@@ -147,7 +147,7 @@ def mmlu_by_subject(questions: Path | None) -> list[LocalTask]:
         if not subjects:
             raise PenstockError(
                 f"{questions} has no question of MMLU-Pro",
-                "None of its lines has one of the set's subjects as its category.",
+                "None of its lines has a subject of MMLU-Pro as its category.",
                 f"The subjects are {', '.join(SUBJECTS)}.",
             )
     names = [subject.replace(" ", "_") for subject in subjects]

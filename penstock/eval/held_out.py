@@ -16,7 +16,7 @@ FILE = Path(__file__).resolve().parent.parent / "assets" / "held_out.jsonl.gz"
 
 
 def take(gate: str, num_problems: int, seed: int) -> list[Conversation]:
-    """So many problems of a gate: with seed 0 the first ones, otherwise a random choice."""
+    """`num_problems` of a gate: with seed 0 the first ones, otherwise a random choice."""
     problems = _by_gate()[gate]
     if num_problems > len(problems):
         raise ConfigError(

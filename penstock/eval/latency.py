@@ -1,12 +1,12 @@
-"""The time of one whole reply to one client, at three lengths, beside a baseline.
+"""The time of one whole reply to one client, at three lengths, compared with a baseline.
 
     penstock eval latency --base-url URL [--baseline F|URL --warmup 5 --runs 50 --output F]
 
 Raw prompts go to /v1/completions, as in the contest; `--api chat` wraps them in a chat template.
-One request at a time, no prompt twice; the median of the timed runs counts, and the mean of the
-speed-ups is the rank. The baseline is the published one, an earlier result, or another server,
+One request runs at a time, no prompt twice; the median of the timed runs counts, and the mean of
+the speed-ups is the rank. The baseline is the published one, an earlier result, or another server,
 which is then measured in the same way, size by size. Exits with 1 if a request failed or a reply
-had another length than requested.
+did not have the requested length.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from penstock.eval.results import (
 from penstock.eval.traces import Arrival
 from penstock.progress import timed
 
-# Tokens of a prompt and of its reply, and the time of Qwen3.5-4B for them on an A10G before any
+# Tokens of prompt and reply, and the time that Qwen3.5-4B takes for them on an A10G before any
 # optimisation.
 PUBLISHED_MS = {(64, 128): 2582.0, (2048, 256): 5441.0, (8192, 256): 6576.0}
 APIS = {"completions": RawRequests, "chat": ChatRequests}
@@ -52,16 +52,16 @@ class LatencySettings(ServerSettings):
         "completions", "endpoint: raw prompts, or chats with their template", choices=tuple(APIS)
     )
     sizes: str = setting(SIZES, "tokens of prompt+reply, a chat's template included")
-    warmup: int = setting(5, "requests before the timed ones, of each size")
-    runs: int = setting(50, "timed requests of each size")
+    warmup: int = setting(5, "untimed requests per size, before the timed ones")
+    runs: int = setting(50, "timed requests per size")
     tokenizer: str | None = setting(None, "the model's folder, to generate prompts")
-    seed: int | None = setting(None, "seed of the prompts (default: random)")
+    seed: int | None = setting(None, "seed for the prompts (default: random)")
     baseline: str | None = setting(
         None, "results of another server, or for latency its URL (default: the published times)"
     )
-    timeout: float = setting(300.0, "seconds after which a request fails")
+    timeout: float = setting(300.0, "seconds until a request fails")
     body: str | None = setting(
-        None, "fields for every request, as JSON (default: chats without thinking)"
+        None, "extra fields of every request, as JSON (default: chats without thinking)"
     )
 
     def __post_init__(self) -> None:
@@ -78,8 +78,8 @@ class SizeResult:
     num_prompt_tokens: int
     num_reply_tokens: int
     summary: LoadSummary
-    num_off: int = 0  # runs whose prompt or reply had another length
-    baseline_ms: float | None = None  # of the same size
+    num_off: int = 0  # runs whose prompt or reply did not have the requested length
+    baseline_ms: float | None = None  # for the same size
 
     @property
     def median_ms(self) -> float | None:
@@ -185,7 +185,7 @@ def run(settings: LatencySettings, reporter: Reporter) -> int:
 
 
 def read_baseline(baseline: str | None) -> dict[tuple[int, int], float]:
-    """Milliseconds by size: the published ones, those of a file, or none of a server yet."""
+    """Milliseconds by size: the published ones, or a file's; none for a server, measured later."""
     if baseline is None:
         return dict(PUBLISHED_MS)
     if is_url(baseline):
@@ -201,7 +201,7 @@ def read_baseline(baseline: str | None) -> dict[tuple[int, int], float]:
         raise ConfigError(
             f"--baseline {baseline} has no latencies",
             f"`sizes` with prompt_tokens, reply_tokens and median_ms are expected ({error!r}).",
-            "Give what `penstock eval latency --output FILE` wrote, or the URL of a server.",
+            "Use a file that `penstock eval latency --output FILE` wrote, or the URL of a server.",
         ) from None
 
 
@@ -214,8 +214,8 @@ def _require_baseline(theirs: SizeResult, settings: LatencySettings) -> None:
         errors = [message for message, _ in theirs.summary.errors.most_common(1)]
         raise PenstockError(
             f"The baseline {settings.baseline} cannot be measured",
-            f"{theirs.summary.num_errors} requests failed, and {theirs.num_off} replies had "
-            f"another length{': ' + errors[0] if errors else ''}.",
+            f"{theirs.summary.num_errors} requests failed, and {theirs.num_off} replies had the "
+            f"wrong length{': ' + errors[0] if errors else ''}.",
             "It must honour ignore_eos and max_tokens.",
         )
 

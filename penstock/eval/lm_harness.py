@@ -1,7 +1,7 @@
 """lm-evaluation-harness for any server: its tasks, with questions from a local file, over HTTP.
 
 Prompts, examples, filters and metrics are lm-eval's own, so that scores can be compared; only the
-source of questions is ours. lm-eval stops at the first request that fails for good; here such a
+source of questions is ours. lm-eval stops at the first request that fails permanently; here such a
 request counts as an empty reply, and its error is kept. lm_eval is imported on first use: it is an
 optional package.
 """
@@ -25,7 +25,7 @@ from penstock.errors import PenstockError
 INSTALL = "lm-eval[api]>=0.4.13"
 NEEDED = ("lm_eval", "aiohttp", "requests", "tenacity")
 MAX_TRIES = 3
-MAX_IN_A_ROW = 16  # permanent failures, after which the rest is not sent
+MAX_IN_A_ROW = 16  # consecutive permanent failures, after which the rest is not sent
 MAX_MESSAGE_CHARS = 300
 
 
@@ -38,7 +38,7 @@ class LocalTask:
     split: str
     data: Path | None  # None: whatever lm-eval downloads
     changes: Mapping[str, Any] = field(default_factory=dict)
-    examples: Path | None = None  # worked ones, of the validation split
+    examples: Path | None = None  # worked examples, from the validation split
 
     def write(self, folder: Path, tasks: Path) -> None:
         """Writes the task as a YAML file (JSON is a subset) that includes lm-eval's."""
@@ -63,7 +63,7 @@ class LocalTask:
 
 
 def _with_equal_columns(files: Mapping[str, Path], folder: Path) -> dict[str, Path]:
-    """Copies in which every row has every column: the splits of one data set must have the same."""
+    """Copies in which every row has every column: splits of a data set must have the same ones."""
     rows = {
         split: [
             json.loads(line)
@@ -96,7 +96,7 @@ class Asking:
 
     @classmethod
     def of(cls, settings: Any, model: str, limit: float, seed: int, **more: Any) -> Asking:
-        """With the server and the time limit of a measurement's settings."""
+        """Takes the server and the time limit from a measurement's settings."""
         server, concurrent = settings.base_url, settings.num_concurrent
         return cls(server, model, limit, concurrent, seed, settings.timeout, **more)
 
@@ -138,9 +138,9 @@ def require_data(flag: str, data: str | None, wanted: str) -> Path | None:
 
 
 def evaluate(tasks: Sequence[LocalTask], asking: Asking) -> Evaluation:
-    """Runs all questions. Raises only what prevents asking, never for what a server does."""
+    """Runs all questions. Raises only if they cannot be sent, never because of the replies."""
     if all(task.data is not None for task in tasks):
-        # Nothing is fetched, so nothing should wait for a hub.
+        # Nothing is downloaded, so nothing should wait for the hub.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     import lm_eval
@@ -170,7 +170,7 @@ def evaluate(tasks: Sequence[LocalTask], asking: Asking) -> Evaluation:
                 torch_random_seed=asking.seed,
                 fewshot_random_seed=asking.seed,
             )
-        except OSError as error:  # including what its data sets raise when they cannot be fetched
+        except OSError as error:  # also raised when a data set cannot be downloaded
             raise PenstockError(
                 f"lm-eval cannot read the questions of {', '.join(task.name for task in tasks)}",
                 f"{type(error).__name__}: {str(error)[:MAX_MESSAGE_CHARS]}.",
@@ -190,7 +190,7 @@ def evaluate(tasks: Sequence[LocalTask], asking: Asking) -> Evaluation:
 
 
 def _mean_metrics(results: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, float]:
-    """The mean over all questions: a task weighs as many as it has, as in lm-eval's own groups."""
+    """The mean over all questions: a task's weight is its number of questions, as in lm-eval."""
     total = max(1, sum(count for _, count in results))
     sums: dict[str, float] = defaultdict(float)
     for metrics, count in results:
@@ -204,7 +204,7 @@ def _tolerant_model(asking: Asking) -> Any:
     from lm_eval.models.openai_completions import LocalChatCompletion
 
     class TolerantChat(LocalChatCompletion):
-        """local-chat-completions, for which a request that fails three times has an empty reply."""
+        """local-chat-completions, but a request that fails three times gets an empty reply."""
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
@@ -217,7 +217,7 @@ def _tolerant_model(asking: Asking) -> Any:
                 return [self._give_up(RuntimeError("not sent: the requests before it had failed"))]
             try:
                 replies = await super().amodel_call(session, sem, messages, **options)
-            except Exception as error:  # aiohttp's, asyncio's, JSON's: all are a server that failed
+            except Exception as error:  # from aiohttp, asyncio or JSON: the server failed
                 self._tries[messages[0]] += 1
                 if self._tries[messages[0]] < MAX_TRIES:
                     raise
@@ -233,7 +233,7 @@ def _tolerant_model(asking: Asking) -> Any:
     return TolerantChat(
         model=asking.model,
         base_url=asking.base_url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions",
-        # With one at a time lm-eval uses another code path, which is less patient.
+        # With one request at a time, lm-eval uses another code path with fewer retries.
         num_concurrent=max(2, asking.num_concurrent),
         max_retries=MAX_TRIES,
         timeout=int(asking.timeout_s),

@@ -1,8 +1,8 @@
-"""The load generator: requests in, timed replies out, c requests at a time or each at its own time.
+"""The load generator: requests in, timed replies out, at a fixed concurrency or at given times.
 
 The load comes from separate processes (`LoadClients`), which do nothing else while they measure:
 they draw no bar, parse no JSON and collect no garbage. `bench serve` and every `eval` with many
-replies use it; callers know what is asked and what the replies mean.
+replies use it; callers make the requests and interpret the replies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.progress import Phase, timed
 # Between the start signal and the first request, so that all clients begin together.
 HEAD_START_S = 0.05
 PROGRESS_EVERY_S = 0.25
-# So many timeouts in a row, and at least one for each place; then the rest is not sent.
+# After this many consecutive timeouts, and at least one per concurrent request, stop sending.
 MIN_HANGING = 3
 GIVEN_UP = "Not sent: the requests before it hung."
 
@@ -39,7 +39,7 @@ GIVEN_UP = "Not sent: the requests before it hung."
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
     num_done: int
-    num_failed: int  # by transport or timeout; the rest is known at the end
+    num_failed: int  # in transport or by timeout; other failures are found at the end
     num_pieces: int  # of answers, about one per token
     elapsed_s: float
 
@@ -59,8 +59,8 @@ class LoadResult:
     requests: Sequence[Request]
     replies: list[StreamedReply]
     wall_s: float = 0.0  # from the first request to the last end
-    max_lag_s: float = 0.0  # by which a request was sent late
-    client_cpu: float = 0.0  # of one core, the busiest client's share
+    max_lag_s: float = 0.0  # the longest delay of a request behind its planned time
+    client_cpu: float = 0.0  # the busiest client's share of a core
     error: PenstockError | None = None  # why nothing was sent; every reply has it too
 
     @classmethod
@@ -86,7 +86,7 @@ class _Part:
     target: Target
     requests: list[bytes]
     at_s: list[float]
-    max_at_once: int  # 0: every request at its time, however many run
+    max_at_once: int  # 0: every request at its own time, however many run
     timeout_s: float
 
 
@@ -95,7 +95,7 @@ _PartResult = tuple[list[StreamedReply], float, float]  # replies, largest lag, 
 
 @contextlib.contextmanager
 def _nothing_imported_from_here() -> Iterator[None]:
-    """A new process begins with `python -c`, which imports from the working directory first."""
+    """A spawned process runs `python -c`, which would import from the working directory first."""
     name, before = "PYTHONSAFEPATH", os.environ.get("PYTHONSAFEPATH")
     os.environ[name] = "1"
     try:
@@ -108,7 +108,7 @@ def _nothing_imported_from_here() -> Iterator[None]:
 
 
 class LoadClients:
-    """Client processes that wait for a load. A context: they end with it."""
+    """Client processes that wait for a load; they end with the context."""
 
     def __init__(self, num_clients: int = 1) -> None:
         spawning = multiprocessing.get_context("spawn")
@@ -169,8 +169,7 @@ class LoadClients:
     ) -> LoadResult:
         """Sends every request: `concurrency` at a time, or with 0 each at its own time.
 
-        A request that fails is a reply with an error; nothing that a server does raises an
-        exception.
+        A request that fails becomes a reply with an error; a server cannot cause an exception.
         """
         try:
             target = Target.of(api.client.base_url, api.path)
@@ -184,7 +183,7 @@ class LoadClients:
             places = concurrency // num_clients + (client < concurrency % num_clients)
             pipe.send(_Part(target, encoded[mine], times[mine], places, api.timeout_s))
         for client in range(num_clients):
-            self._hear(client)  # it has its part, however long that took
+            self._hear(client)  # waits until it has received its part
             self._counts[client][:] = [0, 0, 0]
         start_s = time.monotonic() + HEAD_START_S
         for pipe in self._pipes[:num_clients]:
@@ -224,8 +223,8 @@ class LoadClients:
 
 
 def _serve_loads(pipe: Connection[Any, Any], counts: Any) -> None:
-    """The main loop of a client process: parts in, results out, until it is ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for our parent, which then ends us
+    """The main loop of a client process: parts in, results out, until the parent ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends us
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     with contextlib.suppress(EOFError):
@@ -237,7 +236,7 @@ def _serve_loads(pipe: Connection[Any, Any], counts: Any) -> None:
 
 def _run_part(part: _Part, start_s: float, counts: Any) -> _PartResult:
     gc.collect()
-    gc.disable()  # a collection among a million pieces would be a gap between tokens
+    gc.disable()  # a collection with a million pieces would look like a gap between tokens
     cpu_s, began_s = time.process_time(), time.monotonic()
     answers = uvloop.run(_Sending(part, start_s, counts).send_all())
     cpu = (time.process_time() - cpu_s) / (time.monotonic() - began_s)
@@ -254,13 +253,13 @@ class _Sending:
     def __init__(self, part: _Part, start_s: float, counts: Any) -> None:
         self._part = part
         self._start_s = start_s
-        self._counts = counts  # done, failed, pieces: memory that the parent reads
+        self._counts = counts  # done, failed, pieces: shared memory that the parent reads
         self._answers: list[RawAnswer | None] = [None] * len(part.requests)
         self._num_hanging = 0  # timeouts since the last complete answer
 
     async def send_all(self) -> list[RawAnswer]:
         part = self._part
-        numbers = iter(range(len(part.requests)))  # shared: each place takes the next one
+        numbers = iter(range(len(part.requests)))  # shared: each worker takes the next one
 
         async def work() -> None:
             for number in numbers:

@@ -1,7 +1,7 @@
 """The summary of a load: rates, latencies with their percentiles, lengths, and failures.
 
-Only replies without an error count; the others are counted and quoted. Durations are in
-milliseconds.
+Rates and latencies include only replies without an error; the summary lists the errors. Durations
+are in milliseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_MESSAGES = 10
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of values in ascending order, interpolated between the two nearest ones."""
+    """The percentile of ascending values, interpolated between the two nearest."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -54,12 +54,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens as the server counted them, beside those that were requested."""
+    """Token counts as the server reports them, compared with the requested ones."""
 
     total: int
     min: int
     max: int
-    num_off: int  # replies with another count than requested
+    num_off: int  # replies whose count differs from the requested one
 
     @classmethod
     def of(cls, counted: Sequence[int], asked: Sequence[int | None]) -> Lengths:
@@ -75,15 +75,15 @@ class LoadSummary:
     """One level of a load."""
 
     num_requests: int
-    errors: Counter[str]  # messages, and how often each
+    errors: Counter[str]  # messages, and how often each occurred
     wall_s: float
     prompt: Lengths
     completion: Lengths
-    num_cached_tokens: int  # of the prompts, found in the server's prefix cache
+    num_cached_tokens: int  # prompt tokens found in the server's prefix cache
     num_events: int  # with text
     ttft: Spread | None
     itl: Spread | None  # gaps between events with text
-    tpot: Spread | None  # a token after the first, each reply's mean
+    tpot: Spread | None  # each reply's mean time per token after the first
     e2e: Spread | None
     max_lag_ms: float
     client_cpu: float
@@ -111,7 +111,7 @@ class LoadSummary:
 
     @property
     def tokens_per_event(self) -> float | None:
-        """1 if every token had an event of its own: only then is a gap the time of one token."""
+        """1 if every token has its own event: only then is a gap the time of one token."""
         return round(self.completion.total / self.num_events, 3) if self.num_events else None
 
     def as_dict(self) -> dict[str, Any]:

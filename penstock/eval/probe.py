@@ -1,7 +1,7 @@
-"""One server under test: requests that may be wrong on purpose, and answers that are never trusted.
+"""One server under test: sends requests that may be wrong on purpose, and trusts no answer.
 
-A check that fails raises `CheckFailed`, which says what was seen and what was expected; a server
-that hangs up or answers nonsense fails the check too. The checks are in conformance.py.
+A check that fails raises `CheckFailed` with what was seen and what was expected; a server that
+hangs up or answers nonsense fails the check too. The checks are in conformance.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def show(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole chat completion, of which only the requested parts have been read."""
+    """A whole chat completion; each part is checked when it is read."""
 
     fields: dict[str, Any]
 
@@ -69,7 +69,7 @@ class Reply:
 
     @property
     def thought(self) -> str:
-        """The reasoning that a server separated, by either of its usual names; empty: none."""
+        """The reasoning that a server separated, under either of its usual names, or empty."""
         message = field_of(self.choice, "message", dict)
         return str(message.get("reasoning_content") or message.get("reasoning") or "")
 
@@ -80,7 +80,7 @@ class Reply:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Its three numbers, without any others."""
+        """The three standard counts, without any others."""
         usage = field_of(self.fields, "usage", dict)
         return {name: field_of(usage, name, int) for name in USAGE}
 
@@ -108,7 +108,7 @@ class Probe:
         self.model = model
         self.timeout_s = timeout_s
         self.counter = counter
-        self.max_model_len: int | None = None  # once the list of models has it
+        self.max_model_len: int | None = None  # set by the check of the model list
 
     def get(self, path: str) -> tuple[int, bytes]:
         try:
@@ -137,7 +137,7 @@ class Probe:
         ).encode()
 
     def send(self, *bodies: bytes, timeout_s: float | None = None) -> list[RawAnswer]:
-        """All at once, whatever they contain. One that runs out of time is a client that leaves."""
+        """Sends all at once, whatever they contain. On a timeout, the client disconnects."""
 
         async def send_all() -> list[RawAnswer]:
             requests = [self._target.encode_request(body) for body in bodies]

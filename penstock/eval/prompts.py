@@ -1,9 +1,10 @@
 """Prompts of an exact length in tokens, chat template included, no two of which share a prefix.
 
-`TokenPrompts` are random tokens of a local tokenizer. `PromptMaker` has no tokenizer, only counts
-from a server: a letter and common words, of which nearly every tokenizer makes one token each. A
-few probes, requests for one token whose usage is read, find the words that are one token for this
-server, and the overhead of its chat template. A seed gives the same prompts again.
+`TokenPrompts` draws random tokens of a local tokenizer. `PromptMaker` has no tokenizer, only the
+server's counts: it uses a letter and common words, which nearly every tokenizer encodes as one
+token each. A few probes (requests for one token, of which only the usage is read) find the words
+that are one token for this server, and the overhead of its chat template. The same seed gives the
+same prompts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ window with word work world write you your
 WORDS = tuple(_COMMON.split())
 MIN_WORDS, ENOUGH_WORDS = 16, 64
 MAX_PROBES = 40
-MAX_REPAIRS = 30  # of a prompt of random tokens
+MAX_REPAIRS = 30  # per prompt of random tokens
 WARMUP_TOKENS = 32
 
 
@@ -65,8 +66,8 @@ class PromptMaker:
     def make(self, index: int, num_tokens: int, *, num_shared: int = 0) -> str:
         """The prompt with this number; prompts with other numbers differ from the first token on.
 
-        More exactly: within two tokens, and among 52 in a row within one. `num_shared` tokens,
-        equal in all prompts, may come before that.
+        More exactly: they differ within two tokens, and 52 consecutive ones within one. Before
+        that come `num_shared` tokens that are equal in all prompts.
         """
         num_units = self._num_units(num_tokens)
         rng = Random(f"{self.seed}-{index}")
@@ -105,7 +106,7 @@ class PromptMaker:
         return [rng.choice(LETTERS), *rng.choices(self.words, k=num_units - 1)]
 
     def _number_as_words(self, number: int) -> list[str]:
-        """Different numbers in different words, the lowest digit first: they differ soonest."""
+        """The number as words, lowest digit first, so that different numbers differ early."""
         words = Random(f"{self.seed}-words").sample(self.words, len(self.words))
         spelt = [words[number % len(words)]]
         while number := number // len(words):
@@ -126,9 +127,9 @@ def fit_prompts(count_tokens: CountTokens, seed: int) -> PromptMaker:
     num_alone = count_tokens(LETTERS[0])
     if num_alone < 1:
         raise PenstockError(
-            "The server counts no tokens in a prompt",
+            "The server does not count the tokens of a prompt",
             f"Its usage reported {num_alone} prompt tokens.",
-            "Lengths cannot be measured against it.",
+            "Prompts of an exact length need such a count.",
         )
     total_excess = excess(WORDS)
     if total_excess <= -len(WORDS):
@@ -157,10 +158,10 @@ def fit_prompts(count_tokens: CountTokens, seed: int) -> PromptMaker:
 
 
 class TokenPrompts:
-    """Makes prompts of random tokens, which no server can have seen or stored.
+    """Makes prompts of random tokens, which no server can have seen or cached.
 
-    Text does not always become the tokens it was made of, so every prompt is tokenised again and
-    repaired until it has the requested length.
+    Text is not always tokenised into the tokens it was made of, so every prompt is tokenised again
+    and repaired until it has the requested length.
     """
 
     is_exact = True
@@ -201,7 +202,7 @@ class TokenPrompts:
         return nearest
 
     def _draw(self, rng: Random, num_tokens: int) -> list[int]:
-        """Ids of whole characters, without control tokens; learned on the way."""
+        """Ids that stand for whole characters and are not control tokens; caches which do."""
         ids: list[int] = []
         while len(ids) < num_tokens:
             token_id = rng.randrange(self._counter.vocab_size)
@@ -216,7 +217,7 @@ Prompts = PromptMaker | TokenPrompts
 
 
 def make_prompts(api: ChatRequests, counter: TokenCounter | None, seed: int) -> Prompts:
-    """Of random tokens if there is a tokenizer, otherwise of words that the server has counted."""
+    """Prompts of random tokens if there is a tokenizer, otherwise of words the server counts."""
     if counter is not None:
         return TokenPrompts(counter, seed, is_raw=api.is_raw)
     return fit_prompts(api.count_tokens, seed)
@@ -244,8 +245,8 @@ class RequestMaker:
         return [self._make_one(arrival) for arrival in arrivals]
 
     def make_warmups(self, arrivals: Iterable[Arrival]) -> list[Request]:
-        """With the same prompt lengths, all at once, and replies just long enough to run every kind
-        of step."""
+        """Requests with the same prompt lengths, all at once, and replies just long enough to run
+        every kind of step."""
         return self.make(
             Arrival(0.0, a.input_len, min(a.output_len, WARMUP_TOKENS)) for a in arrivals
         )

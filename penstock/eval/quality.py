@@ -36,7 +36,7 @@ from penstock.eval.results import (
 from penstock.http_client import HttpClient
 
 TASKS = (*KINDS, gpqa.NAME)
-# IFEval's instructions that nltk's sentences and words are needed for.
+# IFEval's instructions that are graded with nltk's splitting into sentences and words.
 SPLITTING = ("length_constraints:number_sentences", "change_case:capital_word_frequency")
 LIMIT, LIMIT_VARIABLE = 100.0, "QUALITY_LIMIT"
 
@@ -49,17 +49,19 @@ class QualitySettings(ServerSettings):
         None, f"tasks among {','.join(TASKS)} (default: those with questions)"
     )
     data: str | None = setting(
-        None, "a folder with mmlu_pro, ifeval, gpqa_diamond (default: lm-eval fetches)"
+        None, "a folder with mmlu_pro, ifeval, gpqa_diamond (default: lm-eval downloads)"
     )
     limit: float | None = setting(
-        None, "questions of a task, or a fraction (default: QUALITY_LIMIT or 100)"
+        None, "questions per task, or a fraction (default: QUALITY_LIMIT or 100)"
     )
-    num_concurrent: int = setting(8, "requests at a time")
+    num_concurrent: int = setting(8, "concurrent requests")
     seed: int | None = setting(None, "seed of every request (default: random)")
-    max_tokens: int | None = setting(None, "tokens of a reply (default: 512; GPQA-Diamond: 12288)")
-    timeout: float = setting(600.0, "seconds after which a request fails")
+    max_tokens: int | None = setting(
+        None, "most tokens per reply (default: 512; GPQA-Diamond: 12288)"
+    )
+    timeout: float = setting(600.0, "seconds until a request fails")
     body: str | None = setting(
-        None, "fields for every request, as JSON (default: only GPQA-Diamond thinks)"
+        None, "extra fields of every request, as JSON (default: thinking only for GPQA-Diamond)"
     )
 
     def __post_init__(self) -> None:
@@ -90,7 +92,7 @@ def run(settings: QualitySettings, reporter: Reporter) -> int:
         HttpClient(settings.base_url, timeout_s=settings.timeout)
     )
     asking = Asking.of(settings, model, limit, seed, max_tokens=0, body=body or {})
-    print(f"seed {seed}; {limit:g}{' of the' if limit < 1 else ''} questions of a task")
+    print(f"seed {seed}; {limit:g}{' of the' if limit < 1 else ''} questions per task")
     for name, why in not_asked.items():
         print(f"skipped: {name}, {why}")
     start_s = time.monotonic()
@@ -208,7 +210,7 @@ def format_marks(marks: Sequence[Mark]) -> str:
 
 
 def _splits_sentences(file: Path | None) -> bool:
-    """Whether a question of the set, or of lm-eval's own, is graded by its sentences or words."""
+    """Whether grading a question of the file, or of lm-eval's data set, needs nltk's splitting."""
     if file is None:
         return True
     text = file.read_text(encoding="utf-8")
@@ -216,14 +218,14 @@ def _splits_sentences(file: Path | None) -> bool:
 
 
 def _require_sentence_splitter() -> None:
-    """A part of nltk that is not installed with it, and that some instructions need for grading."""
+    """nltk installs without its punkt_tab, which grading some instructions needs."""
     nltk = importlib.import_module("nltk")
     try:
         nltk.data.find("tokenizers/punkt_tab")
     except LookupError:
         raise PenstockError(
             "IFEval needs nltk's punkt_tab, which is not installed",
-            "It is needed to count sentences.",
+            "Grading uses it to count sentences.",
             "With a network: python -m nltk.downloader punkt_tab. Without: --tasks "
             "mmlu_pro,gpqa_diamond.",
         ) from None

@@ -1,7 +1,7 @@
-"""Recounts tokens that a server has counted: with the model's tokenizer.json and its chat template.
+"""Recounts a server's tokens with the model's tokenizer.json and its chat template.
 
-Shares no code with any server, ours included: a judge that used the same functions would repeat the
-same mistakes.
+Shares no code with any server, ours included: with the same functions it would repeat the same
+mistakes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what half a character decodes to
 
 @dataclass(frozen=True, slots=True)
 class Recount:
-    """Tokens of a reply: as the server claims, and as its text gives with the end of the turn."""
+    """Tokens of a reply: as the server claims, and as counted in its text and end of turn."""
 
     claimed: int
     counted: int
 
     @property
     def verified(self) -> int:
-        """What both agree on."""
+        """The count that both agree on."""
         return min(self.claimed, self.counted)
 
     @property
     def is_off(self) -> bool:
-        """A model may split text unlike a tokenizer; a few tokens in a hundred are tolerated."""
+        """A model may split text differently from a tokenizer; 3 % are tolerated."""
         return abs(self.claimed - self.counted) > max(2, 0.03 * self.counted)
 
 
@@ -52,7 +52,7 @@ class ReplyCounter(Protocol):
 
 
 def recount_reply(counter: ReplyCounter, text: str, claimed: int, finish_reason: str) -> Recount:
-    """A turn that ended by itself has one token more than its text; servers may count it."""
+    """A reply that ended by itself has an end token after its text, which servers may count."""
     counted = counter.count_text(text)
     has_end = finish_reason == "stop" and claimed > counted
     return Recount(claimed, counted + has_end)
@@ -96,7 +96,7 @@ class TokenCounter:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def is_plain(self, token_id: int) -> bool:
-        """Whether it stands for whole characters: neither a control token nor a fragment."""
+        """Whether the token stands for whole characters and is not a control token."""
         if token_id in self._added_ids:
             return False
         text = self.decode([token_id])
@@ -106,7 +106,7 @@ class TokenCounter:
         return len(self.encode(text))
 
     def count_prompt(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Tokens of the whole prompt, with the reply's opening; without a template, of the text."""
+        """Tokens of the whole prompt and generation prompt; without a template, of the text."""
         if self._template is None:
             return sum(self.count_text(str(message["content"])) for message in messages)
         try:
@@ -167,7 +167,7 @@ HOW_TO_VERIFY = "Use --tokenizer FOLDER, the folder of the served model with its
 
 
 class ServerCounter:
-    """Counts with a server's `POST /tokenize`, after a level, so that no request waits for it."""
+    """Counts with a server's `POST /tokenize`, between levels, so that no request waits for it."""
 
     def __init__(self, client: HttpClient, model: str) -> None:
         self._client = client
@@ -201,7 +201,7 @@ class ServerCounter:
 
 @dataclass(frozen=True, slots=True)
 class FoundTokenizer:
-    """`source` says where the counts come from."""
+    """`source`: where the counts come from."""
 
     local: TokenCounter | None = None
     server: ServerCounter | None = None
@@ -213,8 +213,8 @@ class FoundTokenizer:
 
 
 def find_tokenizer(given: str | None, client: HttpClient, model: str) -> FoundTokenizer:
-    """The named one, one on this machine, or the server's own `POST /tokenize`, which is the last
-    resort: it is not an independent count.
+    """The given tokenizer, one on this machine or, as a last resort, the server's own
+    `POST /tokenize`: its count is not independent.
 
     A folder on this machine is found from the server's model list: `root`, as vLLM writes it, the
     model's name if it is a folder, the embedded model, or the cache of the Hugging Face hub.

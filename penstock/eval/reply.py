@@ -1,5 +1,4 @@
-"""What a model answered, and the Qwen3.5 text format of reasoning and tool calls: written and
-parsed here.
+"""A model's reply, and the Qwen3.5 text format of reasoning and tool calls, written and parsed.
 
 A server may split a reply into reasoning, content and tool calls, or return the bare text; both
 become the same `Reply`. The checks of conversation.py judge a reply.
@@ -39,7 +38,7 @@ class Reply:
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
     finish_reason: str = "stop"
-    # Exactly one thinking block, and it ended; without thinking: none at all.
+    # With thinking: exactly one block, and it ended. Without: none at all.
     is_thought_closed: bool = True
 
     @classmethod
@@ -75,7 +74,7 @@ class Reply:
         is_thinking: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Reply:
-        """A reply as a server of the OpenAI API returned it."""
+        """A reply as a server returned it over the OpenAI API."""
         text = message.get("content") or ""
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         is_split = bool(reasoning)
@@ -109,7 +108,7 @@ def _write_value(value: Any) -> str:
 
 
 def parse_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[Call, ...]]:
-    """The text before the calls, and the calls. What cannot be parsed as a call stays text."""
+    """The text before the calls, and the calls. A call that cannot be parsed stays text."""
     content, *blocks = text.split(CALL_START)
     types = {
         tool["function"]["name"]: {

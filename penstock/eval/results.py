@@ -1,6 +1,6 @@
-"""How a measurement reports: bars while it runs, a table, one JSON line last, and its file.
+"""How a measurement reports: progress bars, a table, one JSON line last, and a file.
 
-The command that runs a measurement provides the bars and the facts about this machine.
+The command that runs a measurement provides the bars and the provenance.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def no_bars() -> AbstractContextManager[OnPhase]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What every measurement of a server has."""
+    """The settings of every measurement of a server."""
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
-    model: str = setting("", "name to send (default: the server's first model)")
+    model: str = setting("", "model name to send (default: the server's first model)")
     output: str | None = setting(None, "also write the last line, or the verdicts, to this file")
 
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Where a measurement reports: `bars` opens phases, `origin` begins every JSON line."""
+    """`bars` shows progress; `origin` is part of every JSON line."""
 
     bars: Bars
     origin: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Reporter:
 
 
 def prepare_output(output: str | None, flag: str = "--output") -> None:
-    """Reports before a long measurement, not after it, that its file cannot be written."""
+    """Checks before a long measurement, not after it, that its file can be written."""
     if not output:
         return
     file = Path(output).expanduser()
@@ -92,7 +92,7 @@ def write_output(line: str, output: str | None, flag: str = "--output") -> None:
 
 
 def deliver_line(line: str, output: str | None, flag: str = "--output") -> None:
-    """Printed before it is written: a full disk loses the file but not the measurement."""
+    """Prints the line before writing it: a full disk loses the file but not the measurement."""
     print(line, flush=True)
     write_output(line, output, flag)
 
@@ -106,7 +106,7 @@ def _unwritable(flag: str, output: str, error: OSError) -> ConfigError:
 
 
 def read_results(flag: str, path: str) -> dict[str, Any]:
-    """A file that one of the measurements wrote, or one like it."""
+    """A JSON object that a measurement wrote."""
     try:
         fields = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -121,7 +121,7 @@ def read_results(flag: str, path: str) -> dict[str, Any]:
 
 
 def read_fields(flag: str, text: str) -> dict[str, Any]:
-    """A flag's JSON object, such as fields for every request."""
+    """A flag's JSON object, such as extra fields of every request."""
     try:
         fields = json.loads(text or "{}")
     except ValueError as error:
@@ -151,7 +151,7 @@ def require_above_zero(**values: float | None) -> None:
 
 
 def require_limit(limit: float) -> None:
-    """A count, or a fraction of all: like lm-eval, numbers below 1 are fractions."""
+    """A count or a fraction: as in lm-eval, numbers below 1 are fractions."""
     if not (0 < limit < 1 or (limit >= 1 and limit == int(limit))):
         raise ConfigError(
             f"--limit is {limit:g}",

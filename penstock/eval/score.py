@@ -3,7 +3,7 @@ gate.
 
     penstock eval score --correctness F --throughput F [--baseline F]
 
-Reads what the other measurements wrote; contacts no server. Exits with 0 if there is a score and
+Reads the files of the other measurements; contacts no server. Exits with 0 if there is a score and
 with 1 if the gate was missed.
 """
 
@@ -25,8 +25,8 @@ WEIGHTS: Mapping[int, int] = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4, 32: 4, 64: 8}
 class ScoreSettings:
     """Which results to combine."""
 
-    correctness: str = setting("", "what `eval correctness` wrote")
-    throughput: str = setting("", "what `eval throughput` wrote")
+    correctness: str = setting("", "file from `eval correctness`")
+    throughput: str = setting("", "file from `eval throughput`")
     baseline: str | None = setting(
         None, "throughput of another server (default: the baseline of the measurement)"
     )

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
-# {a} {sign} {b} stand apart in some and close together in others: "7*8", "17 + 26".
+# {sum} has spaces in some questions and none in others: "7*8", "17 + 26".
 QUESTIONS = (
     "What is {sum}?",
     "What's {sum}?",

@@ -1,9 +1,9 @@
-"""One streamed request over a raw socket: bytes out, and every piece of the answer with its time.
+"""One streamed request over a raw socket: sends bytes, and records every piece of the answer with
+its time.
 
 While a load runs, the reading side only parses HTTP (in C) and records (time, piece); `read_answer`
-decodes the pieces afterwards. So one core can follow tens of thousands of events a second without
-limiting the result. Every request has its own connection, and its clock starts before that is
-opened.
+decodes the pieces afterwards. So one core can follow tens of thousands of events per second without
+limiting the result. Every request has its own connection; its clock starts before that is opened.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_MESSAGE_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server of the OpenAI API: its address, resolved once, and its chat completions' path."""
+    """A server with the OpenAI API: its address, resolved once, and the path of the endpoint."""
 
     address: str
     port: int
@@ -40,12 +40,12 @@ class Target:
 
     @classmethod
     def of(cls, base_url: str, endpoint: str = "/v1/chat/completions") -> Target:
-        """Of the addresses of a name, the first that accepts a connection."""
+        """Takes the first address of the host name that accepts a connection."""
         url = read_address(base_url)
         is_https = url.scheme == "https"
         host, port = url.hostname or "127.0.0.1", url.port or (443 if is_https else 80)
         path = url.path.rstrip("/").removesuffix("/v1") + endpoint
-        # A name may have several addresses of which only some answer, as localhost often does.
+        # A name may have several addresses, of which only some answer: localhost often does.
         with (
             lost_connection_is_said(base_url),
             socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection,
@@ -71,11 +71,11 @@ class Target:
 
 @dataclass(slots=True)
 class RawAnswer:
-    """The undecoded answer. Times are of the monotonic clock, which all processes share."""
+    """The undecoded answer. Times are from the monotonic clock, which all processes share."""
 
     started_s: float
     ended_s: float = 0.0
-    status: int = 0  # 0 if not even a status line came
+    status: int = 0  # 0 if there was not even a status line
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
     failure: str = ""  # of the transport; the server's own errors are read later
     is_timeout: bool = False
@@ -86,7 +86,7 @@ class RawAnswer:
 
 
 class _Exchange(asyncio.Protocol):
-    """Sends the request and records the answer; `ended` is done when that or the line ends."""
+    """Sends the request and records the answer; `ended` is done at its end, or on disconnect."""
 
     def __init__(self, request: bytes, answer: RawAnswer, on_piece: Callable[[], None]) -> None:
         self._request = request
@@ -129,14 +129,14 @@ class _Exchange(asyncio.Protocol):
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Read once: it takes longer than many a first token."""
+    """Loaded once: it can take longer than a first token."""
     return ssl.create_default_context()
 
 
 async def exchange(
     target: Target, request: bytes, timeout_s: float, on_piece: Callable[[], None] = lambda: None
 ) -> RawAnswer:
-    """Sends one encoded request and awaits its whole answer. Never raises for a server's deeds."""
+    """Sends one encoded request and awaits its whole answer. A server cannot make it raise."""
     answer = RawAnswer(time.monotonic())
     protocol = _Exchange(request, answer, on_piece)
     security: dict[str, Any] = {}
@@ -166,18 +166,18 @@ class StreamedReply:
     started_s: float
     ended_s: float
     error: str = ""
-    # Of every event with text.
+    # One for every event with text.
     token_times_s: array[float] = field(default_factory=lambda: array("d"))
     text: str = ""
     content: str = ""  # the text without reasoning in a field of its own
     finish_reason: str = ""
-    num_prompt_tokens: int = 0  # this and the next two as the server counts them
+    num_prompt_tokens: int = 0  # this and the next two are the server's counts
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
 
     @property
     def ttft_s(self) -> float | None:
-        """To the first text. None if there was none: unknown tokens have no text."""
+        """Time to the first text; None if there was none: unknown tokens have no text."""
         return self.token_times_s[0] - self.started_s if self.token_times_s else None
 
     @property
@@ -190,7 +190,7 @@ class StreamedReply:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first; unlike gaps, the same however tokens share events."""
+        """Seconds per token after the first; unlike gaps, independent of tokens per event."""
         if self.num_completion_tokens < 2 or len(self.token_times_s) < 2:
             return None
         return (self.token_times_s[-1] - self.token_times_s[0]) / (self.num_completion_tokens - 1)
@@ -271,7 +271,7 @@ def read_answer(answer: RawAnswer) -> StreamedReply:
 
 
 def _read_whole(reply: StreamedReply, answer: RawAnswer) -> bool:
-    """An answer without a stream: one event, whose text is not timed: it came all at once."""
+    """An answer without a stream is one event; its text is not timed, as it came all at once."""
     body = answer.body
     if not any(
         choice.message or choice.text is not None for choice in _EVENTS.decode(body).choices
@@ -281,7 +281,7 @@ def _read_whole(reply: StreamedReply, answer: RawAnswer) -> bool:
 
 
 def _read_events(reply: StreamedReply, events: Iterable[tuple[float | None, bytes]]) -> bool:
-    """Fills in the content of the events; returns whether the last one, [DONE], came."""
+    """Fills in the content of the events; returns whether [DONE] came last."""
     texts, contents = [], []
     is_done = False
     for time_s, data in events:

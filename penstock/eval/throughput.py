@@ -3,12 +3,11 @@
     penstock eval throughput --base-url URL [--num-requests 64 --input-tokens 1024 --max-tokens 1024
                              --concurrency 1,2,4,8,16,32,64 --output F --baseline F]
 
-Only verified tokens count. With a tokenizer, named or found, prompts are random tokens and
+Only verified tokens count. With a tokenizer (given or found), prompts are random tokens and
 completions are tokenised again; they never count for more than the server's own number. Without
-one, prompts are made of words that the server counts as one token each, and its counts are not
-called verified. Sums among the requests check whether the model still works. A level that fails is
-reported, and the next one is tried. Exits with 0 if nothing failed and nothing was flagged, else
-with 1.
+one, prompts are made of words that the server counts as one token each, and its counts are "not
+verified". Small sums among the requests check that the model still works. A level that fails is
+reported, and the next one is tried. Exits with 0 if nothing failed or was flagged, else with 1.
 """
 
 from __future__ import annotations
@@ -58,23 +57,25 @@ LEVELS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputSettings(ServerSettings):
-    """What to send, how much of it at a time, and what to compare it with."""
+    """What to send, at which concurrency, and what to compare it with."""
 
-    num_requests: int = setting(64, "requests of a level", aliases=("--num-prompts",))
-    input_tokens: int = setting(1024, "tokens of a prompt, chat template included")
-    max_tokens: int = setting(1024, "tokens of a reply, which may end earlier")
-    concurrency: tuple[int, ...] = setting(LEVELS, "requests at a time, one level each")
+    num_requests: int = setting(64, "requests per level", aliases=("--num-prompts",))
+    input_tokens: int = setting(1024, "tokens per prompt, chat template included")
+    max_tokens: int = setting(1024, "most tokens per reply, which may end earlier")
+    concurrency: tuple[int, ...] = setting(LEVELS, "concurrent requests, one level each")
     output_dir: str | None = setting(
-        None, "folder for it instead: correctness.json or throughput.json"
+        None, "folder to write correctness.json or throughput.json to, instead of --output"
     )
     baseline: str | None = setting(None, "results of another server, to compare with")
     tokenizer: str | None = setting(
         None, "the model's folder, to generate prompts and recount tokens"
     )
-    seed: int | None = setting(None, "seed of prompts and spot checks (default: random)")
-    timeout: float = setting(600.0, "seconds after which a request fails")
-    body: str = setting(NO_THINKING, f"fields for every request, as JSON (default: {NO_THINKING})")
-    stream: bool = setting(True, "stream replies; without it there is no time to the first token")
+    seed: int | None = setting(None, "seed for prompts and spot checks (default: random)")
+    timeout: float = setting(600.0, "seconds until a request fails")
+    body: str = setting(
+        NO_THINKING, f"extra fields of every request, as JSON (default: {NO_THINKING})"
+    )
+    stream: bool = setting(True, "stream replies; without it, there is no time to first token")
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -93,7 +94,7 @@ def run(settings: ThroughputSettings, reporter: Reporter) -> int:
     body = read_fields("--body", settings.body)
     baseline = read_throughput("--baseline", settings.baseline).levels if settings.baseline else {}
     if settings.tokenizer:
-        TokenCounter.load(settings.tokenizer)  # report a mistake in it before the server is used
+        TokenCounter.load(settings.tokenizer)  # reports a mistake before the server is used
     seed = draw_seed(settings.seed)
     api = ChatRequests(
         settings.base_url,
@@ -145,7 +146,7 @@ def _about_counts(found: FoundTokenizer) -> str:
     if found.counter is None:
         why = "no tokenizer was found, so only the server counts them"
         return f"tokens are NOT VERIFIED: {why}. {HOW_TO_VERIFY}"
-    return f"tokens are counted again with {found.source}"
+    return f"counting tokens again with {found.source}"
 
 
 def _request_maker(prompts: Prompts, counter: ReplyCounter | None) -> RequestMaker:
@@ -170,7 +171,7 @@ def _measure(
     try:
         warmups = maker.make_warmups(arrivals[:1] * NUM_WARMUPS)
         requests = insert_spot_checks(maker.make(arrivals), rng)
-    except PenstockError as error:  # the server counts prompts, and is gone
+    except PenstockError as error:  # the server, which counts prompts, is gone
         unsent = [Request("", settings.max_tokens)] * settings.num_requests
         return LoadResult.of_nothing_sent(unsent, error)
     name, bars = f"c = {concurrency}", reporter.bars
@@ -178,7 +179,7 @@ def _measure(
 
 
 def insert_spot_checks(requests: Sequence[Request], rng: Random) -> list[Request]:
-    """Sums at random places, never the first: they arrive at a busy server."""
+    """Inserts sums at random positions, never the first, so that they meet a busy server."""
     mixed = list(requests)
     for _ in range(NUM_SPOT_CHECKS):
         check = draw_check(rng)
@@ -194,7 +195,7 @@ class LevelResult:
     concurrency: int
     summary: LoadSummary  # without the spot checks, with tokens from the server's usage
     error: str = ""
-    num_prompt_tokens: int = 0  # these two as recounted, or as claimed if that was impossible
+    num_prompt_tokens: int = 0  # these two as recounted, or as claimed if they cannot be
     num_completion_tokens: int = 0
     is_recounted: bool = False  # whether completions were tokenised again
     discrepancies: list[str] = field(default_factory=list)
@@ -208,7 +209,7 @@ class LevelResult:
 
     @property
     def verified_tok_s(self) -> float | None:
-        """None if only the server has counted."""
+        """None if only the server counted."""
         return self.tok_s if self.is_recounted else None
 
     @property
@@ -297,7 +298,7 @@ def describe(level: LevelResult, baseline: float | None) -> str:
     """A level in a line, and a line for each of its errors."""
     if level.error:
         return f"c = {level.concurrency}: FAILED, {level.error}"
-    # Of the reported number: rounding twice could differ from it in the last digit.
+    # Relative to the reported number, or the last digits might not match.
     against = f", {percent(round(level.tok_s, 2), baseline)} of the baseline" if baseline else ""
     trust = "verified" if level.is_recounted else "not verified"
     summary = level.summary

@@ -1,8 +1,8 @@
-"""When requests come and how long they are: recorded traces of real services, or random arrivals.
+"""Arrival times and lengths of requests: recorded traces of real services, or random arrivals.
 
 Reads two public formats: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake's
 JSON lines (timestamp in ms, input_length, output_length, and hash_ids that name shared blocks of
-the prompt). Knows lengths and times only, not the prompts; from them, what could be reused.
+the prompt). Knows lengths and times, not the prompts; computes which tokens could be reused.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from random import Random
 
 from penstock.errors import PenstockError
 
-BLOCK_TOKENS = 512  # of one hash id in a Mooncake trace
+BLOCK_TOKENS = 512  # per hash id in a Mooncake trace
 PAGE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to come: when, counted from the first one, and its lengths in tokens."""
+    """A future request: its time since the first one, and its lengths in tokens."""
 
     at_s: float
     input_len: int
     output_len: int
     block_ids: tuple[int, ...] = ()  # prompts with equal leading ids share a prefix
-    block_tokens: int = BLOCK_TOKENS  # for each id
+    block_tokens: int = BLOCK_TOKENS  # per id
 
 
 def read_trace(
@@ -92,7 +92,7 @@ def _read_json_lines(file: Iterable[str]) -> Iterator[Arrival]:
 def poisson_arrivals(
     num_requests: int, rate: float, input_len: int, output_len: int, seed: int
 ) -> list[Arrival]:
-    """Independent requests, `rate` a second on average; inf: all at once."""
+    """Independent requests, `rate` per second on average; inf: all at once."""
     rng = Random(f"arrivals-{seed}")
     arrivals = []
     at_s = 0.0
@@ -104,7 +104,7 @@ def poisson_arrivals(
 
 @dataclass(frozen=True, slots=True)
 class Clamp:
-    """The limits of a server or a user: lengths outside are moved to the nearest limit."""
+    """The limits of a server or a user: clamps lengths to them."""
 
     min_input: int
     max_input: int | None = None
@@ -129,7 +129,7 @@ class Clamp:
 
 @dataclass(frozen=True, slots=True)
 class PossibleReuse:
-    """Of one load, in tokens."""
+    """Prompt tokens of one load that a prefix cache could have."""
 
     unbounded: int  # with a cache that evicts nothing
     kv_tokens: int | None  # size of the server's cache, if it reports it
@@ -138,7 +138,7 @@ class PossibleReuse:
     def in_words(self) -> str:
         words = f"{self.unbounded:,} could be in one that evicts nothing"
         if self.bounded is not None:
-            words += f", {self.bounded:,} in one of {self.kv_tokens:,} tokens"
+            words += f", {self.bounded:,} in one with {self.kv_tokens:,} tokens"
         return words
 
     def as_dict(self) -> dict[str, int | None]:
@@ -155,10 +155,10 @@ def possible_reuse(
     """The tokens of each prompt that a prefix cache of `max_tokens` has; None: it evicts nothing.
 
     A reference for a server's own count: an LRU cache of whole pages that can continue after every
-    page. Prompts come one after the other, and each is cached as soon as it has come.
+    page. Prompts arrive one after the other, and each is cached at once.
     """
     max_pages = None if max_tokens is None else max_tokens // page_tokens
-    pages: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
+    pages: OrderedDict[int, None] = OrderedDict()  # in order of eviction
     numbers = itertools.count()
     reused = []
     for arrival in arrivals:
@@ -168,7 +168,7 @@ def possible_reuse(
             (i for i, key in enumerate(keys[:limit]) if key not in pages), min(limit, len(keys))
         )
         reused.append(known * page_tokens)
-        for key in reversed(keys):  # of a prompt, the last page is evicted first
+        for key in reversed(keys):  # a prompt's last page is evicted first
             pages[key] = None
             pages.move_to_end(key)
         while max_pages is not None and len(pages) > max_pages:
@@ -177,7 +177,7 @@ def possible_reuse(
 
 
 def _page_keys(arrival: Arrival, page_tokens: int, number: int) -> Iterator[int]:
-    """One for each page of prompt and reply, equal if all tokens up to its end are."""
+    """A key for each page of prompt and reply, equal if all tokens up to its end are."""
     num_prompt, num_all = arrival.input_len, arrival.input_len + arrival.output_len
     key = 0
     for end in range(page_tokens, num_all + page_tokens, page_tokens):

@@ -1,7 +1,6 @@
-"""Forge: writes an engine for one model on one machine, and shows how it got there.
+"""Forge: writes an engine for one model on one machine, and logs every attempt.
 
 inspect → plan → emit → verify → measure → keep or discard, until the time is up. `search` is the
-loop, `decisions` what it can choose from, `emit` the writer, `gate` and `measure` the judges that
-no candidate can touch, `sandbox` where candidates run, `ledger` what is remembered. docs/forge.md
-tells the whole story.
+loop, `decisions` has the choices, `emit` writes engines, `gate` and `measure` judge them out of
+their reach, `sandbox` runs candidates, `ledger` records trials. docs/forge.md explains it.
 """

@@ -1,11 +1,10 @@
-"""The process in which candidate engines run, and nothing else. Imports no Penstock but the file
-beside it.
+"""The process in which candidate engines run. Imports nothing of Penstock but the file beside it.
 
 One process imports torch and then forks for every candidate, so that a trial does not wait for
-imports. The child gives up what it does not need (`confine`) before the candidate's first line
-runs, and then does what the judge in the other process says: build, play calls, hand out logits,
-profile. Clocks and right answers are with the judge. Messages are lines of JSON, logits raw float32
-behind them: the judge never unpickles anything from here.
+imports. The child drops its privileges (`confine`) before the candidate's first line runs, and then
+obeys the judge in the other process: build, play calls, return logits, profile. The judge has the
+clock and the right answers. Messages are lines of JSON, followed by logits as raw float32: the
+judge never unpickles anything from here.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ Confine = Callable[[list[str], dict[str, Any]], dict[str, str]]
 
 
 class NoLogits(Exception):
-    """A call got no logits: it ends the candidate, or it might pass for a refusal."""
+    """A call returned no logits. Ends the candidate, since it could be taken for a refusal."""
 
 
 class PenstockRefused(importlib.abc.MetaPathFinder):
-    """An engine stands alone."""
+    """Keeps engines from importing penstock: they must be self-contained."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname.partition(".")[0] == "penstock":
@@ -44,7 +43,7 @@ class PenstockRefused(importlib.abc.MetaPathFinder):
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    for ending in (signal.SIGINT, signal.SIGTERM):  # for the judge, who then ends this process
+    for ending in (signal.SIGINT, signal.SIGTERM):  # the judge handles them, and ends this process
         signal.signal(ending, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     confine = load_file("confine", str(Path(__file__).with_name("confine.py"))).confine
@@ -68,7 +67,7 @@ def main() -> None:
 
 
 def load_file(name: str, path: str) -> ModuleType:
-    """Not registered in sys.modules: an engine must load without that, as in a course."""
+    """Does not register it in sys.modules: an engine must load without that, as in a course."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -78,7 +77,7 @@ def load_file(name: str, path: str) -> ModuleType:
 
 
 def import_for_all(with_kernels: bool) -> None:
-    """What every life would import for itself. None opens a GPU: who has opened one cannot fork."""
+    """Imports what every candidate needs. Must not open a GPU: such a process cannot fork."""
     import torch
     import torch.autograd.profiler
     import torch.nn.functional  # noqa: F401
@@ -90,7 +89,7 @@ def import_for_all(with_kernels: bool) -> None:
 
 
 def know_kernels_that_moved() -> None:
-    """Triton recompiles a kernel that moved to another line, as most do between candidates."""
+    """Stops Triton from recompiling kernels that moved to another line, as most do."""
     from triton.runtime import jit
 
     JITCallable: Any = getattr(jit, "JITCallable", jit.JITFunction)
@@ -104,8 +103,8 @@ def know_kernels_that_moved() -> None:
 
 
 def fault_of_answer(answer: Any, device: str) -> str:
-    """Why this answer is not logits, if so. Only a plain tensor is accepted: a lazy one would
-    compute after the clock has stopped.
+    """Why this answer is not valid logits, or empty. Only a plain tensor is accepted: a lazy one
+    would compute after the clock has stopped.
     """
     import torch
 
@@ -117,7 +116,7 @@ def fault_of_answer(answer: Any, device: str) -> str:
 
 
 def _live(connection: socket.socket, limits: dict[str, Any], confine: Confine) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # compilers are children too, and are waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # compilers are children that are waited for
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.setsid()
     for descriptor in (0, 1, 2):
@@ -142,13 +141,13 @@ class EnginePlayer:
         self,
         calls: Sequence[Any],  # kind, ids, tokens, and whether these are on the device
         keep: Container[int],
-        timed: Sequence[int],  # the first of the timed calls, and the one behind the last
+        timed: Sequence[int],  # first timed call, and end (exclusive)
         start: Callable[[], Any],
         stop: Callable[[], Any],
         is_enough: Callable[[], bool] = lambda: False,
     ) -> tuple[list[Any], dict[int, Any]]:
-        """By call what was raised, the shape of the answer, or None; and the kept logits. Ends
-        early, behind a timed call, once it is enough.
+        """For each call, what it raised, the shape of its answer, or None; and the kept logits.
+        Ends early, after a timed call, once `is_enough`.
         """
         outcomes: list[Any] = []
         kept: dict[int, Any] = {}
@@ -160,7 +159,7 @@ class EnginePlayer:
                 logits = self.call(*call)
             except NoLogits:
                 raise
-            except Exception as error:  # a refusal, or a fault: the gate knows which was due
+            except Exception as error:  # a refusal or a fault: the gate knows which is expected
                 outcomes.append(f"{type(error).__name__}: {error}"[:300])
             else:
                 outcomes.append(None if logits is None else list(logits.shape))
@@ -169,7 +168,7 @@ class EnginePlayer:
             is_cut = timed[0] <= number < timed[1] and is_enough()
             if is_cut or number == timed[1] - 1:
                 self.wait()
-                # What a thread computes from here on is too late.
+                # Results that a thread computes after this are too late.
                 kept = {one: logits.clone() for one, logits in kept.items()}
                 self.wait()
                 stop()
@@ -207,7 +206,7 @@ class EnginePlayer:
 
 
 class Session:
-    """One candidate's life: its engine, and the conversation with the judge."""
+    """One candidate: its engine, and the connection to the judge."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -251,7 +250,7 @@ class Session:
         self.send({"built": True})
 
     def _play(self, command: dict[str, Any]) -> None:
-        """The timed calls are between two words with the judge, who has the clock."""
+        """Exchanges a message with the judge, which has the clock, before and after timed calls."""
 
         def ask_to_start() -> None:
             self.send({"ready": True})
@@ -277,8 +276,8 @@ class Session:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def _profile(self, calls: list[Any], part: list[int]) -> dict[str, float]:
-        """Seconds by kind of work: the calls without a profiler, then with one for their
-        proportions. All are "unseen" where it is not allowed to look at the device.
+        """Seconds by kind of work: total time without a profiler, proportions with one. All time is
+        "unseen" if profiling the device is not permitted.
         """
         from torch.autograd import DeviceType
         from torch.autograd.profiler import profile  # torch.profiler would import a compiler first
@@ -297,8 +296,8 @@ class Session:
                 player.wait()
                 return time.perf_counter() - began
 
-        wall = play(None)  # the second time, the same requests replace themselves
-        # Without Kineto kernels are not seen; its averages by name take longer than the work.
+        wall = play(None)  # later, the same requests replace themselves
+        # Only Kineto sees kernels; its averages by name take longer than the work.
         profiler = profile(use_device="cuda" if on_gpu else None, use_kineto=True)
         play(profiler)
         results: Any = profiler.kineto_results
@@ -314,17 +313,17 @@ class Session:
         busy = sum(totals.values())
         if on_gpu and not busy:
             return {"unseen": wall}
-        # A profiler slows small operations down: what is busy is at most most of what passed.
+        # A profiler slows small operations down: busy time is limited to 95 % of the wall time.
         scale = min(1.0, 0.95 * wall / busy) if busy else 1.0
         parts = {kind: seconds * scale for kind, seconds in totals.items()}
         return {**parts, "launch": max(0.0, wall - sum(parts.values()))}
 
 
-Span = tuple[int, int, str]  # start and end in nanoseconds, and whose
+Span = tuple[int, int, str]  # start and end in nanoseconds, and a name
 
 
 def time_of_innermost(spans: list[Span]) -> dict[str, float]:
-    """Seconds by name; of operations that call each other, time is the innermost's."""
+    """Seconds by name; time in nested operations counts for the innermost."""
     totals: dict[str, float] = {}
     running: list[Span] = []
     for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
@@ -338,7 +337,7 @@ def time_of_innermost(spans: list[Span]) -> dict[str, float]:
 
 
 def time_in_turn(spans: list[Span]) -> dict[str, float]:
-    """Seconds by name; a kernel that starts early waits: shared time is the earlier one's."""
+    """Seconds by name; overlapping time counts for the kernel that started first."""
     totals: dict[str, float] = {}
     until = 0
     for start, end, name in sorted(spans):

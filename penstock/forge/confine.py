@@ -1,8 +1,8 @@
-"""What a process gives up before a stranger's code runs in it. Imports no Penstock and no torch.
+"""Restricts a process before untrusted code runs in it. Imports no Penstock and no torch.
 
-Each restriction guards something else, and each may be missing (an old kernel) or in the way (a GPU
-driver that needs what it takes): `probe` finds out which go together. `confine` applies the ones it
-is asked for, in an order in which none locks out the next, and tells in words which are in force.
+Each restriction protects something else, and may be unavailable (an old kernel) or too strict (for
+a GPU driver): `probe` finds out which work together. `confine` applies those requested, in an order
+in which none blocks the next, and describes those in force.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 READ_ACCESS = 0b1101  # execute, read a file, list a folder
-FILE_ACCESS = 0b111 | 1 << 14 | 1 << 15  # what can be done to files and devices, not folders
+FILE_ACCESS = 0b111 | 1 << 14 | 1 << 15  # rights for files and devices, not folders
 MAX_CAPABILITIES = 64
-RESTRICTIONS = ("system calls", "files", "privileges", "file sizes")  # by worth, the first first
-CPU_RESTRICTIONS = (*RESTRICTIONS, "addresses")  # a CUDA driver reserves addresses without end
+RESTRICTIONS = ("system calls", "files", "privileges", "file sizes")  # most valuable first
+CPU_RESTRICTIONS = (*RESTRICTIONS, "addresses")  # a CUDA driver reserves huge address ranges
 
 
 def confine(restrictions: Iterable[str], limits: Mapping[str, Any]) -> dict[str, str]:
-    """Gives up what these take away, for good. Returns by name, in words, what is in force."""
+    """Applies these restrictions permanently. Returns a description of each one in force."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -42,7 +42,7 @@ def confine(restrictions: Iterable[str], limits: Mapping[str, Any]) -> dict[str,
 
 
 def _let_memory_be_locked() -> None:
-    """Drivers pin memory. Root may without limit; without its privileges the limit would count."""
+    """Drivers pin memory. Root has no limit for that; without privileges, a limit would apply."""
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_MEMLOCK, 2 * (resource.RLIM_INFINITY,))
 
@@ -61,9 +61,8 @@ def landlock_version(libc: Any) -> int:
 
 
 def _only_files(libc: Any, limits: Mapping[str, Any]) -> str:
-    """One domain of Landlock with doors for these paths. It also keeps the memory of processes
-    outside of it out of reach, newer kernels TCP (4) and signals and abstract sockets (6) of
-    others.
+    """A Landlock domain that allows only these paths. It also blocks access to the memory of
+    processes outside; newer versions also block TCP (4), and signals and abstract sockets (6).
     """
     version = landlock_version(libc)
     if version < 1:
@@ -77,7 +76,7 @@ def _only_files(libc: Any, limits: Mapping[str, Any]) -> str:
     readable, writable = limits["readable"], limits["writable"]
     doors = [(path, READ_ACCESS) for path in readable] + [(path, everything) for path in writable]
     for path, access in doors:
-        with contextlib.suppress(OSError):  # what is not there needs no door
+        with contextlib.suppress(OSError):  # a missing path needs no rule
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
             access &= ~0 if os.path.isdir(path) else FILE_ACCESS
             libc.syscall(LANDLOCK_ADD, ruleset, 1, ctypes.byref(_PathRule(access, opened)), 0)
@@ -102,11 +101,10 @@ def _no_privileges(libc: Any, limits: Mapping[str, Any]) -> str:
     return "no capabilities" if libc.capset(header, (ctypes.c_uint32 * 6)()) == 0 else ""
 
 
-# The number of the architecture, of socket(2), and of what reaches into other processes,
+# The numbers of the architecture, of socket(2), and of calls that reach into other processes,
 # namespaces, file systems or the kernel: ptrace, process_vm_readv and _writev, pidfd_getfd, setns,
-# unshare, mount, umount2, open_by_handle_at, bpf, keyctl, kexec_load, io_uring_setup (whose sockets
-# no filter sees); and setsid and setpgid, which leave the group of processes that is killed
-# together.
+# unshare, mount, umount2, open_by_handle_at, bpf, keyctl, kexec_load, io_uring_setup (no filter
+# sees its sockets); and of setsid and setpgid, which leave the process group that is killed.
 _X86 = (0xC000003E, 41, 101, 310, 311, 438, 308, 272, 165, 166, 304, 321, 250, 246, 425, 112, 109)
 _ARM = (0xC00000B7, 198, 117, 270, 271, 438, 268, 97, 40, 39, 265, 280, 219, 104, 425, 157, 154)
 _SYSTEM_CALLS = {"x86_64": _X86, "aarch64": _ARM}
@@ -127,7 +125,7 @@ class _Program(ctypes.Structure):
 
 
 def _few_system_calls(libc: Any, limits: Mapping[str, Any]) -> str:
-    """A seccomp filter: no sockets but Unix ones, nothing that reaches into other processes."""
+    """A seccomp filter: only Unix sockets, and no calls that reach into other processes."""
     if platform.machine() not in _SYSTEM_CALLS:
         return ""
     architecture, open_socket, *refused = _SYSTEM_CALLS[platform.machine()]
@@ -178,9 +176,9 @@ def _limit(kind: int, most: int) -> None:
 
 
 _RESTRICTIONS: dict[str, Callable[[Any, Mapping[str, Any]], str]] = {
-    "addresses": _few_addresses,  # first: it reads what is in use
+    "addresses": _few_addresses,  # first: it reads the memory in use
     "files": _only_files,
     "file sizes": _small_files,
     "privileges": _no_privileges,
-    "system calls": _few_system_calls,  # last: it takes away what the others need
+    "system calls": _few_system_calls,  # last: it blocks calls that the others need
 }

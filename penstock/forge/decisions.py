@@ -1,7 +1,7 @@
-"""What an engine can be made of: decisions, their alternatives, and which of them go together.
+"""The design space of an engine: decisions, their alternatives, and which of them fit together.
 
-All data. Nothing here knows how code is written or measured; `emit` reads the files an alternative
-names, and `search` asks which alternatives promise something where time is spent.
+All data. Nothing here knows how code is written or measured; `emit` reads the files that an
+alternative names, and `search` tries alternatives that could save time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ Design = Mapping[str, str]  # decision -> alternative
 # A decision, with the constant of a fragment that carries its value; below it its alternatives, the
 # plain one first; below each what it consists of. `files`: the fragments that define it. `needs`:
 # what it requires of other decisions. `saves`: the share it could save of a part of a profile.
-# `value`: of the constant. `stand_in`: what takes its place where it no longer fits. `device`: the
-# only one it is for.
+# `value`: of the constant. `stand_in`: what replaces it when it no longer fits. `device`: the only
+# device it is for.
 TABLE = """
-layers: Who computes a layer?
+layers: What computes a layer?
   torch: torch operations
     files=forward_torch
-  kernels: Triton kernels that fuse what stands between the products
+  kernels: Triton kernels that fuse the operations between the products
     files=launch,kernel_rows,forward_kernels device=cuda
     saves=decode.launch:0.5,decode.small:0.8,prefill.small:0.7
 weights: Are projections of the same input one product?
@@ -34,17 +34,17 @@ norm: How is a norm computed?
   library: torch's own, one call
     files=norm_library needs=layers:torch
     saves=decode.small:0.3,decode.launch:0.2,prefill.small:0.3
-  folded: its weight multiplied into the columns of the projection behind it
+  folded: its weight multiplied into the columns of the next projection
     files=norm_folded needs=layers:torch saves=decode.small:0.15,prefill.small:0.2
-  in_kernel: its weight in the columns of the projection behind it, its scale in that one's kernel
+  in_kernel: its weight in the columns of the next projection, its scale in that kernel
     needs=layers:kernels
-rope: In which form do queries and keys turn?
+rope: How are queries and keys rotated?
   pairs: even and odd dimensions
     files=rope_pairs needs=layers:torch
   complex: pairs as complex numbers: one product
     files=rope_complex needs=layers:torch
     saves=decode.small:0.35,decode.launch:0.15,prefill.small:0.3
-  halves: halves of a head; the projections' rows are reordered at loading
+  halves: halves of a head; the projections' rows are reordered at load time
     files=rope_halves needs=layers:torch
     saves=decode.small:0.3,decode.launch:0.1,prefill.small:0.4
   in_kernel: in the kernel that stores keys and values
@@ -75,12 +75,12 @@ decode: How do the rows of a decode step attend?
     files=decode_grouped needs=layers:torch saves=decode.attention:0.6,decode.launch:0.6
   split_kv: a Triton kernel; long rows are cut into splits that a second one merges
     files=decode_split_kv needs=layers:kernels
-projection: Whose products are those of a decode step?
+projection: What computes the products of a decode step?
   kernels: Triton kernels that read each weight once, norm and activation inside
     files=projection_kernels needs=layers:kernels saves=decode.projection:0.3,decode.small:0.3
-  library: cuBLAS behind a norm kernel
+  library: cuBLAS after a norm kernel
     files=projection_library needs=layers:kernels saves=decode.projection:0.1
-products: Whose products are those of the layers?
+products: Which library computes the products of the layers?
   library: torch's own
     files=product_library needs=layers:torch
   packed: oneDNN's, with weights packed once
@@ -107,7 +107,7 @@ split_keys=SPLIT_KEYS: How many keys make a split of a row worth merging?
     needs=decode:split_kv value=256 saves=decode.attention:0.15
   1024: 1024 keys
     needs=decode:split_kv value=1024 saves=decode.attention:0.15
-cache: Where do keys and values lie?
+cache: Where are keys and values stored?
   slots: a slot of the longest length for each request
     files=cache_slots
   pages: pages of one pool, found through a table
@@ -125,14 +125,14 @@ graphs: Which steps are captured once and replayed?
     files=graphs,graphs_decode,graphs_prefill needs=layers:kernels,prefill:kernel device=cuda
     stand_in=decode saves=prefill.launch:0.9,decode.launch:0.9
 passes=LONGEST_PASS: Up to how many tokens are passes over prompts captured?
-  short: up to 2048; longer ones are launched as they come
+  short: up to 2048; longer ones are launched eagerly
     needs=graphs:all value=2048
-  all: up to 8192; more are several passes
+  all: up to 8192; more tokens take several passes
     needs=graphs:all value=8192 saves=prefill.launch:0.8
 threads=NUM_THREADS: How many threads does torch compute with?
   found: as many as it finds
     saves=decode.projection:0.2,decode.launch:0.2,decode.attention:0.2
-  one: one: no thread waits for another
+  one: one, so that no thread waits for another
     device=cpu value=1 saves=decode.projection:0.2,decode.launch:0.2,decode.attention:0.2
 """
 
@@ -140,7 +140,7 @@ threads=NUM_THREADS: How many threads does torch compute with?
 @dataclass(frozen=True, slots=True)
 class Alternative:
     name: str
-    says: str  # for the engine's own docstring and the report
+    says: str  # for the engine's docstring and the report
     files: tuple[str, ...]
     needs: Mapping[str, str]
     saves: Mapping[str, float]
@@ -209,7 +209,7 @@ def plain_design() -> dict[str, str]:
 
 
 def fits(alternative: Alternative, design: Design) -> bool:
-    """Whether all that it requires is chosen, and has itself what it requires."""
+    """Whether everything that it needs is chosen, and fits as well."""
     return all(
         design[other] == choice and not is_idle(other, design)
         for other, choice in alternative.needs.items()
@@ -217,13 +217,13 @@ def fits(alternative: Alternative, design: Design) -> bool:
 
 
 def is_idle(name: str, design: Design) -> bool:
-    """Whether the decision means nothing here: what its choice belongs to was not chosen."""
+    """Whether the decision has no effect: a choice that it needs was not made."""
     return not fits(BY_NAME[name][design[name]], design)
 
 
 def decide(design: Design, name: str, choice: str) -> dict[str, str]:
-    """The design with one decision taken, what that requires, and what then no longer fits
-    replaced.
+    """The design with one decision taken, the choices that it needs, and replacements for those
+    that no longer fit.
     """
     decided = {**design, name: choice}
     _demand(name, decided)
@@ -250,8 +250,7 @@ def moves(design: Design, device: str) -> Iterator[tuple[Alternative, dict[str, 
             if alternative.name == design[decision.name] or device not in alternative.devices:
                 continue
             moved = decide(design, decision.name, alternative.name)
-            # Who computes the layers is decided for its own sake, or for graphs; no detail brings
-            # it about.
+            # `layers` is changed only by itself or for graphs, never for a detail that needs it.
             is_detail = (
                 decision.name not in ("layers", "graphs") and moved["layers"] != design["layers"]
             )
@@ -260,7 +259,7 @@ def moves(design: Design, device: str) -> Iterator[tuple[Alternative, dict[str, 
 
 
 def forgone(before: Design, after: Design) -> dict[str, float]:
-    """What choices that were given up save, and their successors do not."""
+    """The savings that are lost: those of replaced choices that the new ones do not have."""
     lost: dict[str, float] = {}
     for name, decision in BY_NAME.items():
         if before[name] == after[name] or is_idle(name, before):
@@ -269,7 +268,7 @@ def forgone(before: Design, after: Design) -> dict[str, float]:
         new = {} if is_idle(name, after) else decision[after[name]].saves
         is_less = old != new and all(save <= old.get(part, 0.0) for part, save in new.items())
         for part, save in old.items():
-            kept = 0.0 if is_less else new.get(part, 0.0)  # a part of what was there is nothing new
+            kept = 0.0 if is_less else new.get(part, 0.0)  # part of the old choice is no new saving
             lost[part] = lost.get(part, 0.0) + max(0.0, save - kept)
     return lost
 

@@ -1,9 +1,9 @@
-"""Writes an engine: links the definitions that a design needs out of the fragments into one
-readable file.
+"""Writes an engine: links the definitions that a design needs from the fragments into one readable
+file.
 
-Like any linker it starts at one name, `create_engine`, and takes what that reaches: a definition no
-other needs is not in the file. What fragments import from `ops/triton` is copied from there, so
-that the engine stands alone. Knows Python's syntax, not what an engine does.
+Like any linker it starts at one name, `create_engine`, and takes what that reaches: a definition
+that nothing uses is not in the file. Imports from `ops/triton` are copied, so that the engine is
+self-contained. Knows Python's syntax, not what an engine does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIBRARY_FOLDER = Path(__file__).parents[1] / "ops" / "triton"
 PACKAGE = "penstock.forge.fragments"
 LIBRARY = "penstock.ops.triton."
 ENTRY = "create_engine"
-# First; then what is chosen; last the engine.
+# These come first, then the chosen fragments, and last the engine.
 ORDER = ("shape", "weights_separate", "weights_fused", "weights")
 LAST = ("engine",)
 WIDTH = 100
@@ -49,7 +49,7 @@ class Import:
 
 
 def emit(design: Design, says: str) -> str:
-    """The source of engine.py. `says` is what its docstring tells of model, machine and reasons."""
+    """The source of engine.py. `says` is its docstring: model, machine and reasons."""
     definitions: list[Definition] = []
     imports: dict[str, Import] = {}
     values = decisions.constants(design)
@@ -73,7 +73,7 @@ def emit(design: Design, says: str) -> str:
 
 
 def keep_lines(text: str, design: Design, values: Mapping[str, str]) -> str:
-    """Applies the directives: statements and blocks of the design, constants with its values."""
+    """Applies directives: keeps the design's statements and blocks, sets its constants."""
     kept: list[str] = []
     is_wanted = True
     starts = _statement_starts(text)
@@ -87,7 +87,7 @@ def keep_lines(text: str, design: Design, values: Mapping[str, str]) -> str:
         elif directive and directive[1] == "when":
             if is_wanted and _holds(directive[2], design):
                 kept.append(code)
-            elif is_wanted:  # a formatter may have split the statement: all of it goes
+            elif is_wanted:  # a formatter may have split the statement: delete all of it
                 del kept[len(kept) - number + starts.get(number, number) :]
         elif directive:
             name = code.partition("=")[0].strip()
@@ -99,13 +99,13 @@ def keep_lines(text: str, design: Design, values: Mapping[str, str]) -> str:
 
 @functools.cache
 def _statement_starts(text: str) -> dict[int, int]:
-    """The first line of the statement that ends on a line: of several the innermost."""
+    """For each line on which a statement ends, its first line; of several, the innermost's."""
     found = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt))
     return dict(sorted((node.end_lineno or 0, node.lineno) for node in found))
 
 
 def _holds(condition: str, design: Design) -> bool:
-    """`cache=pages`, `graphs!=none`, `graphs=decode|all`; of several, separated by spaces, all."""
+    """`cache=pages`, `graphs!=none`, `graphs=decode|all`; all of several, separated by spaces."""
     claims = _CLAIM.findall(condition)
     assert claims, f"a directive says {condition!r}, which no design can answer"
     return all(
@@ -119,7 +119,7 @@ def _files(design: Design) -> list[str]:
     return [*first, *(name for name in chosen if name not in first), *LAST]
 
 
-@functools.cache  # most fragments read the same in most designs
+@functools.cache  # most fragments are the same in most designs
 def _read_fragment(text: str) -> tuple[tuple[Definition, ...], tuple[Import, ...]]:
     lines = text.splitlines()
     definitions: list[Definition] = []
@@ -142,8 +142,8 @@ def _read_fragment(text: str) -> tuple[tuple[Definition, ...], tuple[Import, ...
 
 @functools.cache
 def _take(module: str, name: str) -> tuple[tuple[Definition, tuple[Import, ...]], ...]:
-    """The definition of a name in the library, behind those it needs there; each with what that
-    file imports from elsewhere.
+    """The definition of a name in the library, after those it needs there; each with what that file
+    imports from elsewhere.
     """
     path = LIBRARY_FOLDER / (module.removeprefix(LIBRARY) + ".py")
     definitions, imported = _read_fragment(path.read_text())
@@ -196,7 +196,7 @@ def _reach(definitions: list[Definition]) -> list[Definition]:
 
 
 def _import_blocks(imports: list[Import]) -> list[str]:
-    """The standard library, then torch and triton, as isort would have them."""
+    """The standard library, then torch and triton, as isort orders them."""
     external = ("torch", "triton")
     blocks = [
         [each for each in imports if (each.module.partition(".")[0] in external) == is_external]

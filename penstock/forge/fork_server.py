@@ -1,7 +1,5 @@
-"""The process that every candidate is forked from. Knows no torch, and is started before this one
-imports it.
-
-Two processes import at the same time what would take twice as long one after the other.
+"""Starts the process that every candidate is forked from. Does not import torch, so that it can run
+before this process does: both then import torch in parallel.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ KEPT_CUDA_VARIABLES = (
 
 class ForkServer:
     def __init__(self, device: str) -> None:
-        """For candidates of this device; "auto" may turn out to be a GPU."""
+        """For candidates on this device; "auto" may turn out to be a GPU."""
         self.started = time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="forge-")
         self.scratch = Path(self._folder.name)
@@ -52,7 +50,7 @@ class ForkServer:
         theirs.close()
 
     def fork(self, wishes: Mapping[str, Any]) -> tuple[socket.socket, int]:
-        """A new process that gives up what the wishes say: the line to it, and its id."""
+        """Forks a process with these restrictions; returns the socket to it, and its id."""
         ours, theirs = socket.socketpair()
         socket.send_fds(self._control, [json.dumps(wishes).encode()], [theirs.fileno()])
         theirs.close()

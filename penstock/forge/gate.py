@@ -27,7 +27,7 @@ class Player(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    fault: str  # empty for an engine that is right
+    fault: str  # empty if the engine is correct
     worst: float  # the largest distance from a right answer, in units of the tolerance
     num_calls: int
 
@@ -37,7 +37,7 @@ class Verdict:
 
 
 def check(player: Player, cases: Sequence[Case], allowed: Distance) -> Verdict:
-    """Stops at the first case with a fault. Tokens come from the CPU and the device in turn."""
+    """Stops at the first case with a fault. Tokens are alternately on the CPU and the device."""
     worst, num_calls = 0.0, 0
     for number, case in enumerate(cases):
         try:
@@ -52,13 +52,13 @@ def check(player: Player, cases: Sequence[Case], allowed: Distance) -> Verdict:
 
 
 def compare(case: Case, played: Played, allowed: Distance) -> tuple[str, float]:
-    """What is wrong with the answers to a case, if anything, and how far they are off at most."""
+    """The fault in the answers to a case, or empty, and the largest distance."""
     worst = 0.0
     for number, (call, answer, error) in enumerate(zip(case.calls, case.answers, played.errors)):
         what = f"call {number}, {call.kind} of {len(call.ids)}"
         if call.is_refused:
             if error is None:
-                return f"{what} should be refused and was answered", worst
+                return f"{what} should have been refused, but was answered", worst
             continue
         if error is not None:
             return f"{what}: {error}", worst
@@ -77,7 +77,7 @@ def compare(case: Case, played: Played, allowed: Distance) -> tuple[str, float]:
 
 
 def _spelled(off: Distance, allowed: Distance) -> str:
-    """In units of the tolerance: what is too much of it."""
+    """The distance that is too large, in units of the tolerance."""
     if off.most > allowed.most:
         return f"{off.most:.2f} of the tolerance; {allowed.most:.2f} is allowed"
     return (

@@ -1,4 +1,4 @@
-"""The first guess: what one would build from the facts alone, before anything was profiled."""
+"""The first designs: chosen from the machine's speed alone, before anything is profiled."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from penstock.forge import decisions
 from penstock.forge.machine import Machine
 from penstock.forge.target import Target
 
-LAYER_OPERATIONS = 30  # that torch launches for a layer of a decode step of one row
-FEW_OPERATIONS = {  # of a layer in torch, for prompts and for decode steps
+LAYER_OPERATIONS = 30  # torch operations per layer in a decode step of one row
+FEW_OPERATIONS = {  # choices that save torch operations, in prefill and decode
     "weights": "fused",
     "norm": "folded",
     "rope": "complex",
     "prefill": "packed",
     "decode": "grouped",
 }
-LEAST_SHARE = 0.2  # of a step's time: with less, launching is not where one would begin
+LEAST_SHARE = 0.2  # of a step's time: below it, launching is not the first thing to improve
 
 
 def first_design(machine: Machine) -> dict[str, str]:
-    """Plain torch with a cache; with one thread where several wait for each other, and with packed
-    weights where they are clearly quicker: a short budget may end with it.
+    """Plain torch with a cache; with one thread or packed weights if these are clearly quicker: a
+    short budget may end with this design.
     """
     design = decisions.plain_design()
     if machine.is_quicker_with_one_thread:
@@ -30,13 +30,13 @@ def first_design(machine: Machine) -> dict[str, str]:
 
 
 def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | None:
-    """A design and the reason for it; None where only a profile can tell.
+    """A design and the reason for it; None if only a profile can tell.
 
-    Where launching takes a large part of a step, steps are captured, which takes kernels, which
-    take fused weights: one design, instead of one trial for each. So are long passes over prompts
-    where even those compute for no longer than it takes to launch them. On a CPU it is what saves
-    operations: each such choice gains little, which a measurement beside other processes may miss,
-    and all of them gain much.
+    If launching takes a large part of a step, steps are captured, which needs kernels, which need
+    fused weights: one design, instead of one trial for each. Long passes over prompts are captured
+    too if launching them takes longer than computing them. On a CPU the design has all choices that
+    save operations: each gains too little to be measured beside other processes, but together they
+    gain much.
     """
     if not target.is_cuda:
         return _opening_of_cpu(machine)

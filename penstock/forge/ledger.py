@@ -1,6 +1,6 @@
 """The records of a run: a row per trial as it happens, a log for people, and the report at the end.
 
-Every write is atomic: an interrupted run leaves the best engine so far and the story up to there.
+Every write is atomic: an interrupted run leaves the best engine and the records so far.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ class Ledger:
     def __init__(
         self, folder: Path, started: float | None = None, log: RunLog | None = None
     ) -> None:
-        """`started` by the monotonic clock, where the run is older than its ledger.
+        """`started`: by the monotonic clock, if the run began before its ledger.
 
-        An earlier run's files are replaced with the first row: a run that comes to nothing leaves
-        them.
+        The first row replaces an earlier run's files, so that a run without a result keeps them.
         """
         self.folder = folder
         self.rows: list[Row] = []
@@ -89,7 +88,7 @@ def count_changes(before: str, after: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """All that the report tells."""
+    """The content of the report."""
 
     model: str
     machine: str
@@ -97,7 +96,7 @@ class Story:
     decisions: list[tuple[str, str, str]]  # question, choice, why
     first: Mapping[str, Timing]
     best: Mapping[str, Timing]
-    floors_ms: Mapping[str, float]  # by bench, where one is known
+    floors_ms: Mapping[str, float]  # by bench, if known
     gains: Mapping[str, float]
     enforced: Mapping[str, str]
     given_up: Mapping[str, str]  # restrictions, and what did not work under them

@@ -23,7 +23,7 @@ from penstock.forge.traces import Call
 FOUND_THREADS = torch.get_num_threads()
 STATUS = Path("/proc/self/status")
 RESET = Path("/proc/self/clear_refs")
-RESET_PEAK = "5"  # what the kernel takes as "forget the peak"
+RESET_PEAK = "5"  # the kernel's code to reset the peak
 
 
 def load_module(path: Path) -> ModuleType:
@@ -31,7 +31,7 @@ def load_module(path: Path) -> ModuleType:
         raise PenstockError(f"There is no {path}", "", "`bash run.sh` writes workspace/engine.py.")
     try:
         return load_file(f"engine_{path.stem}_{time.monotonic_ns()}", str(path))
-    except Exception as error:  # whatever its first lines raise
+    except Exception as error:  # its top-level code may raise anything
         raise PenstockError(
             f"{path} cannot be loaded",
             f"{type(error).__name__}: {error}",
@@ -41,7 +41,7 @@ def load_module(path: Path) -> ModuleType:
 
 
 class LocalPlayer:
-    """A fresh engine of a module's."""
+    """A new engine from a module."""
 
     def __init__(self, module: ModuleType, target: Target) -> None:
         self.is_cuda = target.is_cuda
@@ -68,7 +68,7 @@ class LocalPlayer:
         enough_s: float = math.inf,
     ) -> Played:
         """Timed calls end early once they have taken `enough_s`: the engine is then emptied, and
-        there are outcomes of the calls that were played.
+        only the calls that were played have outcomes.
         """
         clock: list[float] = []
 
@@ -102,7 +102,7 @@ class LocalPlayer:
         return Played(clock[1] - clock[0] if clock else 0.0, errors, logits, peak_bytes)
 
     def _empty(self, played: Sequence[Call]) -> None:
-        """Removes the requests that these calls have left."""
+        """Removes the requests that these calls left in the engine."""
         alive: dict[str, None] = {}
         for call in played:
             if call.kind == "prefill":
@@ -114,13 +114,13 @@ class LocalPlayer:
 
 
 class ResidentPeak:
-    """The most memory this process has had since this was made, beyond what it had then. 0 where
-    the kernel does not tell.
+    """The growth of this process's peak memory since this object was created. 0 if the kernel does
+    not report it.
     """
 
     def __init__(self) -> None:
         gc.collect()
-        # Freed memory that is kept would hide new memory.
+        # Freed memory that malloc keeps would hide new allocations.
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         with contextlib.suppress(OSError):

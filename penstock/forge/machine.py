@@ -1,4 +1,4 @@
-"""The speed of the machine, measured in a moment: the scale for the times of an engine."""
+"""The speed of the machine, measured quickly: the scale for the times of an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from penstock.forge.fragments.product_packed import multiply, pack
 from penstock.forge.target import Target
 
-CLEAR_GAIN = 1.2  # of one thread, or of packed weights: below it neither is chosen
+CLEAR_GAIN = 1.2  # with a smaller gain, one thread or packed weights are not chosen
 PROBED_ROWS = 8
 PROBED_PRODUCTS = 10
 PROBED_STRETCHES = 5
@@ -30,8 +30,8 @@ class Machine:
     bytes_per_second: float  # read and written by a copy
     flops_per_second: float  # of a product in the model's type
     launch_s: float  # of the smallest operation, from Python
-    one_thread_gain: float = 1.0  # on a CPU: over all threads, for a few rows of the model
-    packed_gain: float = 1.0  # on a CPU: of products with packed weights over torch's own
+    one_thread_gain: float = 1.0  # on a CPU: one thread over all, for a few rows
+    packed_gain: float = 1.0  # on a CPU: packed weights over torch's own products
 
     @classmethod
     def measure(cls, target: Target) -> Machine:
@@ -63,7 +63,7 @@ class Machine:
 
     @contextlib.contextmanager
     def quickest_threads(self) -> Iterator[None]:
-        """Torch computes inside with as many as are quickest here."""
+        """Inside, torch uses the number of threads that is quickest here."""
         before = torch.get_num_threads()
         torch.set_num_threads(1 if self.is_quicker_with_one_thread else before)
         try:
@@ -75,31 +75,30 @@ class Machine:
         speed = (
             f"{self.bytes_per_second / 1e9:.0f} GB/s, {self.flops_per_second / 1e12:.2f} TFLOP/s"
         )
-        return f"{self.name}, {speed}, {self.launch_s * 1e6:.1f} µs an operation"
+        return f"{self.name}, {speed}, {self.launch_s * 1e6:.1f} µs per operation"
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)
 
     def decode_floor_s(self, target: Target, batch: int, context_len: float) -> float:
-        """Every weight once, and the keys and values of every row."""
+        """Reads every weight once, and the keys and values of every row."""
         return (
             target.weight_bytes + batch * context_len * target.kv_bytes_per_token
         ) / self.bytes_per_second
 
     def prefill_floor_s(self, target: Target, num_tokens: int) -> float:
-        """Two operations a weight and token; the head is for last tokens only."""
+        """Two operations per weight and token; the head is for last tokens only."""
         head = target.shape.vocab_size * target.shape.hidden_size
         weights = target.weight_bytes // target.dtype.itemsize - head
         return 2 * weights * num_tokens / self.flops_per_second
 
 
 def _gains_on_cpu(target: Target) -> tuple[float, float]:
-    """Of one thread over all, in the products that are quicker, and of packed weights over plain
-    ones, for a few rows.
+    """The gain of one thread over all threads, and of packed weights over plain ones, for products
+    with a few rows.
 
-    Small products are where threads cost more than they give, and most of all where others use the
-    CPU: each waits for the one that is not running. Whole stretches are compared, since that comes
-    and goes.
+    In small products threads can cost more than they gain, above all if other processes use the
+    CPU: each waits for the one that is not running. Compares long runs, since that varies.
     """
     before = torch.get_num_threads()
     rows = torch.randn(PROBED_ROWS, target.shape.hidden_size)

@@ -1,9 +1,9 @@
-"""How fast an engine is: timed stretches of traces, with some of their answers checked. Frozen like
+"""Measures an engine's speed: times parts of traces, and checks some of their answers. Frozen like
 the gate.
 
-An engine that is fast and wrong while it is timed gains nothing: each timed trace has a few calls
-whose logits must be right, and the engine does not know which. Nor does one that remembers: every
-play of a trace has other tokens.
+An engine cannot gain by being wrong while it is timed: each timed trace has a few calls whose
+logits must be right, and the engine does not know which. Nor by caching answers: every play of a
+trace has other tokens.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from penstock.forge.traces import Trace
 
 FAMILIES = ("prefill", "decode", "mixed")
 CHECKED_CALLS = 3
-ENOUGH_S = 0.4  # of timed calls: more of them say little more
-LONG_S = 1.0  # of one play: what had to warm up was little of it
-HOPELESS_GAIN = 1 / 1.5  # over what has to be beaten, with every hope for what is not yet timed
+ENOUGH_S = 0.4  # of timed calls: more would add little precision
+LONG_S = 1.0  # in so long a play, warming up does not matter
+HOPELESS_GAIN = 1 / 1.5  # over the best engine, at the most optimistic for benches not yet timed
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is timed: enough to matter on the device, little enough to be repeated.
+    """How much to time: enough to load the device, little enough to be repeated.
 
-    `repeats` is how often at most a bench is played after its first time.
+    `repeats`: how often at most a bench is played after the first time.
     """
 
     prompt_len: int
@@ -55,7 +55,7 @@ class Bench:
     family: str
     case: Case
     timed: tuple[int, int]
-    repeats: Sequence[Case]  # the same calls with other tokens, one for every further play
+    repeats: Sequence[Case]  # the same calls with other tokens, for each further play
 
     @property
     def plays(self) -> Sequence[Case]:
@@ -67,14 +67,14 @@ class Bench:
 
     @property
     def num_decoded(self) -> int:
-        """Of these, the tokens of decode calls: prompts may be timed with them."""
+        """The tokens of decode calls among these: prompts may be timed with them."""
         calls = self.case.calls[slice(*self.timed)]
         return sum(call.num_tokens for call in calls if call.kind == "decode")
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one bench: its quickest repeat, the one that other processes disturbed least."""
+    """The time of one bench: its quickest repeat, which other processes disturbed least."""
 
     family: str
     seconds: float
@@ -93,7 +93,7 @@ class Timing:
 def draw_benches(
     target: Target, oracle: Oracle, seed: int, sizes: Sizes | None = None, seconds: float = math.inf
 ) -> list[Bench]:
-    """Each for at least two plays, and for more as long as right answers took less than that."""
+    """Benches with at least two plays each, and more while computing answers takes < `seconds`."""
     rng = random.Random(seed)
     sizes = sizes or Sizes.of(target)
     started = time.monotonic()
@@ -134,7 +134,7 @@ def _checked(trace: Trace, numbers: Sequence[int]) -> frozenset[int]:
 
 
 def _answer_one(oracle: Oracle, trace: Trace, numbers: Sequence[int]) -> Case:
-    """With right answers for one request only: most of what they cost is its text."""
+    """Computes right answers for one request only, since its text is most of their cost."""
     (some_call, *_) = _checked(trace, numbers)
     id = trace.rng.choice(trace.calls[some_call].ids)
     its_calls = [number for number in numbers if id in trace.calls[number].ids]
@@ -164,7 +164,7 @@ def measure(
     allowed: Distance,
     to_beat: Mapping[str, Timing] | None = None,
 ) -> tuple[dict[str, Timing], str, int]:
-    """Timings by bench, why they end early if they do, and the most memory."""
+    """Timings by bench, why they ended early (or empty), and the peak memory."""
     timings: dict[str, Timing] = {}
     peak_bytes = 0
     for bench in benches:
@@ -180,7 +180,7 @@ def measure(
 
 
 def _time(player: Player, bench: Bench, allowed: Distance) -> tuple[float, str, int]:
-    """The quickest of at least two plays, since the first may warm up; or of one long one."""
+    """The quickest of at least two plays, since the first may warm up; or a single long play."""
     seconds: list[float] = []
     peak_bytes = 0
     for case in bench.plays:
@@ -196,10 +196,10 @@ def _time(player: Player, bench: Bench, allowed: Distance) -> tuple[float, str, 
 
 
 def is_hopeless(timings: Mapping[str, Timing], to_beat: Mapping[str, Timing]) -> bool:
-    """Whether it stays clearly slower, even if what is not yet timed gains as much as the best that
-    is.
+    """Whether it stays clearly slower, even if the benches not yet timed gain as much as the best
+    that is.
 
-    Asked once there are prompts and two sizes of decode steps: one size alone may be an exception.
+    Checked once prompts and two sizes of decode steps are timed: one size may be an exception.
     """
     families = [timing.family for timing in timings.values()]
     if "prefill" not in families or families.count("decode") < 2:
@@ -211,11 +211,11 @@ def is_hopeless(timings: Mapping[str, Timing], to_beat: Mapping[str, Timing]) ->
 
 def _slowest(timings: Mapping[str, Timing], to_beat: Mapping[str, Timing]) -> str:
     name = max(timings, key=lambda name: timings[name].seconds / to_beat[name].seconds)
-    return f"{name} {timings[name].call_ms:.3g} ms a call against {to_beat[name].call_ms:.3g}"
+    return f"{name} {timings[name].call_ms:.3g} ms per call against {to_beat[name].call_ms:.3g}"
 
 
 def gains(timings: Mapping[str, Timing], before: Mapping[str, Timing]) -> dict[str, float]:
-    """How many times as fast, by family: the geometric mean of its benches."""
+    """The speed-up by family: the geometric mean over its benches."""
     ratios: dict[str, list[float]] = {}
     for name, timing in timings.items():
         ratios.setdefault(timing.family, []).append(before[name].seconds / timing.seconds)

@@ -1,4 +1,4 @@
-"""The baseline: no cache, every call computes whole texts anew, one request after the other."""
+"""The baseline: no cache; every call recomputes whole texts, one request after the other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NaiveEngine:
             del self.texts[id]
 
     def _run(self, request_ids: Sequence[Hashable], texts: list[list[int]]) -> Tensor:
-        """[R, V]. The texts are the requests' from when they have been run."""
+        """[R, V]. Stores the texts only after they have been run."""
         self._check(request_ids, texts)
         logits = torch.cat([self.reference.logits(text, [len(text) - 1]) for text in texts])
         self.texts |= dict(zip(request_ids, texts))

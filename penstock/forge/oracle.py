@@ -1,12 +1,12 @@
-"""What the logits of a trace must be, and how far an engine's may be from them.
+"""The right logits of a trace, and how far an engine's may be from them.
 
-A trace's tokens do not depend on answers, so every request's life is one pass of the reference over
-its whole text. Answers are compared in units of the tolerance, |a - b| / (atol + rtol |b|); an
-engine passes with a third of it. Where the reference itself, rounding as the engine does, strays
-further from float32 than that allows, an engine may stray twice as far as the reference. Where that
-is past the tolerance, as with many layers in bfloat16, no engine can keep it; then 2.5 times as far
-and the root mean square of an answer counts too, which differs little between engines that round
-alike, and much to one that is wrong.
+A trace's tokens do not depend on answers, so one pass of the reference over a request's whole text
+gives all its answers. Distances are in units of the tolerance, |a - b| / (atol + rtol |b|); an
+engine passes within a third of it. If the reference itself, rounding as the engine does, is further
+from float32 than that, an engine may be twice as far as the reference. If that exceeds the
+tolerance, as with many layers in bfloat16, no engine can keep it; then 2.5 times as far is allowed,
+and the root mean square of an answer is limited too: it differs little between correct engines, and
+much from a wrong one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from penstock.forge.traces import Call, Trace
 
 TOLERANCE = 1e-2  # atol and rtol
 MARGIN = 3.0
-ROUNDING = 2.0  # times as far as the reference strays, an engine may
+ROUNDING = 2.0  # an engine may be this many times as far as the reference
 ROUNDING_PAST_TOLERANCE = 2.5  # two that round independently are 1.4 apart, single rows up to 1.6
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Of logits from right ones, in units of the tolerance."""
+    """The distance of logits from the right ones, in units of the tolerance."""
 
-    most: float  # of any number
+    most: float  # the largest of any logit
     typical: float = math.inf  # the root mean square of all
 
     def is_within(self, allowed: Distance) -> bool:
@@ -48,7 +48,7 @@ class Case:
     name: str
     calls: list[Call]
     answers: list[Tensor | None]  # [R, V] float32, on the CPU
-    asked: frozenset[str] | None = None  # the requests whose rows are known, where not all are
+    asked: frozenset[str] | None = None  # the requests whose rows are known; None: all
 
     @property
     def answered(self) -> list[int]:
@@ -56,7 +56,7 @@ class Case:
         return [number for number, answer in enumerate(self.answers) if answer is not None]
 
     def rows(self, number: int) -> list[int]:
-        """Those of an answer that are known."""
+        """The rows of an answer that are known."""
         ids = self.calls[number].ids
         return [row for row, id in enumerate(ids) if self.asked is None or id in self.asked]
 
@@ -76,7 +76,7 @@ class Oracle:
     def answer(
         self, trace: Trace, calls: frozenset[int] | None = None, ids: frozenset[str] | None = None
     ) -> Case:
-        """With the answers to these calls, or to all, for these requests, or for all."""
+        """The case with answers to these calls and requests; None: to all."""
         wanted = frozenset(range(len(trace.calls))) if calls is None else calls
         answers = [
             _room(call, self.reference.shape.vocab_size) if number in wanted else None
@@ -95,7 +95,7 @@ class Oracle:
         return case
 
     def rounding(self, case: Case) -> Distance:
-        """How far the reference strays from itself in float32."""
+        """The distance of the reference from itself in float32."""
         if self.reference.dtype == torch.float32:
             return Distance(0.0, 0.0)
         exact = self.reference.in_float32()
@@ -112,7 +112,7 @@ class Oracle:
 
 
 class Allowance:
-    """Seconds for right answers. The next ones' cost is estimated from the last ones'."""
+    """A time budget for right answers. Estimates the cost of the next from the last ones."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -132,12 +132,12 @@ class Allowance:
 
 
 def count_tokens(trace: Trace) -> int:
-    """That right answers for all of it take: the whole text of every request."""
+    """Tokens to compute for all right answers: the whole text of every request."""
     return sum(len(life.tokens) for life in _lives(trace.calls))
 
 
 def typical_case(cases: Sequence[Case]) -> Case:
-    """Whose rounding stands for that of all."""
+    """The case whose rounding is typical for all."""
     return next(case for case in cases if case.name == "batched")
 
 
@@ -149,7 +149,7 @@ def distance(logits: Tensor, right: Tensor) -> Distance:
 
 
 def allowed_distance(rounding: Distance, share: float = 1.0 / MARGIN) -> Distance:
-    """This share of the tolerance, or more where the reference itself needs more."""
+    """This share of the tolerance, or more if the reference itself needs more."""
     if ROUNDING * rounding.most <= 1.0:
         return Distance(max(share, ROUNDING * rounding.most))
     return Distance(
@@ -164,7 +164,7 @@ def _room(call: Call, vocab_size: int) -> Tensor | None:
 
 
 def _known(case: Case, life: Life) -> list[tuple[int, int, int]]:
-    """What is asked of a life whose answers the case has, or is to have."""
+    """The calls of a request whose answers the case has or needs."""
     known = {number: case.rows(number) for number in case.answered}
     return [one for one in life.asked if one[1] in known.get(one[0], ())]
 

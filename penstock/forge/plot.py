@@ -63,7 +63,7 @@ def _scale(lowest: float, highest: float, y_of: Callable[[float], float]) -> lis
 
 
 def _mark(row: Row, x: float, y_of: Callable[[float], float]) -> str:
-    """Full: kept. Hollow: right, and no faster. A cross at the foot: not timed to the end."""
+    """Filled: kept. Hollow: correct, but no faster. A cross at the bottom: not fully timed."""
     said = f"<title>{escape(row.line())}</title>"
     if not row.score:
         y = HEIGHT - BOTTOM + 14
@@ -78,7 +78,7 @@ def _mark(row: Row, x: float, y_of: Callable[[float], float]) -> str:
 
 
 def _label(row: Row, x: float, y: float) -> str:
-    """Towards the middle, so that none leaves the picture."""
+    """Labels extend towards the middle, so that none leaves the picture."""
     idea = row.idea if len(row.idea) <= MAX_LABEL else row.idea[: MAX_LABEL - 1] + "…"
     anchor, shift = ("start", 8) if x < WIDTH / 2 else ("end", -8)
     return _text(x + shift, y - 8, idea, f"text-anchor='{anchor}'")

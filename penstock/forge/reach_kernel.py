@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The smallest kernel: `reach` uses it to see whether one can be compiled and launched."""
+"""A minimal kernel: `reach` checks with it that kernels can be compiled and launched."""
 
 from __future__ import annotations
 

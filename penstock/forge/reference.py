@@ -1,8 +1,7 @@
-"""The model as its config defines it: plain torch, one sequence, every token anew. Knows no cache,
-no batch.
+"""The model as its config defines it, in plain torch: one sequence, no cache, no batch.
 
-What an engine says is right when it agrees with this. Norms and rotations are computed in float32,
-products and attention in the type that the engine computes in.
+An engine is correct if it agrees with this. Norms and rotations are computed in float32, products
+and attention in the dtype that the engine computes in.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from penstock.errors import CapacityError, CheckpointError
 from penstock.forge.fragments.shape import Shape
 from penstock.forge.target import Target
 
-NUM_READERS = 8  # one thread copies to a GPU no faster than it finds the pages of a file
-DERIVED_TENSOR = "rotary_emb.inv_freq"  # of older checkpoints; it follows from the config
+NUM_READERS = 8  # one thread is limited by the page faults of the file
+DERIVED_TENSOR = "rotary_emb.inv_freq"  # in older checkpoints; it follows from the config
 MOST_NAMED = 6
 TOY_STD = 0.02
 
@@ -31,21 +30,21 @@ class Reference:
     def __init__(self, target: Target, dtype: torch.dtype) -> None:
         shape, device = target.shape, torch.device(target.device)
         self.shape = shape
-        self.dtype = dtype  # in which it computes
+        self.dtype = dtype  # to compute in
         self.device = device
         self.weights = read_weights(target, dtype)
         dims = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32)
         self.frequencies = shape.rope_theta ** (-dims / shape.head_dim)
 
     def in_float32(self) -> Reference:
-        """The same weights, widened one by one as they are used: neither read nor held twice."""
+        """The same weights, converted one by one when they are used: not read or stored twice."""
         wider = copy.copy(self)
         wider.dtype = torch.float32
         return wider
 
     @torch.inference_mode()
     def logits(self, tokens: list[int], positions: list[int]) -> Tensor:
-        """After the tokens at these positions, [positions, V] float32."""
+        """Logits after the tokens at these positions, [positions, V] float32."""
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
         hidden = self.weights["embed_tokens"][ids].to(self.dtype)
         for layer in range(self.shape.num_layers):
@@ -84,7 +83,7 @@ class Reference:
         return (wide * self.weights[name].float()).to(x.dtype)
 
     def _rotate(self, heads: Tensor) -> Tensor:
-        """Even and odd dimensions of a head are the two coordinates of a point that turns."""
+        """Rotates pairs of an even and the next odd dimension of a head."""
         positions = torch.arange(heads.shape[1], device=self.device, dtype=torch.float32)
         angles = torch.outer(positions, self.frequencies)
         even, odd = heads[..., 0::2].float(), heads[..., 1::2].float()
@@ -95,7 +94,7 @@ class Reference:
 
 
 def read_weights(target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
-    """By bare names: without `model.` before and `.weight` behind."""
+    """By bare names, without the prefix `model.` and the suffix `.weight`."""
     path = target.weight_dir / "model.pt"
     if not path.exists():
         raise CheckpointError(
@@ -105,7 +104,7 @@ def read_weights(target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
         )
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged file can make anything of its reader
+    except Exception as error:  # a damaged file can raise anything
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         todo = "Write it with torch.save, or copy it here again."
         raise CheckpointError(f"{path} cannot be read", why, todo) from error
@@ -143,7 +142,7 @@ def _check_tensors(stored: Any, shape: Shape, path: Path) -> dict[str, Tensor]:
         and embedding is not None
         and torch.equal(head, embedding)
     ):
-        del tensors["lm_head"]  # stored twice, as tied ones often are
+        del tensors["lm_head"]  # stored twice, as tied weights often are
     sizes = dict(tensor_shapes(shape))
     faults = {
         "It lacks": [name for name in sizes if name not in tensors],
@@ -157,7 +156,7 @@ def _check_tensors(stored: Any, shape: Shape, path: Path) -> dict[str, Tensor]:
     }
     said = [f"{what} {_tell(found)}." for what, found in faults.items() if found]
     if said:
-        todo = "Name the config that these weights were made with."
+        todo = "Use the config that these weights were made with."
         raise CheckpointError(f"{path} does not belong to the config", " ".join(said), todo)
     return tensors
 
@@ -186,7 +185,7 @@ def save_toy_weights(
 
 
 def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of every tensor that a model of this shape has, by its bare name."""
+    """The shape of every tensor of the model, by its bare name."""
     hidden, width = shape.hidden_size, shape.intermediate_size
     yield "embed_tokens", (shape.vocab_size, hidden)
     for layer in range(shape.num_layers):

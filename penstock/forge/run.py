@@ -20,7 +20,7 @@ from penstock.forge.trial import Exam
 from penstock.forge.writer import Writer
 
 SPARE_BYTES = 6 << 30  # beside the weights: torch itself, a cache, activations
-COMPILER_BYTES = 8 << 30  # on a GPU, where threads compile kernels at the same time
+COMPILER_BYTES = 8 << 30  # on a GPU, where threads compile kernels in parallel
 TRIAL_S = 300.0
 
 
@@ -42,8 +42,8 @@ def forge(
     log: RunLog | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """With a fork server that is already importing, the time counts from when that was started.
-    Whatever comes of it, results.log beside `out` tells it.
+    """If a fork server is already running, time counts from its start. Whatever the result,
+    results.log beside `out` has it.
     """
     log = log or RunLog(out.parent)
     with contextlib.ExitStack() as stack:
@@ -63,7 +63,7 @@ def forge(
         sandbox = Sandbox(target, limits, server)
         say(f"model: {target.describe()}")
         beside = stack.enter_context(ThreadPoolExecutor(1))
-        settling = beside.submit(_settle, sandbox)  # it waits, mostly: for imports, for a compiler
+        settling = beside.submit(_settle, sandbox)  # mostly waits for imports and a compiler
         machine = Machine.measure(target)
         phases.end("machine")
         say(f"machine: {machine.describe()}")
@@ -122,5 +122,5 @@ def require_isolation(reached: Reach) -> None:
             "A writing model's code cannot be kept off the network here",
             "A probe in the sandbox could open a connection: this kernel has neither seccomp nor "
             "namespaces.",
-            "Leave --llm-base-url away; the built-in search runs without it.",
+            "Leave --llm-base-url out; the built-in search runs without it.",
         )

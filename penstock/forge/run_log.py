@@ -1,8 +1,7 @@
-"""results.log: what a run tells people as it goes, also when it fails, and where its time goes.
+"""results.log: the progress of a run, also when it fails, and where its time goes.
 
-An earlier run's log is replaced with the first trial. A run that ends before that adds behind it
-why: the engine that still lies there has its story, and whoever looks for a new one finds the
-reason.
+The first trial replaces an earlier run's log. A run that ends before that appends the reason: the
+old engine, which is still there, keeps its log, and the reader learns why there is no new one.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ class RunLog:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """What is raised inside is told in the log, once, and raised on."""
+        """Logs an exception raised inside, once, and raises it again."""
         try:
             yield
         except BaseException as error:
             if error is not self._explained:
                 self._explained = error
-                with contextlib.suppress(OSError):  # what was raised is worse
+                with contextlib.suppress(OSError):  # the first error matters more
                     self._append(*self._explanation(error))
             raise
 
@@ -66,7 +65,7 @@ class RunLog:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """All of it or nothing, whenever one is interrupted."""
+    """Writes all or nothing, also if interrupted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text)

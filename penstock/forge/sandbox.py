@@ -1,8 +1,8 @@
-"""Where candidates run: in a process of their own with limits, asked over a socket. Trusts nothing
-it hears.
+"""Runs candidates in processes of their own with limits, over a socket. Trusts no message from
+them.
 
-What is enforced depends on the machine (`confine` does it; `settle` finds out before the first
-trial, by what a probe inside could then not do), and is told in the report. Time always is: a
+The restrictions depend on the machine (`confine` applies them; before the first trial, `settle`
+finds out by a probe which of them work), and the report lists them. Time is always limited: a
 candidate that does not answer in time is killed with everything it started.
 """
 
@@ -39,17 +39,16 @@ WATCH_S = 0.05
 PROBE_S = 30.0
 MEMORY_SHARE = 0.95  # of a GPU
 FILE_BYTES = 1 << 28  # compiled kernels; on a CPU nothing is written
-# What a CUDA driver writes to: its devices, memory shared between processes, the names of its
-# threads.
+# Paths that a CUDA driver writes to: its devices, shared memory, the names of its threads.
 DRIVER_PLACES = ("/dev/null", "/dev/zero", "/dev/shm", "/proc/self")
 
 
 class CandidateError(Exception):
-    """The candidate raised, died, fell silent or took too much; the text is for the ledger."""
+    """The candidate raised, died, hung or used too much; the text is for the ledger."""
 
 
 class OutOfTime(CandidateError):
-    """It may be right: it was stopped."""
+    """It was stopped, and may be correct."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What came of a trace: seconds of its timed calls, and by call what was raised or answered."""
+    """The result of a trace: seconds of its timed calls, and each call's error or answer."""
 
     seconds: float
     errors: list[str | None]
@@ -69,7 +68,7 @@ class Played:
 
 
 class Sandbox:
-    """Kept for a whole run. `host` gives one candidate a life in it."""
+    """Used for a whole run. `host` runs one candidate in it."""
 
     def __init__(self, target: Target, limits: Limits, server: ForkServer) -> None:
         self.target = target
@@ -77,9 +76,9 @@ class Sandbox:
         self.server = server
         self.scratch = server.scratch
         self.wanted = RESTRICTIONS if target.is_cuda else CPU_RESTRICTIONS
-        self.restrictions = list(self.wanted)  # those that `probe` has left
-        self.enforced: dict[str, str] = {}  # by restriction, in words
-        self.given_up: dict[str, str] = {}  # and what did not work under those that are not
+        self.restrictions = list(self.wanted)  # those that work, after `settle`
+        self.enforced: dict[str, str] = {}  # descriptions, by restriction
+        self.given_up: dict[str, str] = {}  # what did not work, by dropped restriction
 
     @contextlib.contextmanager
     def host(
@@ -128,12 +127,12 @@ class Sandbox:
         return Hosted(connection, pid, limits)
 
     def _writable(self) -> list[str]:
-        """On a GPU: what kernels are compiled into, and what the driver needs."""
+        """On a GPU: the folder for compiled kernels, and paths that the driver needs."""
         devices = sorted(str(path) for path in Path("/dev").glob("nvidia*"))
         return [str(self.scratch), *DRIVER_PLACES, *devices]
 
     def _readable(self) -> list[str]:
-        """What Python and torch are made of, the weights, and the candidate itself."""
+        """The files of Python and torch, the weights, and the candidate itself."""
         system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/proc/cpuinfo"]
         system.append("/sys/devices")
         python = {sys.prefix, sys.base_prefix, str(Path(torch.__file__).parents[1])}
@@ -146,7 +145,7 @@ class Sandbox:
 
 
 class Hosted:
-    """A candidate, alive. Every method raises `CandidateError` when it does not do as asked."""
+    """A running candidate. Every method raises `CandidateError` if the candidate fails."""
 
     def __init__(self, connection: socket.socket, pid: int, limits: Limits) -> None:
         self.pid = pid
@@ -161,7 +160,7 @@ class Hosted:
         self._watcher.start()
 
     def start(self, device: str) -> None:
-        """The device is opened, so that the time this takes is not the engine's."""
+        """Opens the device, so that this time does not count for the engine."""
         self._write(do="start", device=device, memory_share=MEMORY_SHARE)
         self.read()
 
@@ -183,7 +182,7 @@ class Hosted:
         timed: tuple[int, int] = (-1, -1),
         on_device: bool = True,
     ) -> Played:
-        """Plays calls. The judge's clock times them, between its word and the candidate's."""
+        """Plays calls. This process times them, between its message and the candidate's."""
         self._write(do="play", calls=encode_calls(calls, on_device), keep=list(keep), timed=timed)
         seconds = 0.0
         if timed[0] >= 0:
@@ -207,7 +206,7 @@ class Hosted:
         return {str(kind): float(seconds) for kind, seconds in self.read()["parts"].items()}
 
     def read(self) -> dict[str, Any]:
-        """The next message, with the bytes behind it as `payload`."""
+        """The next message, with the bytes after it as `payload`."""
         try:
             self._connection.settimeout(max(0.01, self._deadline - time.monotonic()))
             line = self._lines.readline(MAX_LINE)
@@ -217,9 +216,9 @@ class Hosted:
         except TimeoutError:
             raise OutOfTime(f"out of time: more than {self.limits.seconds:.0f} s") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CandidateError(f"spoke nonsense: {error}") from None
+            raise CandidateError(f"sent an invalid message: {error}") from None
         if not message:
-            raise CandidateError(self._killed_for or "died without a word")
+            raise CandidateError(self._killed_for or "died without a message")
         if not isinstance(message, dict) or "error" in message:
             raise CandidateError(
                 str(message["error"] if isinstance(message, dict) else message)[:2000]
@@ -238,7 +237,7 @@ class Hosted:
             self._connection.settimeout(max(0.01, self._deadline - time.monotonic()))
             self._connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
-            raise CandidateError(self._killed_for or f"does not listen: {error}") from None
+            raise CandidateError(self._killed_for or f"cannot be reached: {error}") from None
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -262,7 +261,7 @@ def encode_calls(calls: Sequence[Call], on_device: bool) -> list[Any]:
 
 
 def _cut(payload: bytes, outcomes: list[Any], keep: Sequence[int]) -> dict[int, Tensor]:
-    """The kept calls' logits out of the bytes of all of them."""
+    """Splits the payload into the logits of the kept calls."""
     logits: dict[int, Tensor] = {}
     numbers = (
         torch.frombuffer(bytearray(payload), dtype=torch.float32) if payload else torch.empty(0)
@@ -274,7 +273,7 @@ def _cut(payload: bytes, outcomes: list[Any], keep: Sequence[int]) -> dict[int, 
             continue
         size = int(shape[0]) * int(shape[1])
         if start + size > len(numbers):
-            raise CandidateError("sent fewer logits than it said")
+            raise CandidateError("sent fewer logits than it announced")
         logits[number] = numbers[start : start + size].view(int(shape[0]), int(shape[1]))
         start += size
     return logits
@@ -282,12 +281,12 @@ def _cut(payload: bytes, outcomes: list[Any], keep: Sequence[int]) -> dict[int, 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a probe could do. Empty: it could; otherwise what was in its way."""
+    """What a probe could do: empty if it could, otherwise what prevented it."""
 
     device: str
     weights: str = ""
     network: str = ""
-    outside: str = ""  # a file that is nobody's business
+    outside: str = ""  # reading a file outside of the allowed paths
 
     @property
     def obstacle(self) -> str:
@@ -295,7 +294,7 @@ class Reach:
 
 
 def settle(sandbox: Sandbox) -> Reach:
-    """Leaves the sandbox with the strongest restrictions that its device works under."""
+    """Sets the strongest restrictions under which the sandbox's device works."""
     reached = probe(sandbox)
     if not reached.obstacle:
         return reached
@@ -317,7 +316,7 @@ def settle(sandbox: Sandbox) -> Reach:
 
 
 def probe(sandbox: Sandbox) -> Reach:
-    """What can be done under the sandbox's present restrictions."""
+    """What can be done under the sandbox's current restrictions."""
     with tempfile.TemporaryDirectory(prefix="forge-outside-") as folder:
         words = {
             "device": sandbox.target.device,
@@ -332,8 +331,8 @@ def probe(sandbox: Sandbox) -> Reach:
 
 
 def _kernel_cache(sandbox: Sandbox) -> Path:
-    """The candidates' own, which they find filled; but a kernel that was compiled under fewer
-    restrictions would only be read under more.
+    """For the first probe the candidates' own cache, which is then filled for them. A later probe
+    gets a new one: it must compile its kernel under its own restrictions, not read it.
     """
     own = sandbox.scratch / "compiled"
     return Path(tempfile.mkdtemp(dir=sandbox.scratch)) if own.exists() else own

@@ -1,8 +1,7 @@
-"""What a confined process can still do: tried, not assumed. Runs inside the sandbox; imports no
-Penstock.
+"""Tries what a confined process can still do. Runs inside the sandbox; imports no Penstock.
 
-An answer is empty where the attempt succeeded, and says otherwise what was in its way; `probe`
-reads them.
+An answer is empty if the attempt succeeded, and otherwise tells what prevented it; `probe` reads
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def reach(*, device: str, compiled: str, weights: str, outside: str) -> dict[str
     return {
         "device": _obstacle(lambda: _compute(device)),
         "weights": _obstacle(lambda: os.close(os.open(weights, os.O_RDONLY))),
-        # An open UDP socket can send; a network that only TCP is kept from is in reach.
+        # A UDP socket can send: if only TCP is blocked, the network can still be reached.
         "network": _obstacle(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close()),
         "outside": _obstacle(lambda: Path(outside).write_text("reached")),
     }
@@ -38,7 +37,7 @@ def _obstacle(attempt: Callable[[], object]) -> str:
 
 
 def _compute(device: str) -> None:
-    """On a GPU with a kernel of its own, for which Triton runs a C compiler and an assembler."""
+    """On a GPU also runs a kernel, for which Triton needs a C compiler and an assembler."""
     import torch
 
     numbers = torch.zeros(16, device=device)

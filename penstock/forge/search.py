@@ -1,8 +1,8 @@
 """The search loop: from a first correct version, change one decision, try it, keep what is faster.
 
-The profile of the best engine decides what to try next: an alternative promises its share of the
-parts it could save. A writing model may propose edits, judged by the same trial. The best engine is
-on disk at any moment.
+The profile of the best engine decides what to try next: an alternative promises to save a share of
+the time of some parts. A writing model may propose edits, judged by the same trial. The best engine
+is always on disk.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from penstock.forge.target import Target
 from penstock.forge.trial import Bar, Exam, Outcome, profile_engine, run_trial
 from penstock.forge.writer import Proposal, Writer, describe_choices
 
-LEAST_PROMISE = 0.003  # of all time: below it an alternative is not worth a trial
-FADED = 0.25  # what is left of a promise that was not kept, once something else has been
-LEAST_GAIN = 1.02  # a smaller one is noise, or not worth the lines
-CLEAR_GAIN = 1.10  # on a GPU; a smaller one is confirmed by timing the reigning engine again
+LEAST_PROMISE = 0.003  # of all time: below it, an alternative is not worth a trial
+FADED = 0.25  # factor for the promise of a failed alternative, once another one was kept
+LEAST_GAIN = 1.02  # a smaller gain is noise, or not worth the lines
+CLEAR_GAIN = 1.10  # on a GPU; a smaller gain is confirmed by timing the best engine again
 DOUBTFUL_GAIN = 0.8  # on a CPU, which others use too; everything better is confirmed
-LEAST_TRIAL_S = 5.0  # in less no kernel is compiled
-REPORT_S = 1.0  # and for a candidate to be ended
-RECENT_TRIALS = 5  # which tell how long the next one may take
-SEARCH_SHARE = 0.6  # of the time, where a writing model is to have the rest
-PLAN_SHARE = 0.2  # of the time left, that a plan is waited for
+LEAST_TRIAL_S = 5.0  # compiling a kernel takes longer than that
+REPORT_S = 1.0  # for the report, and for ending a candidate
+RECENT_TRIALS = 5  # used to estimate how long the next one takes
+SEARCH_SHARE = 0.6  # of the time, if a writing model gets the rest
+PLAN_SHARE = 0.2  # of the time left, to wait for a plan
 MEMORY_IS_SHORT = 0.7
 OUTCOME_OF_A_ROW = ("gate", "fault", "seconds", "worst", "peak_bytes", "build_s", "phases")
 NUM_KINDS = 4  # of work: projections, attention, small operations, launching
@@ -58,7 +58,7 @@ class Engine:
     design: Design
     outcome: Outcome
     idea: str
-    total: Mapping[str, float]  # times as fast as the first version, by family
+    total: Mapping[str, float]  # speed-up over the first version, by family
 
     @property
     def timings(self) -> Mapping[str, Timing]:
@@ -78,7 +78,7 @@ class Search:
     writer: Writer | None = None
     max_trials: int = 1000
     say: Callable[[str], None] = lambda line: None
-    judged_s: list[float] = field(default_factory=list)  # of every judgement, second timings too
+    judged_s: list[float] = field(default_factory=list)  # per trial, second timings included
     reasons: dict[str, str] = field(default_factory=dict)
     tried: set[str] = field(default_factory=set)
     disappointing: list[Alternative] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Search:
         return self._best()
 
     def _improve(self) -> bool:
-        """Whether there was nothing left to try before the time was over."""
+        """Whether nothing was left to try before the time was over."""
         self._try_opening()
         if self.writer:
             self._follow_plan(self.writer)
@@ -119,7 +119,7 @@ class Search:
         """From the plain design, or from a given engine."""
         design = first_design(self.machine)
         source = source or self._write(design)
-        # Where there is an opening, the profile is not what comes next.
+        # With an opening, the next design does not need a profile.
         is_profiled = opening(self.target, self.machine) is None
         outcome = run_trial(
             self.sandbox,
@@ -131,14 +131,14 @@ class Search:
         )
         self.judged_s.append(outcome.seconds)
         if not outcome.is_passed and not outcome.is_cut_short:
-            if outcome.gate == "measure":  # right until it was timed
+            if outcome.gate == "measure":  # correct until it was timed
                 self.out.unlink(missing_ok=True)
             raise ForgeError(
                 f"The first version stopped at {outcome.gate}",
                 outcome.fault,
-                "If time is short give a larger --budget; if memory is, a smaller "
-                "max_position_embeddings:"
-                " every request's keys and values have room for that many tokens.",
+                "If time is short, use a larger --budget. If memory is short, use a smaller "
+                "max_position_embeddings: every request reserves keys and values for that many "
+                "tokens.",
             )
         alike = dict.fromkeys(FAMILIES, 1.0)
         self.first = self.best = Engine(source, design, outcome, "plain torch with a cache", alike)
@@ -148,10 +148,10 @@ class Search:
         )
 
     def _try_opening(self) -> None:
-        """From the facts alone, in one step, what a profile would lead to in several.
+        """Tries in one step, without a profile, what profiles would lead to in several.
 
-        However long the first version took, if there is any time: nothing else gains as much, and
-        what makes that version slow is what this one does away with.
+        Runs if any time is left, however long the first version took: nothing else gains as much,
+        and it removes what makes that version slow.
         """
         guess = opening(self.target, self.machine)
         if guess is None or not self._has_time(1.0, LEAST_TRIAL_S):
@@ -162,11 +162,11 @@ class Search:
         changed = decisions.differences(first.design, design)
         self._judge("search", "; ".join(changed), why, self._write(design), design)
         if self._best() is not first:
-            # Trials of engines like the first tell nothing about those to come.
+            # Trials of engines like the first tell nothing about the time of later ones.
             del self.judged_s[:-1]
 
     def _follow_plan(self, writer: Writer) -> None:
-        """What a writing model would try, of what can be decided; then the profile chooses."""
+        """Tries the decisions that a writing model planned; after that, the profile chooses."""
         self._know_where_time_goes()
         device = "cuda" if self.target.is_cuda else "cpu"
         reply_s = PLAN_SHARE * self._left_s
@@ -174,9 +174,9 @@ class Search:
         choices = describe_choices(best.design, device)
         steps = writer.plan(self._brief(best), choices, device, reply_s)
         if isinstance(steps, str):
-            self._tell(f"no plan of {writer.name}: {steps}")
+            self._tell(f"no plan from {writer.name}: {steps}")
             return
-        self._tell(f"plan of {writer.name}: {'; '.join(step.line() for step in steps)}")
+        self._tell(f"plan from {writer.name}: {'; '.join(step.line() for step in steps)}")
         for step in steps:
             best, design = self._best(), step.follow(self._best().design)
             if _key(design) in self.tried or not self._has_time(SEARCH_SHARE):
@@ -191,7 +191,7 @@ class Search:
         self.say(line)
 
     def _improve_by_decisions(self) -> bool:
-        """False when nothing was left to try, True when time was up."""
+        """False if nothing is left to try, True if time is up."""
         share = SEARCH_SHARE if self.writer else 1.0
         while self._has_time(share):
             idea = self._most_promising()
@@ -214,7 +214,7 @@ class Search:
     def improve_by_writing(self, writer: Writer) -> None:
         while self._has_time(1.0) and not writer.is_exhausted:
             best = self._best()
-            reply_s = self._left_s - self._expected_s(1)  # or else its trial would come too late
+            reply_s = self._left_s - self._expected_s(1)  # leaves time for its trial
             proposal = writer.propose(best.source, self._brief(best), reply_s)
             if isinstance(proposal, Proposal):
                 why = "the writing model's idea"
@@ -244,11 +244,11 @@ class Search:
         self._record(author, idea, why, before.source, source, outcome, verdict, total)
 
     def _bar(self) -> Bar:
-        """What may be kept; on a CPU also what looks slower until the best one is timed again."""
+        """The least gain to consider; lower on a CPU, where the best engine is timed again."""
         return Bar(self._best().timings, LEAST_GAIN if self.target.is_cuda else DOUBTFUL_GAIN)
 
     def _is_better(self, outcome: Outcome) -> bool:
-        """Times the best engine again, right after, where other processes may disturb it."""
+        """Times the best engine again, right after, if other processes may disturb timings."""
         best = self._best()
         gain = score(outcome.timings, best.timings)
         is_clear = (
@@ -294,21 +294,22 @@ class Search:
         return best if best and best[2] >= LEAST_PROMISE else None
 
     def _promise(self, alternative: Alternative, design: Design) -> float:
-        """The share of all time that it may save, less what is given up for it."""
+        """The share of all time that it may save, minus the savings that it replaces."""
         lost = decisions.forgone(self._best().design, design)
         saved = sum(self._share(part) * save for part, save in alternative.saves.items())
         promise = saved - sum(self._share(part) * save for part, save in lost.items())
         return FADED * promise if alternative in self.disappointing else promise
 
     def _know_where_time_goes(self) -> None:
-        """Of the first version it is not known when the opening was to be better, and was not."""
+        """Profiles the best engine if it has no profile: the first version after a bad opening."""
         best = self._best()
         if not best.outcome.profile:
             profile = profile_engine(self.sandbox, best.source, self.exam, seconds=self._left_s)
             self.best = replace(best, outcome=replace(best.outcome, profile=profile))
 
     def _share(self, part: str) -> float:
-        """Of all time, prefill and decode weighted alike; unseen time is split evenly."""
+        """The part's share of all time; prefill and decode weigh the same; unseen time is split
+        evenly."""
         outcome = self._best().outcome
         if part == "memory":
             total = self.machine.memory_bytes
@@ -324,20 +325,20 @@ class Search:
         return seconds / whole / 2 if whole else 0.0
 
     def _has_time(self, share: float, seconds: float | None = None) -> bool:
-        """Whether what takes so long, or else a trial, and the report would end in time. A trial
-        that takes longer than there is time is stopped.
+        """Whether work of this length (by default a trial) and the report would end in time. A
+        trial that takes longer is stopped.
         """
         seconds = self._expected_s(1) if seconds is None else seconds
         is_in_time = self.ledger.age_s + seconds < share * self.budget_s
         return is_in_time and len(self.ledger.rows) < self.max_trials
 
     def _expected_s(self, num_trials: int) -> float:
-        """Of trials as long as the last few."""
+        """The time of trials that take as long as the last few."""
         return 1.2 * num_trials * statistics.median(self.judged_s[-RECENT_TRIALS:])
 
     @property
     def _left_s(self) -> float:
-        """A candidate that never ends must not take more than there is."""
+        """The time left, which limits a candidate that never ends."""
         return max(1.0, self.budget_s - REPORT_S - self.ledger.age_s)
 
     def _record(
@@ -378,7 +379,7 @@ class Search:
         return emit(design, self._says(design))
 
     def _says(self, design: Design) -> str:
-        """The engine's own docstring."""
+        """The engine's docstring."""
         lines = [
             "An engine for one model, written by `penstock forge` for the machine it was timed on.",
             "",
@@ -401,9 +402,9 @@ class Search:
         ]
 
     def _brief(self, best: Engine) -> str:
-        """What a writing model gets beside the source."""
+        """What a writing model gets besides the source."""
         times = "\n".join(
-            f"  {name}: {timing.call_ms:.3f} ms a call" for name, timing in best.timings.items()
+            f"  {name}: {timing.call_ms:.3f} ms per call" for name, timing in best.timings.items()
         )
         ranked = sorted(best.outcome.profile.items(), key=lambda item: -item[1])[:6]
         parts = "\n".join(f"  {part}: {self._share(part):.0%}" for part, _ in ranked)
@@ -437,7 +438,7 @@ class Search:
         self.ledger.log(story.ending)
         for name, timing in best.timings.items():
             self.ledger.log(
-                f"{name}: {timing.call_ms:.3f} ms a call, {timing.tokens_per_second:.0f} tokens/s"
+                f"{name}: {timing.call_ms:.3f} ms per call, {timing.tokens_per_second:.0f} tokens/s"
             )
 
     def _floors_ms(self) -> dict[str, float]:
@@ -460,7 +461,7 @@ class Search:
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Writes the report despite repeated interrupts; it takes a moment."""
-    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+    if threading.current_thread() is not threading.main_thread():  # only that is interrupted
         yield
         return
     endings = (signal.SIGINT, signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Reads a candidate before it runs: an engine needs torch, triton and a little of the standard
-library.
+"""Checks a candidate's source before it runs: an engine needs only torch, triton and a little of
+the standard library.
 
-The first line of defence, and the one with the clearest message; the sandbox is the second. Refuses
-what reaches for files, processes, the network, the interpreter, or the judge.
+The first line of defence, with the clearest messages; the sandbox is the second. Refuses access to
+files, processes, the network, the interpreter, or the judge.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REFUSED_NAMES = _words("""
     __builtins__ __import__ breakpoint compile delattr eval exec getattr globals input locals open
     print setattr vars
 """)
-# Also with an underscore before them, as some modules name what they import.
+# Also with a leading underscore: some modules rename their imports that way.
 REFUSED_ATTRIBUTES = _words("""
     ForwardRef ProcessPoolExecutor TorchDispatchMode TorchFunctionMode add_safe_globals attrgetter
     benchmark builtins cpp_extension ctypes distributed dynamo evaluate_forward_ref from_file fx gc
@@ -45,15 +45,15 @@ REFUSED_ATTRIBUTES = _words("""
     multiprocessing os overrides pathlib pickle posix python_dispatch save set_default_device shutil
     socket subprocess sys tempfile testing tofile update_wrapper wraps
 """)
-# What the judge's side of the process does to answers, and when the clock stops.
+# Used by the judge's side of the process, on answers and to stop the clock.
 JUDGES_OWN = {"Tensor", "clone", "cpu", "float", "is_floating_point", "numpy", "synchronize"}
 MAX_CHARACTERS = 200_000
 
 
 def refusal(source: str) -> str:
-    """Why this source is not run; empty for one that is."""
+    """Why this source must not run; empty if it may."""
     if len(source) > MAX_CHARACTERS:
-        return f"{len(source)} characters; {MAX_CHARACTERS} are enough for any engine"
+        return f"has {len(source)} characters; the limit is {MAX_CHARACTERS}"
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -79,7 +79,7 @@ def _fault(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return _attribute_fault(node)
     if isinstance(node, ast.MatchClass):  # it reads attributes, by names and by strings
-        return "matches a class pattern; isinstance says as much"
+        return "uses a class pattern; use isinstance instead"
     return ""
 
 
@@ -117,9 +117,9 @@ def _is_refused(attribute: str) -> bool:
 
 
 class _Imports:
-    """What a source imports, by the names it has there. A module is for `module.name`: as a value
-    it could take another name, under which it is not recognised. And whatever is imported stays as
-    it is: the judge's side of the process uses torch too.
+    """The imports of a source, by their names there. A module may only be used as `module.name`: as
+    a value it could get another name, under which it is not recognised. And imports must not be
+    changed: the judge's side of the process uses torch too.
     """
 
     def __init__(self, nodes: Sequence[ast.AST]) -> None:
@@ -143,7 +143,7 @@ class _Imports:
         ):
             base = _root(node)
             if base is None or base.id not in self.kernels | {"self"}:
-                return "uses .load without weights_only=True, which can run what a file says"
+                return "uses .load without weights_only=True, which can run code from a file"
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             if node.attr.removeprefix("_cuda_") in JUDGES_OWN:
                 return f"changes .{node.attr}, which the judge uses"
@@ -162,7 +162,7 @@ def _root(node: ast.Attribute) -> ast.Name | None:
 
 
 def _names_of_triton(nodes: Sequence[ast.AST]) -> set[str]:
-    """What is called by these names loads from the device's memory, not from files."""
+    """Names from triton: their `load` reads the device's memory, not files."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -1,7 +1,7 @@
-"""What an engine is to be written for: a config, the weights beside it, a device.
+"""The target of an engine: a config, the weights beside it, a device.
 
-A config is read for what forge writes, or refused: nothing in it that changes what the model
-computes is passed over. Knows the meaning of keys, not what is in model.pt.
+A config that forge does not support is refused: no key that changes what the model computes is
+ignored. Knows the meaning of keys, not the content of model.pt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = (
     *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
 )
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")  # null: they follow from the others
-# Keys that can make something else of a Llama, and the values with which they do not; null never
+# Keys that can change a Llama's computation, and the values with which they do not; null never
 # does.
 PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False,),
@@ -37,7 +37,7 @@ PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
     "final_logit_softcapping": (),
     "quantization_config": (),
 }
-# What may stand in these, and with which values; None for a number that is read.
+# The keys that these may have, and their supported values; None for a number that is read.
 ROPE_VALUES: Mapping[str, Mapping[str, object]] = {
     "rope_parameters": {
         "rope_type": "default",
@@ -53,7 +53,7 @@ TARGETS = (Path("/target"), Path("target"))
 
 
 def default_target() -> Path:
-    """The folder of model_config.json and weights/: the first that is there."""
+    """The folder with model_config.json and weights/: the first that exists."""
     return next(
         (folder for folder in TARGETS if (folder / "model_config.json").exists()), TARGETS[-1]
     )
@@ -82,7 +82,7 @@ class Target:
             raise ConfigError(
                 "There is no CUDA device here",
                 "torch finds none.",
-                "Leave --device away, or write --device cpu.",
+                "Leave --device out, or use --device cpu.",
             )
         return target
 
@@ -94,8 +94,8 @@ class Target:
         if shape.num_heads % shape.num_kv_heads or shape.head_dim % 2:
             raise ConfigError(
                 f"{shape.num_heads} heads of {shape.head_dim} over {shape.num_kv_heads} key heads "
-                "do not go",
-                "Heads are a multiple of key heads, and a head has an even width.",
+                "are not supported",
+                "Heads must be a multiple of key heads, and the width of a head must be even.",
             )
         place = read_device(device)
         return cls(
@@ -108,7 +108,7 @@ class Target:
 
     @property
     def weight_bytes(self) -> int:
-        """Of what a decode step reads: everything but the embedding."""
+        """The bytes that a decode step reads: everything except the embedding."""
         shape = self.shape
         heads = 2 * shape.num_query_rows + 2 * shape.num_key_rows
         layer = shape.hidden_size * (heads + 3 * shape.intermediate_size)
@@ -131,7 +131,7 @@ class Target:
 
 def read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise CheckpointError(f"There is no {path}", "", "Name a config with --config.")
+        raise CheckpointError(f"There is no {path}", "", "Choose a config with --config.")
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
@@ -144,7 +144,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_device(name: str) -> str:
-    """cpu or cuda; auto or nothing is what is here. Clocks, graphs and kernels are those of the
+    """cpu or cuda; auto or nothing takes what is available. Clocks, graphs and kernels use the
     current device, which is the first one.
     """
     if name in ("", "auto"):
@@ -156,19 +156,19 @@ def read_device(name: str) -> str:
         raise ConfigError(
             f"The device {name!r} is not the first GPU",
             "An engine is written and timed on the one GPU that is current.",
-            f"Let it be the only one: CUDA_VISIBLE_DEVICES={index}, and --device cuda.",
+            f"Make it the only one: CUDA_VISIBLE_DEVICES={index}, and --device cuda.",
         )
     raise ConfigError(
         f"There is no device {name!r}",
         "Engines run on cpu or cuda.",
-        "Write --device cpu or cuda, or auto.",
+        "Use --device cpu, cuda or auto.",
     )
 
 
 def _check_model(config: dict[str, Any]) -> None:
-    """Refuses what would make the model another than the one that forge writes."""
+    """Refuses settings that forge does not support."""
     if config.get("model_type") not in MODEL_TYPES:
-        raise ConfigError(f"The config is of a {config.get('model_type')!r}", WRITTEN_FOR)
+        raise ConfigError(f"The config has model_type {config.get('model_type')!r}", WRITTEN_FOR)
     for key, plain in PLAIN_VALUES.items():
         if config.get(key) is not None and config[key] not in plain:
             _refuse(key, config[key], " or ".join(map(repr, plain)) or "null")
@@ -187,7 +187,7 @@ def _check_model(config: dict[str, Any]) -> None:
 
 
 def _check_rope(key: str, rope: Any) -> None:
-    """Angles are those of the default rope, of all dimensions."""
+    """Only the default rope, over all dimensions, is supported."""
     if not isinstance(rope or {}, dict):
         _refuse(key, rope, "null, or an object")
     for name, value in (rope or {}).items():
@@ -201,9 +201,9 @@ def _check_rope(key: str, rope: Any) -> None:
 def _check_said_alike(config: dict[str, Any], key: str, again: Any) -> None:
     if again is not None and config.get(key) not in (None, again):
         raise ConfigError(
-            f"The config says {key} twice, {config[key]!r} and {again!r}",
+            f"The config has {key} twice: {config[key]!r} and {again!r}",
             "",
-            "Leave one of them away.",
+            "Remove one of them.",
         )
 
 
@@ -217,7 +217,7 @@ def _check_numbers(config: dict[str, Any]) -> None:
                 f"The config has no {key!r}", "The shapes of the weights follow from it."
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            _refuse(key, size, "a whole number from 1 on")
+            _refuse(key, size, "a whole number, 1 or more")
     thetas = (config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta"))
     numbers = [("rope_theta", theta) for theta in thetas if theta is not None]
     for key, number in [("rms_norm_eps", config.get("rms_norm_eps", 1e-6)), *numbers]:
@@ -226,4 +226,4 @@ def _check_numbers(config: dict[str, Any]) -> None:
 
 
 def _refuse(key: str, value: object, supported: str) -> NoReturn:
-    raise ConfigError(f"The config says {key} = {value!r}", WRITTEN_FOR, f"Supported: {supported}.")
+    raise ConfigError(f"The config has {key} = {value!r}", WRITTEN_FOR, f"Supported: {supported}.")

@@ -1,7 +1,7 @@
-"""Sequences of calls that an engine is judged by: drawn from a seed, as data, without a tensor.
+"""Sequences of calls that engines are tested with: drawn from a seed, as data, without tensors.
 
-A trace says for every call whether it must be answered or refused; what the right logits are is
-known to `oracle`. A correct engine plays all of them. They do not imitate any real use.
+A trace tells for every call whether it must be answered or refused; `oracle` knows the right
+logits. A correct engine plays all of them. They do not imitate real use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Call:
     kind: str  # "prefill", "decode" or "remove"
     ids: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...] = ()  # prompts, or one token each
-    is_refused: bool = False  # whether a correct engine raises, and nothing changes
+    is_refused: bool = False  # a correct engine raises, and changes nothing
 
     @property
     def num_tokens(self) -> int:
@@ -28,7 +28,7 @@ class Call:
 
 @dataclass(slots=True)
 class Trace:
-    """Calls in the making, with the tokens that every request has so far."""
+    """The calls so far, and the tokens of every request."""
 
     name: str
     shape: Shape
@@ -72,7 +72,7 @@ class Trace:
         return Trace(self.name, self.shape, self.rng, calls)
 
     def end(self) -> Trace:
-        """Removes what is left, so that the next trace finds an empty engine."""
+        """Removes the remaining requests, so that the next trace finds an empty engine."""
         if self.alive:
             self.remove(sorted(self.alive))
         return self
@@ -81,8 +81,8 @@ class Trace:
 def correctness_traces(
     shape: Shape, seed: int, *, num_random: int, max_batch: int, crowd: int = 0
 ) -> list[Trace]:
-    """One trace a situation, some of pure chance, and one of a crowd with short prompts where one
-    is named: more rows than a captured step has.
+    """One trace per situation, some random ones and, with `crowd`, one of that many short prompts:
+    more rows than a captured step has.
     """
     rng = random.Random(seed)
 
@@ -156,7 +156,7 @@ def _twins(trace: Trace) -> Trace:
 
 
 def _refusals(trace: Trace) -> Trace:
-    """Every fault, and after each the engine must go on as if it had not been called."""
+    """Every faulty call; after each, the engine must continue as if it had not been called."""
     vocab, longest = trace.shape.vocab_size, trace.shape.max_len
     trace.prefill({"a": 5, "b": 9})
     faults: list[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]] = [

@@ -1,4 +1,4 @@
-"""One trial of one candidate: screened, built, checked, timed, profiled. Equal for all authors."""
+"""One trial of one candidate: screen, build, check, time, profile. The same for all authors."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from penstock.forge.traces import Trace, correctness_traces
 
 LEAST_SLOTS = 20  # for the requests of a mixed trace, and a spare one
 CROWD = 65  # one more than the rows that steps are captured for
-CPU_CACHE_BYTES = 4 << 30  # a part of what a trial on a CPU may have beside the weights
-CASES_SHARE = 0.2  # of the time left, for right answers of situations; all candidates play them
+CPU_CACHE_BYTES = 4 << 30  # part of the memory that a trial on a CPU may use besides the weights
+CASES_SHARE = 0.2  # of the time left, to compute the right answers of all cases
 BENCHES_SHARE = 0.1
 ALWAYS = ("single", "batched", "inserted in between", "removed, re-added, replaced", "refusals")
-PROFILED_CALLS = 3  # of a trace: reading a profile takes longer than what it is of
+PROFILED_CALLS = 3  # per trace: reading a profile takes longer than the calls
 
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """What every candidate of a run must pass and is timed with. Drawn once; hidden from them."""
+    """The tests and benches for all candidates of a run. Drawn once; hidden from candidates."""
 
     cases: Sequence[Case]
     benches: Sequence[Bench]
     allowed: Distance  # from right answers
-    left_out: Sequence[str] = ()  # the situations there was no time for
+    left_out: Sequence[str] = ()  # situations for which there was no time
 
     @classmethod
     def draw(
@@ -58,11 +58,11 @@ class Exam:
         phases: Phases | None = None,
         seconds: float = math.inf,
     ) -> Exam:
-        """Of what a run has left, `seconds`, right answers take a part: situations that would need
-        more are left out, but never the common ones.
+        """Computing right answers takes a share of the run's remaining `seconds`: situations that
+        would need more are left out, but never the common ones.
         """
         phases = phases or Phases()
-        crowd = CROWD if _has_room(target) else 0  # asked before the oracle takes some of it
+        crowd = CROWD if _has_room(target) else 0  # before the oracle takes memory
         num_slots = count_slots(target)
         knowing = Oracle(target)
         phases.end("weights")
@@ -80,13 +80,13 @@ class Exam:
         allowed = allowed_distance(knowing.rounding(typical_case(cases)))
         del knowing
         if target.is_cuda:
-            torch.cuda.empty_cache()  # the candidates, in their own processes, find the memory free
+            torch.cuda.empty_cache()  # frees the memory for the candidates' processes
         phases.end("rounding")
         return cls(cases, benches, allowed, tuple(left_out(traces, cases)))
 
 
 def answer_in_time(knowing: Oracle, traces: Sequence[Trace], seconds: float) -> list[Case]:
-    """Those that are always asked, then the others, cheap ones first, while there is time."""
+    """Answers the traces in `ALWAYS`, then the others, cheapest first, while there is time."""
     allowance = Allowance(seconds)
     asked = sorted(traces, key=lambda trace: (trace.name not in ALWAYS, count_tokens(trace)))
     return [
@@ -103,7 +103,7 @@ def left_out(traces: Sequence[Trace], cases: Sequence[Case]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a trial. Without a fault there are timings of every bench."""
+    """The result of a trial. Without a fault, it has timings of every bench."""
 
     fault: str
     gate: str  # how far it came: screen, build, check, measure, profile, or passed
@@ -116,7 +116,7 @@ class Outcome:
     profile: Mapping[str, float] = field(default_factory=dict)
     # Seconds: start, build, gate, measure, profile.
     phases: Mapping[str, float] = field(default_factory=dict)
-    is_cut_short: bool = False  # right, but there was no time to time it
+    is_cut_short: bool = False  # correct, but there was no time to measure it
 
     @property
     def is_passed(self) -> bool:
@@ -125,8 +125,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a candidate is compared with: a clearly slower one is not timed to the end, and only one
-    that may be kept is worth a profile.
+    """The timings to compare with: a clearly slower candidate is not timed to the end, and only one
+    that may be kept is profiled.
     """
 
     timings: Mapping[str, Timing]
@@ -147,8 +147,8 @@ def run_trial(
     is_profiled: bool = True,
     when_right: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """At most these seconds, and never more than the sandbox allows. `when_right` is called once it
-    has passed the gate, before it is timed.
+    """Takes at most these seconds, and never more than the sandbox allows. Calls `when_right` once
+    the candidate has passed the gate, before it is timed.
     """
     phases = Phases()
     known: dict[str, Any] = {}
@@ -196,7 +196,7 @@ def run_trial(
 def profile_engine(
     sandbox: Sandbox, source: str, exam: Exam, *, seconds: float
 ) -> dict[str, float]:
-    """Of an engine that has passed before; empty where it does not come to an end."""
+    """Profiles an engine that has passed before; empty if it does not finish."""
     try:
         with sandbox.host(source, seconds) as hosted:
             return _profile(hosted, exam.benches)
@@ -230,21 +230,21 @@ def count_slots(target: Target) -> int:
             "weights",
             f"Each takes {slot_bytes / 1e9:.2f} GB, and {max(0, free_bytes) / 1e9:.1f} GB would be "
             "free.",
-            "Forge for a smaller max_position_embeddings, or on a GPU with more memory.",
+            "Use a smaller max_position_embeddings, or a GPU with more memory.",
         )
     return num_slots
 
 
 def widest_batch(num_slots: int) -> int:
-    """For traces that may replace all requests at once: new prompts go to new places."""
+    """For traces that may replace all requests at once: new prompts go to new slots."""
     return next(batch for batch in (64, 32, 16, 8, 4) if 2 * batch < num_slots)
 
 
 def _has_room(target: Target) -> bool:
     """Whether a crowd fits into the cache of every design.
 
-    Slots are as long as the longest text. When they do not suffice they become twice as many, and
-    for a moment there are old and new ones.
+    Slots are as long as the longest text. When there are too few, their number is doubled, and old
+    and new slots exist at the same time for a moment.
     """
     slots = 1 << (CROWD - 1).bit_length()
     needed = 2 * slots * target.shape.max_len * target.kv_bytes_per_token

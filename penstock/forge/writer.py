@@ -1,7 +1,7 @@
 """A writing model in the loop: asks it for a plan, shows it the best engine, reads edits.
 
-Any server of the OpenAI API. What it writes is text until the same trial as for every other
-candidate has judged it; nothing of it runs here.
+Works with any server with the OpenAI API. Its edits go through the same trial as every other
+candidate; none of its code runs in this process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.forge.decisions import Design
 from penstock.forge.ledger import Row
 from penstock.http_client import HttpClient
 
-MAX_FAILURES = 4  # in a row, of the server or of its replies
+MAX_FAILURES = 4  # consecutive failures of the server or of its replies
 REPLY_S = 300.0
 GREETING_S = 10.0
 MAX_TOKENS = 16384
@@ -46,7 +46,7 @@ class Proposal:
 
 
 class EditError(ValueError):
-    """No reply, or one that is no edit of the file it was asked about."""
+    """There is no reply, or it is not an edit of the file."""
 
 
 class Writer:
@@ -56,17 +56,17 @@ class Writer:
         self._num_failures = 0
 
     def greet(self) -> None:
-        """Raises where no server of the API answers: before a search begins that would come to it
-        late. A model without a name is the server's first.
+        """Raises if no such server answers, before a search that would need it late. Without a
+        name, uses the server's first model.
         """
         try:
             models = HttpClient(self._base_url, timeout_s=GREETING_S).models()
         except PenstockError as error:
             raise PenstockError(
-                f"No writing model can be asked: {error.what}",
+                f"The writing model cannot be reached: {error.what}",
                 error.why,
-                "Correct --llm-base-url, or leave it and PENSTOCK_LLM_BASE_URL away."
-                " A key is taken from PENSTOCK_API_KEY.",
+                "Correct --llm-base-url, or leave it and PENSTOCK_LLM_BASE_URL out. The API key is "
+                "read from PENSTOCK_API_KEY.",
             ) from error
         listed = [str(model["id"]) for model in models if "id" in model]
         self.name = self.name or next(iter(listed), "default")
@@ -85,12 +85,12 @@ class Writer:
             return str(error)[:300]
 
     def plan(self, brief: str, choices: str, device: str, seconds: float) -> list[Step] | str:
-        """What to try first, out of these choices, or why there is no plan."""
+        """Which of these choices to try first, or why there is no plan."""
         try:
             reply = self._ask(PLAN_TASK, f"{brief}\n\nWhat can be decided:\n{choices}", seconds)
         except EditError as error:
             return str(error)[:300]
-        return read_plan(reply, device) or "the reply names nothing that can be decided here"
+        return read_plan(reply, device) or "the reply names no decision that is possible here"
 
     def _ask(self, task: str, words: str, seconds: float) -> str:
         body = {
@@ -103,31 +103,29 @@ class Writer:
         try:
             answer = client.json("POST", "/v1/chat/completions", body)
             return str(answer["choices"][0]["message"]["content"])
-        except PenstockError as error:  # what it suggests to do is for people at a terminal
+        except PenstockError as error:  # its `todo` is for people at a terminal
             raise EditError(f"{error.what}: {error.why}") from error
         except (KeyError, IndexError, TypeError) as error:
-            raise EditError(f"the server's answer is no chat completion: {error!r}") from error
+            raise EditError(f"the server's answer is not a chat completion: {error!r}") from error
 
     def hear(self, row: Row) -> None:
-        """How the last proposal fared: replies that are of no use are not asked for without end."""
+        """Takes the result of the last proposal: after too many useless ones, the writer stops."""
         self._num_failures = self._num_failures + 1 if row.verdict == "discarded" else 0
 
 
 def read_reply(reply: str, source: str) -> Proposal:
     blocks = _BLOCK.findall(reply)
     if not blocks:
-        raise EditError("the reply has no block of code")
+        raise EditError("the reply has no code block")
     language, text = blocks[-1]
     idea = reply[: reply.index("```")].strip().splitlines()
-    said = idea[0][:120] if idea else "an edit without a word"
+    said = idea[0][:120] if idea else "an edit without an explanation"
     is_diff = language == "diff" or text.startswith(("--- ", "@@ "))
     return Proposal(said, apply_diff(source, text) if is_diff else text)
 
 
 def apply_diff(source: str, diff: str) -> str:
-    """A unified diff, applied exactly: a hunk whose lines are not where it says, or nearby, is an
-    error.
-    """
+    """Applies a unified diff: it is an error if a hunk's lines are not in the source."""
     lines = source.splitlines()
     shift = 0
     hunks = _read_hunks(diff)
@@ -155,7 +153,7 @@ def _read_hunks(diff: str) -> list[tuple[int, list[str], list[str]]]:
 
 
 def _find(lines: list[str], before: list[str], expected: int) -> int:
-    """Where the old lines stand: as near as possible to where the diff says."""
+    """The position of the old lines, as near as possible to that in the diff."""
     last = len(lines) - len(before)
     places = [
         place for place in range(max(0, last + 1)) if lines[place : place + len(before)] == before
@@ -176,7 +174,7 @@ class Step:
         return " ".join(f"{name}={choice}" for name, choice in self.choices.items())
 
     def follow(self, design: Design) -> dict[str, str]:
-        """The design with these choices, and what they require."""
+        """The design with these choices, and those that they need."""
         decided = dict(design)
         for name, choice in self.choices.items():
             decided = decisions.decide(decided, name, choice)
@@ -184,7 +182,7 @@ class Step:
 
 
 def describe_choices(design: Design, device: str) -> str:
-    """What can be decided on this device, and what is chosen now."""
+    """The decisions that are possible on this device, and the current choices."""
     lines = []
     for decision in decisions.DECISIONS:
         possible = [one for one in decision.alternatives if device in one.devices]

@@ -35,7 +35,7 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _PARAMETER_NAME = re.compile(r"[^\n<>]{1,256}")
 _TAG = re.compile(r"(</?[a-z_]+>)")
 
-# These say nothing about validity, and are the largest part of big tools.
+# These do not affect validity, and are the largest part of big tools.
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated"})
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
@@ -44,7 +44,7 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TextGrammar:
-    """What a tool's only argument, a text, must match."""
+    """The grammar that a tool's only argument, a text, must match."""
 
     syntax: Literal["lark", "regex"]
     definition: str
@@ -65,8 +65,8 @@ def tool_calls_grammar(
     text_grammars: Mapping[str, TextGrammar] = NO_TEXT_GRAMMARS,  # by the names of their tools
     param: str = "tools",
 ) -> str:
-    """Calls of these tools and nothing else. Not required: any text, and then perhaps calls. Open:
-    objects may have keys that their schema does not list."""
+    """A grammar for calls of these tools and nothing else. `is_required=False` allows any text
+    before optional calls; `is_open` allows keys that an object's schema does not list."""
     if not tools:
         raise RequestError("A tool call is required, but there are no tools", param=param)
     names: list[str] = []
@@ -84,7 +84,7 @@ def tool_calls_grammar(
         if not is_open:
             schema = close_objects(schema)
         if text_grammars and name not in text_grammars and not is_required:
-            schema = {}  # free, as if no tool of the request had a grammar
+            schema = {}  # no constraint, as if no tool of the request had a grammar
         writer = _Writer(
             form, is_token, f"call_{index}", _checked(text_grammars.get(name), name, form, param)
         )
@@ -104,7 +104,7 @@ def tool_calls_grammar(
 def _checked(
     grammar: TextGrammar | None, tool: str, form: CallForm, param: str
 ) -> TextGrammar | None:
-    """Compiled alone, so that its error is about itself, not about the rules around it."""
+    """Compiles the grammar alone, so that errors are about it, not about the rules around it."""
     if grammar is None:
         return None
     if grammar.syntax == "lark" and form.arguments == "json":
@@ -141,7 +141,7 @@ def without_annotations(schema: Any) -> Any:
 
 
 class _Writer:
-    """The lark rules of one tool; their names begin with that of the first."""
+    """Writes the lark rules of one tool; their names begin with `rule`."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class _Writer:
             yield self._value(f"{rule}_value", child, schema, "string" in types_of(key))
 
     def _value(self, rule: str, schema: Any, root: Schema, is_text: bool) -> str:
-        """A text verbatim, everything else as JSON."""
+        """The rule of a value: text is verbatim, everything else is JSON."""
         end = _literal(self.form.parameter_end)
         choices = _listed(_resolve(schema, root))
         if choices:

@@ -1,15 +1,15 @@
-"""Conversations as prompts: rendered with the chat template and tokenised so that content stays
-content.
+"""Turns conversations into prompts: renders the chat template, and tokenises so that a client's
+text never becomes a control token.
 
 `<|im_end|>` in a message, a tool result, a name or a schema becomes ordinary tokens, so it cannot
-end its turn. Only what the template writes becomes control tokens. An operator may turn this off,
-so that a text means the same wherever it comes from.
+end its turn. Only text of the template becomes control tokens. An operator may turn this off; then
+all text is tokenised alike.
 
     <|im_start|>user\\nWhat does <|im_end|> do?<|im_end|>\\n
     [template: id]             [client: spelled ]  [template: id]
 
-A control token that a client wrote is cut out where the tokenizer would cut it, and the ordinary
-tokens of its characters take its place. All other text has the ids it always had.
+A control token that a client wrote is cut out where the tokenizer would cut it, and replaced with
+the ordinary tokens of its characters. All other text keeps its ids.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RenderedChat:
 
     text: str
     marked: str  # the same, with stand-ins for characters that a client wrote
-    num_reply_chars: int = 0  # at its end: what the reply continues
+    num_reply_chars: int = 0  # at its end: the text that the reply continues
 
     def opens(self, thinking: Thinking | None) -> bool:
         """Whether the template has opened thinking, so that the reply is inside it."""
@@ -46,7 +46,7 @@ class RenderedChat:
 
 
 class ChatEncoder:
-    """A chat template and a tokenizer."""
+    """Renders and tokenises conversations with one chat template and one tokenizer."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class ChatEncoder:
         add_generation_prompt: bool = True,
         *,
         variables: Mapping[str, Any] = MappingProxyType({}),  # of the template
-        reply_start: str = "",  # what the reply continues
-        # Before that; None: thinking that the template opens stays open.
+        reply_start: str = "",  # text that the reply continues
+        # Reasoning before it; None: thinking that the template opens stays open.
         reply_thought: str | None = None,
     ) -> RenderedChat:
         if self._control is None:
@@ -98,8 +98,8 @@ class ChatEncoder:
     def _after_thought(
         self, prompt: str, thought: str | None, reply_start: str, marks: Marks
     ) -> tuple[str, str]:
-        """The prompt and what the reply continues, if the template has opened thinking: an answer
-        comes after the end of thinking, and without an answer thinking continues."""
+        """The prompt, and the text that the reply continues. If the template has opened thinking,
+        it is closed before an answer; without an answer, the reply continues the thinking."""
         if thought is None or self._thinking is None or not self._thinking.is_open_after(prompt):
             return prompt, reply_start
         if not thought:  # clients send whole replies back, reasoning included
@@ -117,11 +117,11 @@ class ChatEncoder:
 def without_oldest(
     messages: list[dict[str, Any]], require_fit: Callable[[list[dict[str, Any]]], None]
 ) -> list[dict[str, Any]]:
-    """A conversation truncated to the context: system messages at the start stay, and it is cut
-    before a user message, so that no call loses its result and no result its call.
+    """Truncates a conversation to the context. Keeps system messages at the start, and cuts before
+    a user message, so that no call loses its result and no result its call.
 
-    As many of the last messages as fit, but not all; `require_fit` raises `ContextLengthError`
-    for too many. If even the last turn does not fit, it raises that error."""
+    Keeps as many of the last messages as fit, but not all; `require_fit` raises
+    `ContextLengthError` for too many. If even the last turn does not fit, that error is raised."""
     num_system = len(
         list(itertools.takewhile(lambda message: message["role"] == "system", messages))
     )
@@ -143,7 +143,7 @@ def without_oldest(
     return cut_at(starts[last])
 
 
-# After these a token is encoded as inside a text, where SentencePiece puts no space before it.
+# After one of these, a token is encoded as inside a text, where SentencePiece adds no space.
 _CONTEXTS = ("", "\n", "a")
 
 _HTML_TAGS = {
@@ -156,7 +156,7 @@ Span = tuple[int, int]
 
 
 class ControlTokens:
-    """Of one tokenizer, as one chat template uses it."""
+    """The control tokens of one tokenizer, as one chat template uses them."""
 
     def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
         self._tokenizer = tokenizer
@@ -168,10 +168,10 @@ class ControlTokens:
         }
         self._ids = frozenset(self._id_of.values())
         control = [added[id] for id in self._ids]
-        # Whether a text without these characters cannot become a control token.
+        # Whether normalising cannot turn other text into a control token.
         self._is_literal = not (tokenizer.normalizes and any(token.normalized for token in control))
         self._keeps_space = not any(token.lstrip or token.rstrip for token in control)
-        # The longest first: if several begin at one place, tokenizers takes that one too.
+        # Longest first: if several begin at one position, tokenizers also takes the longest.
         longest_first = sorted((token.content for token in added.values()), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._spellings: dict[str, list[int]] = {}
@@ -197,7 +197,7 @@ class ControlTokens:
         if not self._keeps_space or [token_ids[place] for place in places] != self._ids_of(
             text, found
         ):
-            # The tokenizer has its own rules for where control tokens are: ask it.
+            # The tokenizer has its own rules for the spans of control tokens: use its offsets.
             token_ids, all_spans = self._tokenizer.encode_with_spans(text)
             places = [place for place, id in enumerate(token_ids) if id in self._ids]
             spans = [all_spans[place] for place in places]
@@ -238,10 +238,10 @@ class ControlTokens:
         if (known := self._spellings.get(text)) is not None:
             return known
         spelling = self._spell(text)
-        # The vocabulary without control tokens has this one too: character by character.
+        # The text is also an ordinary token: spell it character by character.
         if spelling is None:
             spelling = [id for character in text for id in self._spell(character) or ()]
-        if text in self._id_of:  # and not every run of white space around one
+        if text in self._id_of:  # not one with white space around it: there are too many
             self._spellings[text] = spelling
         return spelling
 
@@ -259,10 +259,10 @@ class ControlTokens:
 
 
 def _is_markup(token: str, template: str) -> bool:
-    """Whether an added token that is not called special still structures prompts.
+    """Whether an added token that is not marked special still structures prompts.
 
-    Tags do, such as `<tool_call>`, and what the template writes. HTML tags and runs of spaces,
-    which some vocabularies have, are ordinary words.
+    Tags such as `<tool_call>` do, and text of the template. HTML tags and runs of spaces, which
+    some vocabularies have, are ordinary words.
     """
     if token[0].isalnum() or token[0].isspace() or token[-1].isspace():
         return False

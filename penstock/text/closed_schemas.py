@@ -1,9 +1,9 @@
 """JSON schemas whose objects have only the keys that they list, unless a schema says otherwise.
 
 JSON Schema allows any other key if `additionalProperties` is missing, and weak models then write
-keys until the limit. A key that is listed anywhere for the same object stays possible: members of
-`allOf` describe one object together, so they are closed as one, and if its keys cannot be
-determined nothing is closed. Knows nothing of grammars.
+keys until the limit. A key that is listed anywhere for the same object stays allowed: members of
+`allOf` describe one object together, so they are closed as one; if its keys cannot be determined,
+it stays open. Knows nothing of grammars.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_STEPS, MAX_DEPTH = 2_000, 100  # members of `allOf` and references: they may
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    listed: dict[str, bool]  # in order; true: a schema that allows anything
+    listed: dict[str, bool]  # in order; True is the schema that allows anything
     required: set[str]
 
 
@@ -49,7 +49,7 @@ class _Closing:
         self._shared = {id(part) for part in _parts_by_reference(root, self._resolve)}
 
     def closed(self, schema: Any, is_part: bool = False) -> Any:
-        """`is_part`: others describe the same object."""
+        """`is_part`: other schemas describe the same object."""
         if not isinstance(schema, dict):
             return schema
         new = dict(schema)
@@ -109,7 +109,7 @@ class _Closing:
         return keys
 
     def _resolve(self, reference: Any) -> Any:
-        """The target of a reference into the root; None: unknown."""
+        """The target of a reference into the root; None if it cannot be found."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         schema: Any = self._root

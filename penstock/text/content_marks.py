@@ -1,14 +1,14 @@
-"""Marks what a client wrote, before a chat template mixes it with its own text.
+"""Marks a client's text before a chat template mixes it with its own.
 
-A control token is the template's if the template wrote all of it. So the characters that control
-tokens begin and end with, `<` and `>` in most vocabularies, get stand-ins wherever a client wrote
-them: in contents, names, arguments, tool definitions and template variables alike. Whatever reads
-as a control token in the rendered text was then written by the template, even where a client's text
-ends with half of one. A stand-in is one character for one, so templates trim and cut as before;
-they find no markup of theirs in such a text.
+A control token is genuine if the template wrote all of it. So the characters that control tokens
+begin and end with, `<` and `>` in most vocabularies, are replaced with stand-ins wherever a client
+wrote them: in contents, names, arguments, tool definitions and template variables. Every control
+token in the rendered text was then written by the template, even where a client's text ends with
+half of one. A stand-in replaces one character with one, so templates trim and cut as before; but
+they find none of their markup in a client's text.
 
-Stand-ins are noncharacters, which Unicode reserves for a program's own use; a request gets such as
-its text does not contain. Works on the JSON that the template is given. Knows nothing of token ids.
+Stand-ins are noncharacters, which Unicode reserves for a program's own use; those that the request
+contains are not used. Works on the template's JSON input. Knows nothing of token ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STAND_INS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 _JSON_SYNTAX = frozenset("[]{}:,")
 _JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-# Never replaced: they are in names by which templates find fields, or JSON escapes them.
+# Never replaced: field names that templates look up contain them, or JSON escapes them.
 _UNMARKED = frozenset("_-./ \t\r\n\"'\\")
 # Words that templates compare with: they stay even if a template builds control tokens from words.
 _STRUCTURE = {
@@ -45,7 +45,7 @@ _TEXT_START = re.compile(r"(?<=[\"'}%])|(?<=%s)")
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The stand-ins of one request, by what they stand for."""
+    """The stand-ins of one request, by the characters they replace."""
 
     of_characters: Mapping[str, str] = field(default_factory=dict)  # wherever a client wrote them
     of_letters: Mapping[str, str] = field(default_factory=dict)  # in a few whole words
@@ -72,7 +72,7 @@ class Marks:
 
 
 class ContentMarker:
-    """For one chat template and the control tokens of its model."""
+    """Marks contexts of one chat template, for the control tokens of its model."""
 
     def __init__(
         self, control_tokens: Iterable[str], template: str, thinking: Thinking | None
@@ -90,7 +90,7 @@ class ContentMarker:
         self._thinking = thinking
 
     def mark(self, context: dict[str, Any], reply_start: str = "") -> tuple[bytes, Marks]:
-        """The context as JSON, with everything that a client wrote marked. Changes its messages."""
+        """The context as JSON, with the client's text marked. Changes the context's messages."""
         payload = encode_context(context)
         if not self._letter_of and not any(
             c.encode() in payload or c in reply_start for c in self._characters
@@ -122,8 +122,8 @@ class ContentMarker:
 
 
 def _keep_thoughts(messages: Any, thinking: Thinking, start: str, end: str) -> bool:
-    """Gives thinking tags in assistant messages stand-ins of their own; returns whether there are
-    any.
+    """Replaces thinking tags in assistant messages with their own stand-ins; returns whether there
+    are any.
 
     Clients send whole replies back, and templates cut off the reasoning of earlier turns at these
     tags: at the first end of thinking and the last start before it. Further tags are text.
@@ -173,7 +173,7 @@ def _completed_words(tokens: list[str], template: str) -> set[str]:
     """Words that the template's own text completes to control tokens: for `'<' ~ key ~ '>'`,
     "think" and others.
 
-    Prefixes and suffixes are searched anywhere in it: a superfluous word only costs a mark.
+    Prefixes and suffixes may be anywhere in the template: an unneeded word only costs a stand-in.
     """
     longest = max(map(len, tokens), default=0)
     text_ends = [place.start() for place in _TEXT_END.finditer(template)]
@@ -189,7 +189,7 @@ def _completed_words(tokens: list[str], template: str) -> set[str]:
 
 
 def _choose_letters(words: set[str]) -> dict[str, str]:
-    """One letter of each word, of as few kinds as a greedy choice finds: each needs a stand-in."""
+    """One letter of each word. Greedily chooses few distinct letters: each needs a stand-in."""
     letter_of: dict[str, str] = {}
     rest = words
     while rest:
@@ -219,7 +219,7 @@ def _quoted(word: str) -> bytes:
 
 def _no_stand_ins() -> RequestError:
     return RequestError(
-        "The messages contain too many kinds of noncharacters",
+        "The messages contain too many different noncharacters",
         "The server needs a few of U+FDD0 to U+FDEF, which Unicode reserves for a program's own "
         "use.",
         "Remove them; no text needs them.",

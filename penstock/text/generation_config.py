@@ -1,7 +1,7 @@
 """A checkpoint's default sampling parameters, from generation_config.json.
 
-They apply to requests that set none, after the operator's flags. The file's `max_new_tokens` is
-ignored: it limits a call of the library it was written for, and would cut answers that have room.
+They apply where neither the request nor the operator's flags set a parameter. `max_new_tokens` is
+ignored: it is a limit for the library that the file was written for, and would truncate answers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ FILE_NAME = "generation_config.json"
 
 
 def checkpoint_sampling(choice: str, model: Path | None) -> dict[str, Any]:
-    """`choice`: auto: the model's file, if it has one; off or vllm: no file; or a file or
-    folder.
-    """
+    """`choice`: "auto" (the model's file, if it has one), "off" or "vllm" (no file), or a path."""
     if choice in ("off", "vllm") or (choice == "auto" and model is None):
         return {}
     path = Path(choice).expanduser() if choice != "auto" else model
@@ -33,7 +31,7 @@ def checkpoint_sampling(choice: str, model: Path | None) -> dict[str, Any]:
         raise ConfigError(
             f"generation_config is {choice!r}",
             f"{file} does not exist.",
-            "Use auto, off, or the path of such a file or folder.",
+            f"Use auto, off, or the path of a {FILE_NAME} or its folder.",
         )
     return _sampling_of(file)
 

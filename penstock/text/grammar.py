@@ -2,8 +2,8 @@
 
 A JSON schema, "any JSON object", a regular expression, a list of texts or a grammar (Lark, or
 llama.cpp's GBNF) becomes one string in llguidance's format. Its size is checked before anything is
-built from it, and then it is compiled once on a vocabulary of bytes, within the engine's limits:
-what cannot work is refused here, in milliseconds, with a message for the client. A grammar that
+built from it, and then it is compiled once on a vocabulary of bytes, within the engine's limits: a
+grammar that cannot work is refused in milliseconds, with a message for the client. One that
 compiles may still become too expensive while a reply grows; then the engine ends that reply.
 
 llguidance is imported when the first grammar is made. Knows nothing of models, requests and HTTP.
@@ -25,7 +25,7 @@ from penstock.types import GRAMMAR_LIMITS
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 50
 MAX_ENUM_VALUES = 5_000
-MAX_OPTIONAL_PROPERTIES = 400  # of one object: any of them may come next
+MAX_OPTIONAL_PROPERTIES = 400  # per object: any of them may come next
 MAX_REGEX_CHARACTERS = 2_048
 MAX_COUNT = 1_000_000  # of characters, items or properties
 MAX_LARK_CHARACTERS = 128 * 1024
@@ -57,8 +57,8 @@ def json_schema_grammar(
 ) -> str:
     """JSON that is valid against a schema (as parsed from JSON).
 
-    Lenient: keywords that cannot be enforced are ignored. `oneOf` is always read as `anyOf`. Open:
-    an object may have keys that its schema does not list, if it says nothing about them
+    `is_lenient`: ignores keywords that cannot be enforced. `oneOf` is always read as `anyOf`.
+    `is_open`: an object may have keys that its schema does not list, unless it forbids them
     (closed_schemas.py).
     """
     schema = check_schema(schema, param)
@@ -114,7 +114,7 @@ def _check_size(what: str, num_chars: int, limit: int, param: str) -> None:
 
 
 def regex_in_lark(pattern: str) -> str:
-    """With slashes and newlines escaped, to be put between slashes."""
+    """The pattern with slashes and newlines escaped, to be put between slashes."""
     import llguidance
 
     literal: str = llguidance.regex_to_lark(pattern, "")
@@ -165,16 +165,14 @@ def _plain_character(escape: re.Match[str]) -> str:
 
 
 def with_blank_start(grammar: str) -> str:
-    """The same after up to two newlines: for replies that follow thinking."""
+    """Allows up to two newlines before the grammar, for replies that follow thinking."""
     body, *nested = json.loads(grammar)["grammars"]
     start = {"lark_grammar": f"start: /{_BLANK_START}/ @body"}
     return json.dumps({"grammars": [start, {"name": "body", **body}, *nested]}, ensure_ascii=False)
 
 
 def check_schema(schema: Any, param: str) -> dict[str, Any]:
-    """Refuses a schema that is too large to be inspected further; returns the schema as an
-    object.
-    """
+    """Refuses a schema that is too large to process; returns it as an object."""
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -277,11 +275,11 @@ def _problem_of(grammar: str, has_control_tokens: bool) -> str:
     import llguidance
 
     limits = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)
-    if has_control_tokens:  # which bytes cannot express; only the engine's vocabulary has them
+    if has_control_tokens:  # they are not in the byte vocabulary, only in the engine's
         return _sentence(llguidance.LLMatcher.validate_grammar(grammar, limits=limits))
     matcher = llguidance.LLMatcher(_byte_vocabulary(), grammar, log_level=0, limits=limits)
-    # Two steps: something must match, and what may follow it is where large schemas become too
-    # expensive.
+    # Two steps: the first finds grammars that match nothing; the second finds large schemas that
+    # are too expensive.
     for _ in range(2):
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_stopped():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from penstock.errors import RequestError
 
-# So many are decoded in about 30 ms, which others can wait. Conversations have far fewer.
+# Decoding this many takes about 30 ms, a tolerable pause. Conversations have far fewer.
 MAX_VALUES = 2**18
 MAX_STRINGS = 2 * MAX_VALUES + 1  # a member of an object is two of them
 
@@ -19,15 +19,15 @@ _NOT_STRUCTURE = bytes(set(range(256)) - set(b'",[{'))
 
 
 def has_more_values(texts: Sequence[bytes], limit: int = MAX_VALUES) -> bool:
-    """Whether these have more than `limit` values together. In a text that is not JSON, the values
-    before the fault are counted correctly: a decoder gets no further."""
+    """Whether the texts together have more than `limit` values. If a text is not valid JSON, the
+    values before the error are counted correctly: a decoder gets no further."""
     if sum(map(most_values, texts)) <= limit:  # true for nearly all, and the cheapest check
         return False
     return sum(_num_values(text, limit) for text in texts) > limit
 
 
 def refuse_many_arguments(texts: Sequence[bytes], param: str) -> None:
-    """For all tool calls of a conversation, whose arguments are JSON in strings."""
+    """`texts`: the arguments of all tool calls in a conversation, as JSON."""
     if has_more_values(texts):
         raise RequestError(
             "The arguments of the tool calls have too many values",
@@ -38,18 +38,18 @@ def refuse_many_arguments(texts: Sequence[bytes], param: str) -> None:
 
 
 def most_values(text: bytes) -> int:
-    """An upper bound: a comma, or an opening bracket, comes before each value but the first. But
-    some brackets open nothing, and some of these are in strings."""
+    """An upper bound: a comma or an opening bracket comes before each value except the first. Empty
+    brackets, and such characters in strings, are counted too."""
     return sum(text.count(separator) for separator in (b",", b"[", b"{"))
 
 
 def _num_values(text: bytes, limit: int) -> int:
-    """The same without the contents of strings. Absurdly many strings count as above any limit."""
+    """The same without the contents of strings. Too many strings count as more than `limit`."""
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Now every quotation mark begins or ends a string.
     text = text.translate(None, _NOT_STRUCTURE)
     if text.count(b'"') // 2 > MAX_STRINGS:
         return limit + 1
-    text = text.replace(b'""', b"")  # nothing stands between these
+    text = text.replace(b'""', b"")  # strings without such characters
     return len(b"".join(text.split(b'"')[::2]))

@@ -1,8 +1,8 @@
-"""A lower bound of a text's tokens from its length alone, and how much of a chat its template
-writes.
+"""A lower bound for a text's tokens from its length alone, and the parts of a chat that its
+template certainly writes.
 
-What cannot fit a context is refused before it is rendered or tokenised. So both are lower bounds
-that always hold; if none is certain, the bound is 0, and the text is tokenised. Knows no limits;
+A prompt that cannot fit the context is refused before it is rendered or tokenised. So both must
+always hold; if nothing is certain, the bound is 0, and the text is tokenised. Knows no limits;
 callers have those.
 """
 
@@ -17,7 +17,7 @@ from penstock.errors import RequestError
 from penstock.text.pieces import component_steps
 from penstock.text.template import ChatTemplate
 
-# Normalising composes at most so many characters into one, and none of ASCII's. A test checks all.
+# Normalising composes at most this many characters into one, and no ASCII. A test checks all.
 MAX_COMPOSED = 4
 NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Digits", "Metaspace"}
@@ -25,7 +25,7 @@ PROBE_CHARS = 4000
 
 
 class LengthBound:
-    """Of one tokenizer. No token stands for more characters than its name has."""
+    """The bound of one tokenizer. No token stands for more characters than its name has."""
 
     def __init__(self, model: tokenizers.Tokenizer) -> None:
         self.longest_token = 0  # characters; 0: a token may stand for any number of them
@@ -48,7 +48,7 @@ def _keeps_all(model: tokenizers.Tokenizer) -> bool:
     merged."""
     added = model.get_added_tokens_decoder().values()
     return (
-        # These swallow the spaces beside them.
+        # These tokens swallow the spaces beside them.
         not any(token.lstrip or token.rstrip for token in added)
         and all(map(_is_keeping_normalizer, component_steps(model.normalizer, "normalizers")))
         and all(
@@ -60,7 +60,7 @@ def _keeps_all(model: tokenizers.Tokenizer) -> bool:
 
 
 def _byte_tokens(model: tokenizers.Tokenizer) -> list[str]:
-    """Byte tokens, which together write whatever no other token does."""
+    """The byte tokens, which encode everything that no other token does."""
     if _is_byte_level(model):
         return tokenizers.pre_tokenizers.ByteLevel.alphabet()
     return [f"<0x{byte:02X}>" for byte in range(256)]
@@ -108,7 +108,7 @@ def roles_written(template: ChatTemplate) -> frozenset[str]:
     for messages in chats:
         try:
             text = template.render(messages)
-        except RequestError:  # what it refuses in every chat is never too long
+        except RequestError:  # roles that the template refuses need no bound
             continue
         for message in messages:
             if len(message["content"]) > PROBE_CHARS // 2:
@@ -119,8 +119,8 @@ def roles_written(template: ChatTemplate) -> frozenset[str]:
 def words_written(
     messages: list[dict[str, Any]], roles: frozenset[str], thought_end: str | None
 ) -> list[str]:
-    """What a template certainly writes: spaces around it may be dropped, and reasoning before a
-    reply."""
+    """The text that a template certainly writes: it may drop white space around a content, and
+    reasoning before a reply."""
     words = []
     for message in messages:
         content = message.get("content")

@@ -1,9 +1,9 @@
 """Detects a reply that only repeats itself.
 
-A model that has lost its way writes the same few tokens, or the same paragraph, until a limit. The
-guard checks the end of a reply now and then, and reports a loop if the end consists of one repeated
-run of tokens: at least `MIN_REPEATS` times and at least `MIN_TOKENS` long. It sees tokens, no text,
-and decides nothing: the caller ends the thinking or the reply.
+A model may get stuck and write the same few tokens, or the same paragraph, until a limit. The guard
+checks the end of a reply every `CHECK_EVERY` tokens, and reports a loop if the end consists of one
+repeated run of tokens: at least `MIN_REPEATS` times and at least `MIN_TOKENS` long. It sees tokens,
+not text, and decides nothing: the caller ends the thinking or the reply.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LoopGuard:
         self._num_unchecked = 0
 
     def push(self, token_ids: Iterable[int]) -> bool:
-        """Adds tokens; returns whether the reply is a loop at the last check."""
+        """Adds tokens; returns whether a check was due and found a loop."""
         num_before = len(self._token_ids)
         self._token_ids.extend(token_ids)
         self._num_unchecked += len(self._token_ids) - num_before

@@ -1,12 +1,12 @@
-"""Encodes long texts once: the pieces between control tokens are remembered with their ids.
+"""Encodes long texts once: caches the ids of the pieces between control tokens.
 
-A tokenizer cuts control tokens out of a text before it does anything else, and what lies between
-two of them is normalised, split and merged on its own. So a conversation that comes again with one
-message more needs the encoder for that message only. `PieceEncoder.of` answers None for a
-tokenizer of which this is not certain. Knows nothing of templates or of what a message is.
+A tokenizer cuts control tokens out of a text before it does anything else, and normalises, splits
+and merges the text between two of them on its own. So when a conversation comes again with one more
+message, only that message is encoded. `PieceEncoder.of` returns None for a tokenizer that might
+work differently. Knows nothing of templates or messages.
 
     <|im_start|>system\nYou are ...<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n
-                [long: remembered  ]          [short: encoded with its neighbours]
+                [long: cached      ]          [short: encoded with its neighbours]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tokenizers
 MIN_PIECE_CHARS = 256  # encoding fewer takes about as long as finding them
 MAX_CACHE_BYTES = 64 * 1024 * 1024
 
-# What works on each piece alone. Not among them: Metaspace, which asks whether a piece begins the
+# Steps that work on each piece alone. Metaspace does not: it depends on whether a piece begins the
 # text.
 PIECEWISE_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
 PIECEWISE_PRE_TOKENIZERS = {"Split", "Digits", "ByteLevel"}
@@ -44,7 +44,7 @@ class PieceEncoder:
     ) -> None:
         self._encode_pieces = encode_pieces
         self._max_bytes = max_bytes
-        # The longest first: if several begin at one place, tokenizers takes that one too.
+        # Longest first: if several begin at one position, tokenizers also takes the longest.
         longest_first = sorted(control_tokens, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)))
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ class PieceEncoder:
 
     @classmethod
     def of(cls, model: tokenizers.Tokenizer, encode_pieces: EncodePieces) -> PieceEncoder | None:
-        """None if pieces of a text might have other ids than in the whole text."""
+        """None if pieces might have different ids than in the whole text."""
         control_tokens = [token.content for token in model.get_added_tokens_decoder().values()]
         if not control_tokens or not _is_piecewise(model):
             return None
@@ -73,7 +73,7 @@ class PieceEncoder:
         return token_ids
 
     def _cut(self, text: str) -> Iterator[str]:
-        """What is long between two control tokens alone; what is short together, from the left, so
+        """Cuts at control tokens. Long pieces stay alone; short ones are joined from the left, so
         that a growing text keeps its cuts."""
         piece_start = gap_start = 0
         for control in self._control.finditer(text):
@@ -115,7 +115,7 @@ class PieceEncoder:
 
 
 def _num_bytes(piece: Piece, ids: array[int]) -> int:
-    """At least what both take: Python stores up to four bytes a character."""
+    """An upper bound: Python stores up to four bytes per character."""
     return 4 * len(piece[1]) + ids.itemsize * len(ids)
 
 

@@ -27,7 +27,7 @@ from penstock.types import EngineInfo, Pooling, PoolingKind
 KINDS: Mapping[str, PoolingKind] = {"lasttoken": "last", "mean": "mean"}
 OLD_KINDS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
 
-# What Qwen3-Reranker was trained on, and its instruction if a request has none.
+# The prompt that Qwen3-Reranker was trained on, and its instruction if a request has none.
 RERANK_START = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     "the "
@@ -43,7 +43,7 @@ PAIR_ROLES = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorRules:
-    """What a checkpoint says about its vectors. The defaults are for one that says nothing."""
+    """How a checkpoint's files define its vectors. The defaults are for files that do not."""
 
     pooling: Pooling = field(default_factory=Pooling)
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name: text before an input
@@ -126,14 +126,14 @@ def _pooling_kind(file: Path) -> PoolingKind:
         mode = OLD_KINDS.get(modes[0], modes[0]) if len(modes) == 1 else modes
     if not isinstance(mode, str) or mode not in KINDS:
         raise CheckpointError(
-            f"{file} asks for the pooling {mode!r}",
+            f"{file} has the pooling {mode!r}",
             f"The supported kinds are {' and '.join(KINDS)}.",
             "Choose one with --pooling last or --pooling mean, if the model was trained for it.",
         )
     if KINDS[mode] == "mean" and settings.get("include_prompt") is False:
         raise CheckpointError(
             f"{file} excludes the prompt from the mean",
-            "Means here include all tokens.",
+            "Penstock's mean includes all tokens.",
             "Use --pooling mean to accept that.",
         )
     return KINDS[mode]
@@ -289,8 +289,8 @@ class VectorText:
         head = f"<Instruct>: {instruction or RERANK_INSTRUCTION}\n<Query>: "
 
         def encode(query: str, document: str) -> list[int]:
-            """What a client wrote never becomes a control token: it could answer in the model's
-            place."""
+            """The client's text never becomes a control token, which could forge the model's
+            answer."""
             body = self._tokenizer.encode_plain(f"{head}{query}\n<Document>: {document}")
             return _cut([*start, *body, *end], max_tokens, len(end), len(start))
 
@@ -331,7 +331,7 @@ class VectorText:
 def _cut(
     token_ids: list[int], max_tokens: int | None, num_end: int, num_start: int = 0
 ) -> list[int]:
-    """Truncates, but keeps so many tokens at the end and at the start."""
+    """Truncates, but keeps `num_end` tokens at the end and `num_start` at the start."""
     if max_tokens is None or len(token_ids) <= max_tokens:
         return token_ids
     if max_tokens <= num_start + num_end:
@@ -354,12 +354,10 @@ def _no_instruction() -> RequestError:
 
 
 class PairScores:
-    """Scores as their vectors come, each between 0 and 1, or between -1 and 1 for embeddings."""
+    """Computes scores as vectors arrive: between 0 and 1, or -1 and 1 for embeddings."""
 
     def __init__(self, pairs: list[tuple[int, int]] | None) -> None:
-        """`pairs`: which two vectors a score compares; None: each vector is the logits of one
-        pair.
-        """
+        """`pairs`: the two vectors of each score; None: each vector has the logits of one pair."""
         self._pairs_with: dict[int, list[int]] = {}
         self._pairs = pairs
         self._vectors: dict[int, array[float]] = {}

@@ -1,7 +1,7 @@
-"""From prompt ids and sampling parameters to the requests of an engine.
+"""Builds an engine's requests from prompt ids and sampling parameters.
 
-The last place where a request can be refused before it costs anything: checks lengths, ids and
-limits. Knows nothing of HTTP or of the engine.
+Refuses invalid requests before they cost anything: checks lengths, ids and limits. Knows nothing
+of HTTP or of the engine.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from penstock.errors import ContextLengthError, RequestError
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Pooling, Request, SamplingParams
 
-# In the answer to one request, alternatives included: about 30 MB of a completion, twice as much of
-# a chat. Room for a prompt of 262,144 tokens with three alternatives, or eight replies of 4,096
-# tokens with twenty.
+# Log-probabilities in one answer, alternatives included: about 30 MB of a completion, twice as much
+# of a chat. Enough for a prompt of 262,144 tokens with three alternatives, or eight replies of
+# 4,096 tokens with twenty.
 MAX_SCORES = 2**20
 SHORTEN = (
     "Please reduce the length of the messages, or serve with a larger --max-model-len "
-    "if the model knows more positions."
+    "if the model supports it."
 )
 
 
@@ -34,7 +34,7 @@ def build_requests(
     session_id: str | None = None,
     tenant: str = "",
     cache_salt: str | None = None,
-    # Of an engine in another process, whose stepping thread should not hash prompts.
+    # For an engine in another process, whose stepping thread should not hash prompts.
     page_size: int | None = None,
     segments: tuple[Segment, ...] = (),
 ) -> list[Request]:
@@ -89,7 +89,7 @@ def build_pooling_request(
     cache_salt: str | None = None,
     page_size: int | None = None,
 ) -> Request:
-    """For the vector of one prompt, which may fill the context: it has no reply."""
+    """A request for the vector of one prompt, which may fill the context: there is no reply."""
     prompt = _checked(token_ids, "input", tokenizer)
     if len(prompt) > max_model_len:
         raise ContextLengthError(
@@ -152,13 +152,13 @@ def limit_scores(
             return sampling if room <= max_tokens else replace(sampling, max_tokens=max_tokens)
         num_reply_scores = scores_a_token * (sampling.max_tokens or 1)
     if num_prompt_scores + num_reply_scores > MAX_SCORES:
-        of_prompt = f", {num_prompt_scores:,} of them of the prompt" if num_prompt_scores else ""
+        of_prompt = f", {num_prompt_scores:,} of them for the prompt" if num_prompt_scores else ""
         raise RequestError(
             f"the answer could have {num_prompt_scores + num_reply_scores:,} "
             f"log-probabilities{of_prompt}",
             f"The limit is {MAX_SCORES:,} in one answer. There are {len(prompts)} prompts, n is "
-            f"{sampling.n}, max_tokens {sampling.max_tokens or 1}; a token has "
-            f"{sampling.logprobs or 0} alternatives, one of the prompt "
+            f"{sampling.n}, max_tokens {sampling.max_tokens or 1}; a reply token has "
+            f"{sampling.logprobs or 0} alternatives, a prompt token "
             f"{sampling.prompt_logprobs or 0}.",
             "Lower the alternatives (logprobs, top_logprobs in a chat, prompt_logprobs), n or "
             "max_tokens, or split the call.",
@@ -168,7 +168,7 @@ def limit_scores(
 
 
 def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
-    """Refuses ids that stand for no token; `name` is their field."""
+    """Refuses ids outside the vocabulary; `name` is their field."""
     for token_id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token_id < vocab_size:
             raise RequestError(
@@ -180,7 +180,7 @@ def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
 
 
 def _banned_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """At the start of a text and after a space, where a word has other tokens."""
+    """The tokens of each word at the start of a text and after a space, where they differ."""
     spellings = dict.fromkeys(
         spelling for word in words for spelling in (word, f" {word.lstrip(' ')}")
     )
@@ -189,7 +189,7 @@ def _banned_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, 
 
 
 def _places_of(token_ids: Collection[int], prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """Their positions, except at the start. Uses a search, because prompts are long."""
+    """The positions of these tokens, except 0. Searches, because prompts are long."""
     places = []
     for token_id in token_ids:
         place = 0
@@ -200,9 +200,8 @@ def _places_of(token_ids: Collection[int], prompt: tuple[int, ...]) -> tuple[int
 
 
 def prompt_too_long(num_tokens: str, max_model_len: int, details: str = "") -> ContextLengthError:
-    """In the words that clients look for to shorten a conversation: the first line as in
-    Anthropic's API, the second as in OpenAI's. `num_tokens`: a number, perhaps with "at least"
-    before it."""
+    """Clients look for these words to shorten a conversation: the first line is as in Anthropic's
+    API, the second as in OpenAI's. `num_tokens`: a number, perhaps with "at least" before it."""
     return ContextLengthError(
         f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum",
         f"{_holds(max_model_len)} However, your messages resulted in {num_tokens} tokens, and the "

@@ -1,4 +1,4 @@
-"""Turns a stream of token ids into text that can be shown at once and is never taken back.
+"""Turns a stream of token ids into text that can be shown at once and is never revised.
 
 Holds back incomplete UTF-8 characters and anything that may be the start of a stop string. Knows
 nothing of requests or of HTTP.
@@ -13,15 +13,13 @@ from penstock.errors import RequestError
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import SamplingParams
 
-SURROGATE_START, SURROGATE_END = (
-    b"\xed\xa0",
-    b"\xed\xbf",
-)  # first bytes of U+D800 to U+DFFF: never UTF-8
+# The first bytes of U+D800 to U+DFFF, which are never valid UTF-8.
+SURROGATE_START, SURROGATE_END = b"\xed\xa0", b"\xed\xbf"
 
 
 class StreamDecoder:
-    """The text of one reply. What `push` and `finish` return, joined, is the decoded reply up to a
-    stop."""
+    """The text of one reply. The results of `push` and `finish`, joined, are the decoded reply up
+    to a stop."""
 
     def __init__(
         self,
@@ -29,7 +27,7 @@ class StreamDecoder:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
-        continues_text: bool = False,  # then its first space separates that text from this one
+        continues_text: bool = False,  # then a space at its start is kept: it separates the texts
         keeps_stop: bool = False,  # the stop that ended the reply is part of its text
     ) -> None:
         self._tokenizer = tokenizer
@@ -41,11 +39,11 @@ class StreamDecoder:
         self._held = ""  # decoded, but possibly the start of a stop string
         self._min_tokens = min_tokens
         self._keeps_stop = keeps_stop
-        self._is_quiet = False  # in thinking, which no stop string ends
+        self._is_quiet = False  # in thinking, where stop strings do not apply
         self._is_before_answer = False  # after thinking, with only white space since
         self.num_tokens = 0
         self.stopped = False
-        self.stop_string: str | None = None  # that ended the reply
+        self.stop_string: str | None = None  # the one that ended the reply
 
     @classmethod
     def of(
@@ -66,7 +64,7 @@ class StreamDecoder:
 
     def push_thought(self, token_ids: Iterable[int]) -> str:
         """Takes tokens of thinking: stop strings apply only after it, and after the white space
-        there."""
+        that follows it."""
         self._is_quiet = True
         text = self.push(token_ids)
         self._is_quiet, self._is_before_answer = False, True
@@ -97,8 +95,7 @@ class StreamDecoder:
         return text + held
 
     def _decode(self, data: bytes) -> str:
-        """The characters that are complete with these bytes; nearly every token is whole
-        characters."""
+        """The characters that these bytes complete; nearly every token consists of whole ones."""
         if not self._is_split:
             try:
                 return data.decode()
@@ -106,9 +103,7 @@ class StreamDecoder:
                 pass
         text = self._characters.decode(data)
         pending = self._characters.getstate()[0]
-        if (
-            SURROGATE_START <= pending[:2] <= SURROGATE_END
-        ):  # Python waits for a third byte; none can mend it
+        if SURROGATE_START <= pending[:2] <= SURROGATE_END:  # no third byte makes these valid
             text += self._characters.decode(b"", final=True)
             pending = b""
         self._is_split = bool(pending)
@@ -175,8 +170,8 @@ class StopMatcher:
         self._node = 0
 
     def can_skip(self, text: str) -> bool:
-        """Whether no stop string has begun, nor begins in this text: stepping through it would
-        change nothing."""
+        """Whether no stop string has begun, nor begins in this text: `step` would change
+        nothing."""
         return self._node == 0 and self._children[0].keys().isdisjoint(text)
 
     def step(self, character: str) -> int:

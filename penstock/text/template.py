@@ -2,9 +2,9 @@
 template.
 
 Owns where templates are found, their limits and the errors when one exceeds them. Knows nothing of
-tokens. A template comes with the checkpoint, never from a request. It is still foreign code: it
-runs in a process of its own, whose memory and time are limited (template_process.py), in minijinja,
-which cannot reach Python internals and burns fuel for every instruction, and on a copy of the
+tokens. A template comes with the checkpoint, never from a request. It is still untrusted code: it
+runs in a process of its own with limited memory and time (template_process.py), in minijinja, which
+cannot reach Python internals and burns fuel for every instruction, and on a copy of the
 conversation.
 """
 
@@ -33,8 +33,7 @@ NAMED_TEMPLATES = {"no-think": NO_THINK_TEMPLATE}
 SPECIAL_TOKEN_NAMES = [
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 ]
-# What a template finds without a request (template_worker.py): a variable of that name would hide
-# it.
+# Names that every template has (template_worker.py): a variable with such a name would hide it.
 TEMPLATE_GLOBALS = (
     *("cycler", "debug", "dict", "joiner", "namespace", "raise_exception", "range"),
     *("strftime_now", *SPECIAL_TOKEN_NAMES),
@@ -55,7 +54,7 @@ MAX_PROMPT_CHARS = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one rendering may use, beside the memory of its process."""
+    """Limits of one rendering, besides the memory of its process."""
 
     fuel: int
     cpu_seconds: float
@@ -63,7 +62,7 @@ class Limits:
 
     @classmethod
     def of(cls, num_items: int, num_bytes: int) -> Limits:
-        """For so many messages and tools, of so many bytes."""
+        """For `num_items` messages and tools with `num_bytes` together."""
         cpu_seconds = (
             BASE_CPU_SECONDS
             + CPU_SECONDS_PER_ITEM * num_items
@@ -72,7 +71,7 @@ class Limits:
         return cls(BASE_FUEL + FUEL_PER_ITEM * num_items, cpu_seconds, MAX_PROMPT_CHARS)
 
     def reached(self, failure: Failure) -> tuple[str, str] | None:
-        """The limit that stopped the template and its number; None: it failed by itself."""
+        """The limit that stopped the template, as `what` and `why`; None: it failed by itself."""
         match failure.kind:
             case "OutOfFuel":
                 return (
@@ -128,7 +127,7 @@ class ChatTemplate:
 
     @property
     def variables(self) -> frozenset[str]:
-        """The names that the template reads besides the conversation: what a request may set."""
+        """The names that the template reads besides the conversation: a request may set them."""
         return self._variables - RESERVED_NAMES
 
     def render(
@@ -180,7 +179,7 @@ class ChatTemplate:
         return context
 
     def render_json(self, context: bytes, num_items: int) -> str:
-        """The prompt text of an encoded context with so many messages and tools."""
+        """The prompt text of an encoded context with `num_items` messages and tools."""
         limits = Limits.of(num_items, len(context))
         answer = self._ask(limits, msgspec.Raw(context))
         if answer.failure is not None:
@@ -188,10 +187,10 @@ class ChatTemplate:
         return answer.text
 
     def _names_it_reads(self) -> frozenset[str]:
-        """What compiling, without rendering, finds out."""
+        """Compiles the template without rendering it."""
         limits = Limits.of(0, 0)
         origin = "The chat template"
-        if self._file is not None:  # with all of its path: the operator reads this
+        if self._file is not None:  # the full path: only the operator reads this
             origin += f" in {self._file}"
         try:
             answer = self._ask(limits, None)
@@ -215,7 +214,7 @@ class ChatTemplate:
         return shared_processes.ask({**task, **dataclasses.asdict(limits)})
 
     def _refusal(self, failure: Failure, limits: Limits) -> RequestError | TemplateProcessError:
-        if failure.kind == "Died":  # as far as is known, not the request's fault
+        if failure.kind == "Died":  # probably not the request's fault
             return TemplateProcessError(
                 "The messages could not be rendered",
                 f"Two template processes failed in turn; the second one: {failure.detail}.",
@@ -253,7 +252,7 @@ def encode_context(context: dict[str, Any]) -> bytes:
 
 def _cannot_be_given(why: str) -> RequestError:
     return RequestError(
-        "the messages cannot be given to the chat template",
+        "the messages cannot be passed to the chat template",
         f"{why}.",
         "Send plain JSON values that are not nested hundreds of levels deep.",
         param="messages",
@@ -349,7 +348,7 @@ def _functions_with_text_arguments(messages: list[dict[str, Any]]) -> Iterator[d
 
 
 def _choose(found: Any, config: Path) -> str | None:
-    """A template is a string, or a list of named ones of which chat uses the one called default."""
+    """A template is a string, or a list of named templates; chat uses the one called default."""
     if found is None or isinstance(found, str):
         return found
     named = {}
@@ -372,7 +371,7 @@ def _choose(found: Any, config: Path) -> str | None:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """bos_token and its kin, which templates write by name."""
+    """bos_token and the like, which templates write by name."""
     config = read_json(folder / "tokenizer_config.json")
     tokens = {name: config.get(name) for name in SPECIAL_TOKEN_NAMES}
     texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}

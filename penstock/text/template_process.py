@@ -1,7 +1,7 @@
 """The parent's side of the processes that run chat templates: starts them, sends tasks, replaces
 dead ones.
 
-Owns the processes, their sockets and the meaning of a death. Knows nothing of templates: a task
+Owns the processes, their sockets and the meaning of exit codes. Knows nothing of templates: a task
 goes in, an answer or a `Failure` comes out. A few processes serve all templates, each one task at a
 time. The first task starts one, and others start only when all are busy; they end with this
 process, because their sockets close. Cheap tasks overtake expensive ones (turns.py).
@@ -26,7 +26,7 @@ from penstock.text.turns import Turns, num_cpus
 
 MEMORY_LIMIT_BYTES = 256 * 1024 * 1024  # of each process
 MAX_PROCESSES = 4
-# Each task has a limit of CPU seconds. This one is of wall-clock time, for a machine that stalls.
+# Each task has a limit of CPU seconds. This one limits wall-clock time, in case a machine stalls.
 PATIENCE_S = 10.0
 LOOK_S = 0.5  # how often to check a process that does not answer: it may have been stopped
 
@@ -70,13 +70,13 @@ class TemplateProcesses:
         frame = len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
         with self._turns.wait(len(frame)):
             answer = self._try(frame, self._take_idle())
-            # Perhaps before the task arrived.
+            # The process may have died before the task arrived.
             if answer.failure is not None and answer.failure.kind == "Died":
                 answer = self._try(frame, None)
             return answer
 
     def _try(self, frame: bytes, child: _Child | None) -> Answer:
-        """Sends the task to this process, or to a new one. A process that failed is ended."""
+        """Sends the task to this process, or to a new one. Ends a process that failed."""
         try:
             child = child or _Child()
         except OSError as error:
@@ -88,7 +88,7 @@ class TemplateProcesses:
             return Answer(failure=Failure("Died", str(error)))
         except (OSError, EOFError):
             return Answer(failure=_cause_of_death(child.end()))
-        except BaseException:  # Ctrl-C: the answer that is coming would be read by the next task
+        except BaseException:  # Ctrl-C: the next task would read this one's answer
             child.end()
             raise
         with self._lock:
@@ -106,7 +106,7 @@ class TemplateProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of the idle ones."""
+        """The idle processes."""
         return [child.process.pid for child in self._idle]
 
 
@@ -160,16 +160,14 @@ class _Child:
         return os.waitid(os.P_PID, self.process.pid, looks) is not None
 
     def end(self) -> int:
-        """What it died of: if its socket has closed, that is known, and killing it changes
-        nothing.
-        """
+        """Its exit status. If its socket has closed it is already dead, and kill has no effect."""
         self.process.kill()
         self._socket.close()
         return self.process.wait()
 
 
 def _cause_of_death(status: int) -> Failure:
-    if status == -signal.SIGABRT:  # Rust's reaction to missing memory
+    if status == -signal.SIGABRT:  # Rust aborts if it gets no memory
         return Failure("OutOfMemory")
     if status == -signal.SIGPROF:
         return Failure("OutOfTime")
@@ -179,7 +177,7 @@ def _cause_of_death(status: int) -> Failure:
     return Failure("Died", f"it ended with {status_name}")
 
 
-# Two at least: an expensive chat leaves one to the others. Each may take MEMORY_LIMIT_BYTES.
+# At least two: an expensive chat leaves one for others. Each may take MEMORY_LIMIT_BYTES.
 shared_processes = TemplateProcesses(min(max(2, num_cpus()), MAX_PROCESSES))
 atexit.register(shared_processes.close)
 os.register_at_fork(after_in_child=shared_processes.forget)

@@ -1,16 +1,15 @@
-"""The process in which chat templates run: compiles them and renders, under limits the kernel
-enforces.
+"""The process that compiles and renders chat templates, within limits that the kernel enforces.
 
 Owns the Jinja dialect (minijinja with the filters and functions transformers gives templates) and
-the limits of one process: an address space that cannot grow, and a timer of CPU seconds that ends
-it. Started and spoken to by template_process.py. Knows no checkpoints and no errors of ours, and
+the limits of one process: its address space, and a timer of CPU seconds that kills it.
+template_process.py starts it and sends it tasks. Knows nothing of checkpoints or of our errors, and
 imports little, so that it starts in some 50 ms. Its standard input is a socket; when that closes,
 it ends.
 
     frame = [length of the rest, 4 bytes big-endian | JSON]
 
-A task has all there is to know, so that a process that died is replaced without a word; what was
-compiled is kept. Its `context` is what to render with, or null to only compile. The answer has one
+A task is self-contained, so that a new process can replace a dead one; compiled templates are
+cached. Its `context` is rendered; if it is null, the template is only compiled. The answer has one
 of `text`, `variables` and `failure`.
 """
 
@@ -32,7 +31,7 @@ import minijinja
 LENGTH = struct.Struct(">I")
 MAX_INDENT = 16
 MAX_KEPT = 16  # compiled templates
-MAX_DETAIL_CHARS = 2000  # of a failure: a template can raise any text
+MAX_DETAIL_CHARS = 2000  # per failure: a template can raise any text
 
 # transformers marks the assistant's text with this tag for training; rendering ignores it.
 _GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -46,7 +45,7 @@ def main() -> None:
     """`python -m penstock.text.template_worker BYTES`: answers tasks until the socket on stdin
     closes."""
     limit_memory(int(sys.argv[1]))
-    # So that it kills, whatever handler the parent has.
+    # The timer must kill this process, whatever handler the parent had.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # Hides Rust's messages; the parent reports what happened.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -58,8 +57,8 @@ def main() -> None:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Linux refuses further memory, and Rust then aborts; macOS has no such limit, so only time
-    counts there."""
+    """Beyond the limit, Linux refuses memory and Rust aborts; macOS has no such limit, so only the
+    time is limited there."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -69,7 +68,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def _read(num_bytes: int) -> bytearray:
-    """So many bytes; empty when the parent is gone."""
+    """Reads exactly `num_bytes`; empty when the parent is gone."""
     data = bytearray(num_bytes)
     rest = memoryview(data)
     while rest:
@@ -91,9 +90,7 @@ def _answer(frame: bytearray) -> bytes:
         failure = _failure("OutOfMemory")
     except Exception as error:  # any error from a value or a filter's argument
         failure = _failure("BadValue", f"{type(error).__name__}: {error}")
-    except (
-        BaseException
-    ) as panic:  # Rust's; without memory it finds null where Python's object should be
+    except BaseException as panic:  # of Rust; without memory, it finds null instead of an object
         failure = _failure("OutOfMemory" if "null" in str(panic) else "BadValue", f"{panic}")
     return _encode(failure)
 
@@ -107,7 +104,7 @@ def _failure(kind: str, detail: str = "", line: int = 0) -> dict[str, Any]:
 
 
 def _run(task: dict[str, Any]) -> dict[str, Any]:
-    signal.setitimer(signal.ITIMER_PROF, task["cpu_seconds"])  # then SIGPROF
+    signal.setitimer(signal.ITIMER_PROF, task["cpu_seconds"])  # SIGPROF then kills it
     try:
         return _render(task)
     finally:
@@ -139,7 +136,7 @@ def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> minij
         lstrip_blocks=True,
         pycompat=True,
     )
-    for amplifier in ("batch", "slice"):  # one number makes them allocate gigabytes
+    for amplifier in ("batch", "slice"):  # a single argument makes them allocate gigabytes
         environment.remove_filter(amplifier)
     plain = _GENERATION_TAG.sub(
         lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", source
@@ -179,11 +176,10 @@ def _indent(value: str, width: int = 4, first: bool = False, blank: bool = False
 
 
 def _check_indent(width: object) -> None:
-    """Built-in filters would allocate whatever one number asks for."""
+    """Built-in filters would allocate any width."""
     if not isinstance(width, int) or width > MAX_INDENT:
         raise ValueError(
-            f"the template asks for an indent of {str(width)[:20]!r}; at most {MAX_INDENT} is "
-            "allowed"
+            f"the template uses an indent of {str(width)[:20]!r}; at most {MAX_INDENT} is allowed"
         )
 
 

@@ -1,9 +1,9 @@
 """Text to token ids and back, with the checkpoint's own tokenizer.json.
 
-The `tokenizers` library encodes, with a cache for long pieces if it cannot change an id
-(pieces.py), or fastokens if it is installed and gives the same ids. Decoding goes through bytes,
-so that one rule serves whole replies, streams and logprobs. Also knows which ids end a reply and
-which start a turn. Knows nothing of requests.
+The `tokenizers` library encodes, with a cache for long pieces if that cannot change an id
+(pieces.py); or fastokens does, if it is installed and gives the same ids. Decoding goes through
+bytes, so that whole replies, streams and logprobs use the same code. Also knows which ids end a
+reply and which start a turn. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | str | None, *, is_quick: bool = True) -> Tokenizer:
-        """Of a checkpoint folder or GGUF file, or a tokenizer.json; None is the embedded model's.
+        """Loads a tokenizer.json, or that of a folder or GGUF file; None: the embedded one.
 
-        A caller that has other things to start first may `quicken` it later.
+        A caller that has other things to start first may pass `is_quick=False` and `quicken` later.
         """
         if path is None:
             from penstock.assets import default_model
@@ -111,7 +111,7 @@ class Tokenizer:
         try:
             with _panics_are_errors():
                 model = tokenizers.Tokenizer.from_str(read_text(file))
-        except CheckpointError:  # which says more
+        except CheckpointError:  # its message is more specific
             raise
         except Exception as error:  # the library has no class of its own
             if known := impostor(file):
@@ -120,7 +120,7 @@ class Tokenizer:
                 f"{file} cannot be read", f"{error}.", "Fetch the file again."
             ) from error
         _check_ids(file, model)
-        # Some files truncate or pad texts, for training. A prompt stays as it is.
+        # Some files truncate or pad texts, for training. Prompts must not change.
         model.no_truncation()
         model.no_padding()
         tokenizer = cls(model, _eos_token_ids(model, folder))
@@ -165,7 +165,7 @@ class Tokenizer:
             return self._model.encode_batch_fast([(first, second)], add_special_tokens=True)[0].ids
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The token ids of `encode`, each with its place in the text; slower."""
+        """The token ids of `encode`, each with its span in the text; slower."""
         encoding = self._model.encode_batch([text], add_special_tokens=False)[0]
         return encoding.ids, encoding.offsets
 
@@ -200,9 +200,7 @@ class Tokenizer:
 
 
 class TokenizerPanic(Exception):
-    """A Rust library panicked. What it raises is not an `Exception`, and would pass every
-    handler.
-    """
+    """A Rust library panicked: it raises no `Exception`, which would escape every handler."""
 
 
 @contextlib.contextmanager
@@ -216,13 +214,13 @@ def _panics_are_errors() -> Iterator[None]:
 
 
 def _encode(model: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    # As a batch of one: unlike `encode` it releases the lock, and computes no offsets.
+    # A batch of one: unlike `encode`, it releases the GIL and computes no offsets.
     with _panics_are_errors():
         return model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _without_added_tokens(model: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same vocabulary, in the same memory."""
+    """The same tokenizer without added tokens; shares the memory of the vocabulary."""
     plain = tokenizers.Tokenizer(model.model)
     for name in ("normalizer", "pre_tokenizer"):
         if (part := getattr(model, name)) is not None:
@@ -252,7 +250,7 @@ def _remembering_encoder(model: tokenizers.Tokenizer) -> Encode:
 
 
 def _byte_rule(model: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """How a token's name gives its bytes, and whether the first space of a text is dropped."""
+    """A function from a token's name to its bytes, and whether a text's first space is dropped."""
     steps = _decoder_steps(
         None if model.decoder is None else json.loads(model.decoder.__getstate__())
     )
@@ -354,19 +352,17 @@ def _vocab_size(model: tokenizers.Tokenizer) -> int:
 
 
 def _fast_encoder(model: tokenizers.Tokenizer) -> Encode | None:
-    """fastokens, some 80 times faster, if it is installed, reads this model and gives the same
-    ids.
-    """
+    """fastokens, some 80 times faster, if it is installed, reads this model and gives equal ids."""
     try:
         import fastokens
     except ImportError:
         return None
     try:
-        # As the library parsed it: for the ids of a damaged file, fastokens would allocate any
-        # memory.
+        # From the parsed model, not the file: fastokens would allocate memory for any id of a
+        # damaged file.
         with _panics_are_errors():
             fast = fastokens.Tokenizer.from_json_str(model.to_str())
-    except Exception as error:  # any failure to read it means the reference encoder
+    except Exception as error:  # whatever the failure, the reference encoder works
         logger.warning("fastokens cannot read the tokenizer (%s); encoding with tokenizers", error)
         return None
 
@@ -374,7 +370,7 @@ def _fast_encoder(model: tokenizers.Tokenizer) -> Encode | None:
         try:
             with _panics_are_errors():
                 return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
-        except (ValueError, TokenizerPanic):  # a byte without a token, which the other one drops
+        except (ValueError, TokenizerPanic):  # a byte without a token, which tokenizers drops
             return _encode(model, text, add_special_tokens)
 
     try:

@@ -1,9 +1,9 @@
-"""Which work runs next: a limited number at once, cheap work before expensive work, and none waits
-for ever.
+"""Decides which work runs next: limits how much runs at once, prefers cheap work, and lets none
+wait for ever.
 
 Work is due when it arrives, plus a time that grows with its cost; the earliest due runs first. So
 cheap work overtakes expensive work, but only if it arrives within that time. Expensive work never
-takes the last place: a cheap request does not wait for an expensive one to end. For threads and for
+takes the last slot: a cheap request does not wait for an expensive one to end. For threads and for
 coroutines. Knows nothing about the work itself.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 CHEAP = 64 * 1024  # bytes: rendered and tokenised in about 20 ms
-SECONDS_PER_BYTE = 0.5e-6  # by which expensive work is due later
+SECONDS_PER_BYTE = 0.5e-6  # how much later expensive work is due
 
 
 def num_cpus() -> int:
@@ -39,7 +39,7 @@ class _Turn:
 
 
 class Turns:
-    """Costs are bytes, of a request's body or of a task."""
+    """A cost is the size of a request's body or of a task, in bytes."""
 
     def __init__(self, max_at_once: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_at_once = max_at_once
@@ -47,10 +47,8 @@ class Turns:
         self._clock = clock
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._waiting: dict[bool, list[_Turn]] = {
-            True: [],
-            False: [],
-        }  # heaps, by whether they are cheap
+        # Heaps, by whether their turns are cheap.
+        self._waiting: dict[bool, list[_Turn]] = {True: [], False: []}
         self._num_taken = {True: 0, False: 0}
 
     @contextlib.contextmanager
@@ -82,7 +80,7 @@ class Turns:
 
     def _leave(self, turn: _Turn) -> None:
         with self._lock:
-            # It was granted; otherwise it is skipped when its turn comes.
+            # If cancelled before it was granted, it is skipped when its turn comes.
             if not turn.granted.cancel():
                 self._num_taken[turn.is_cheap] -= 1
             self._grant()
@@ -111,14 +109,14 @@ MAX_THREADS = 8
 
 
 class Preparation:
-    """Work that must not block the event loop: templates, tokenising, grammars. In threads, of
-    which there are few: more would only wait for the cores and for Python's lock. Work that has
-    begun cannot be interrupted; if its client left, the request ends with the work, so that its
-    bytes count as long as they are in memory.
+    """Runs work that must not block the event loop in threads: templates, tokenising, grammars. A
+    few threads are enough: more would only wait for the cores and for Python's lock. Work that has
+    begun cannot be interrupted; if its client left, the request ends only with the work, so that
+    its bytes count as long as they are in memory.
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
-        # One more than cores: expensive requests leave a thread to the others.
+        # One more than cores: expensive requests leave a thread for cheap ones.
         self._turns = Turns(num_threads or min(num_cpus() + 1, MAX_THREADS))
 
     async def run(

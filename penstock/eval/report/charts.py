@@ -1,7 +1,7 @@
-"""Charts, and matplotlib to draw them: as SVG in the page's colours, as PNG in those of a theme.
+"""Charts, drawn with matplotlib: as SVG in the page's colours, as PNG in those of a theme.
 
-A chart is drawn for a width in CSS pixels at which its text is read, so a phone and a desktop get
-drawings of their own. Knows nothing about measurements.
+A chart is drawn for the width in CSS pixels at which it is shown, so a phone and a desktop get
+different drawings. Knows nothing about measurements.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from xml.etree import ElementTree
 from penstock.errors import PenstockError
 
 AXIS_ROOM = 1.3
-NARROWEST_STEP = 1.5  # between two numbers below an axis
-SHORTEST_MS = 0.01  # where a time of 0, of tokens that came together, is drawn
+NARROWEST_STEP = 1.5  # smallest ratio of two numbers below an axis
+SHORTEST_MS = 0.01  # where a time of 0 is drawn: tokens that came together
 TICK_DIGITS = ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0))
 WIDE, NARROW, HERO = 720, 358, 1040  # CSS pixels
 PIXELS_PER_INCH, PNG_DPI, NUM_COLOURS = 72, 115.2, 96
@@ -70,7 +70,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """Both axes are logarithmic: what doubles moves the same way everywhere."""
+    """Both axes are logarithmic."""
 
     slug: str
     title: str
@@ -85,7 +85,7 @@ class LineChart:
 
     @property
     def x_labels(self) -> list[float]:
-        """Those values that have room for their number beside the next one's."""
+        """The values whose number has room beside the next one's."""
         kept: list[float] = []
         for x in reversed(self.x_values):
             if not kept or kept[-1] >= NARROWEST_STEP * x:
@@ -95,7 +95,7 @@ class LineChart:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`mark` is a place on the bar that is not its end: a goal, a published time."""
+    """`mark` is a position on the bar other than its end: a goal, a published time."""
 
     label: str
     value: float
@@ -107,7 +107,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """Bars from zero. `key` says what marks mean; `full` is the length of a whole track."""
+    """Bars from zero. `key` explains the marks; `full` is the length of a whole track."""
 
     slug: str
     title: str
@@ -136,7 +136,7 @@ def has_matplotlib() -> bool:
 
 
 def require_matplotlib(flag: str) -> None:
-    """Before anything is measured: half an hour of load must not end with a missing package."""
+    """Called before anything is measured: a long load must not end with a missing package."""
     if not has_matplotlib():
         raise PenstockError(
             f"{flag} needs matplotlib",
@@ -146,7 +146,7 @@ def require_matplotlib(flag: str) -> None:
 
 
 def short(number: float | None) -> str:
-    """Three digits that count: 1.95, 27.2, 6,714."""
+    """Three significant digits: 1.95, 27.2, 6,714."""
     if number is None:
         return "–"
     decimals = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
@@ -181,7 +181,7 @@ def log_ticks(bounds: tuple[float, float]) -> list[float]:
 
 
 def spread_labels(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places as near to those wanted as can be, `gap` apart and within the borders."""
+    """Positions as near as possible to those wanted, `gap` apart and within the borders."""
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
     places = [0.0] * len(wanted)
     reach = low
@@ -224,7 +224,7 @@ def as_svg(chart: Chart, width: int) -> str:
 
 
 def _clean(element: ElementTree.Element) -> None:
-    """No name spaces, no ids but those of marks and series, no colours and fonts of its own."""
+    """Removes name spaces, ids except those of marks and series, and own colours and fonts."""
     element.tag = element.tag.rpartition("}")[2]
     for child in list(element):
         if child.tag.endswith(("}metadata", "}style", "}clipPath")):
@@ -260,7 +260,7 @@ def save_png(charts: Sequence[Chart], path: Path, theme: Theme) -> None:
             place = {"loc": "left", "fontsize": LARGE, "fontweight": "bold", "pad": pad}
             axes.set_title(chart.title, color=theme["ink"], **place)
             _draw(chart, axes, theme, is_wide=True)
-            if isinstance(chart, RangeChart):  # the page says it below its charts
+            if isinstance(chart, RangeChart):  # the page has this key below its charts
                 axes.set_xlabel(RANGE_KEY, fontsize=SMALL, color=theme["quiet"], loc="left")
         figure.savefig(drawn, dpi=PNG_DPI, facecolor=theme["paper"])
     picture = Image.open(drawn).convert("RGB")

@@ -1,7 +1,7 @@
 """Result files as structs: one for each kind of measurement, decoded strictly from its JSON file.
 
-A file names its kind by `bench` (`penstock bench`) or `benchmark` (`penstock eval`). A row without
-the numbers it is about is dropped; a file of another kind is named in `Results.unknown`.
+A file names its kind in `bench` (`penstock bench`) or `benchmark` (`penstock eval`). A row without
+its main numbers is dropped; a file of another kind is listed in `Results.unknown`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from penstock.errors import PenstockError
 
 PERCENTILES = ("p50", "p90", "p95", "p99", "max")
 Count = Annotated[int, Meta(ge=0)]
-Speed = Annotated[float, Meta(ge=0)]  # 0: nothing came through
+Speed = Annotated[float, Meta(ge=0)]  # 0: every request failed
 Positive = Annotated[float, Meta(gt=0)]  # drawn on a logarithmic axis, or divided by
 
 
 class File(Struct, kw_only=True):
-    """Where a file's numbers come from, as far as the file says."""
+    """Where a file's numbers come from, as far as the file tells."""
 
     file: str = msgspec.field(default="", name="<file>")  # its name on disk, not in the JSON
     bench: str | None = None
@@ -61,7 +61,7 @@ class Step(Struct):
 
     @property
     def time_ms(self) -> float:
-        """0 where the row has no time; a speed in tokens a second gives one too."""
+        """0 if the row has no time; may be computed from a speed in tokens per second."""
         tokens = self.batch * (self.context or 1)
         return self.ms or (1e3 * tokens / self.tok_s if self.tok_s else 0.0)
 
@@ -142,7 +142,7 @@ class Level(Struct):
 
 
 def _whole(spread: Mapping[str, float | None] | None) -> list[float]:
-    """The five percentiles or none: a spread is drawn whole."""
+    """All five percentiles, or none if one is missing."""
     found = [(spread or {}).get(name) for name in PERCENTILES]
     return [] if None in found else [value for value in found if value is not None]
 
@@ -160,7 +160,7 @@ class Serving(File, kw_only=True):
     input_tokens: Count | None = None
     max_tokens: Count | None = None
     recounted: bool | None = None
-    score: float | None = None  # only where the levels do not give it
+    score: float | None = None  # only if it does not follow from the levels
 
     def __post_init__(self) -> None:
         is_bench = self.kind == "serve"
@@ -192,13 +192,13 @@ class Serving(File, kw_only=True):
 
     @property
     def machine(self) -> str:
-        """`8 x NVIDIA H200` as `8 × H200`, without a place for a line break."""
+        """`8 x NVIDIA H200` as `8 × H200`, with no-break spaces."""
         words = (self.hardware or "").replace("NVIDIA ", "").replace(" x ", " × ")
         return words.replace(" ", "\N{NO-BREAK SPACE}")
 
     @property
     def is_judged(self) -> bool:
-        """Whether `penstock eval throughput` counted the tokens again."""
+        """Whether `penstock eval throughput` recounted the tokens."""
         return self.kind == "throughput" and self.source is None and self.recounted is not False
 
     @property
@@ -211,7 +211,7 @@ class Serving(File, kw_only=True):
 
     @property
     def closed(self) -> dict[int, Level]:
-        """Levels by requests at a time, without those at a rate or all at once."""
+        """Levels by concurrency, without those at a rate or all at once."""
         found: dict[int, Level] = {}
         for level in self.levels:
             if level.concurrency and level.rate is None:
@@ -337,7 +337,7 @@ FileType = TypeVar("FileType", bound=File)
 
 @dataclass(slots=True)
 class Results:
-    """Everything that was found, folder by folder in the order of the names."""
+    """All files that were found, folder by folder, sorted by name."""
 
     files: list[File] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -347,13 +347,13 @@ class Results:
 
     @property
     def origins(self) -> list[File]:
-        """The files that measured us."""
+        """The files with our own measurements."""
         found = [file for file in self.files if not isinstance(file, OtherDecode | Goals)]
         return sorted(found, key=lambda file: file.file)
 
 
 def read_all(paths: Iterable[str], flag: str) -> Results:
-    """Files, and the JSON files of folders with those below them."""
+    """Reads files, and all JSON files in and below folders."""
     results = Results()
     for path in paths:
         for file in _json_files(Path(path).expanduser(), flag):
@@ -372,9 +372,9 @@ def _json_files(path: Path, flag: str) -> list[Path]:
     if path.is_file():
         return [path]
     raise PenstockError(
-        f"{flag} {path} is not there",
+        f"{flag} {path} does not exist",
         "It is neither a file nor a folder.",
-        "Name a file of `penstock bench --json` or `penstock eval --output`, or its folder.",
+        "Use a file of `penstock bench --json` or `penstock eval --output`, or its folder.",
     )
 
 
@@ -392,7 +392,7 @@ def _read(path: Path) -> File | None:
         return msgspec.json.decode(text, type=kind) if kind else None
     except (OSError, UnicodeError, msgspec.MsgspecError) as error:
         raise PenstockError(
-            f"{path} is not what a measurement writes",
+            f"{path} is not a result file",
             f"{type(error).__name__}: {error}.",
             "Measure it again, or move it out of the folder.",
         ) from error

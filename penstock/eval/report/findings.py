@@ -1,6 +1,6 @@
-"""What the page is about, computed from results: which run is drawn, beside which others, and how.
+"""Computes the page's content from results: which run is drawn, beside which others, and how.
 
-A section is a mapping for its part of page.html, empty where its numbers are missing.
+A section is a mapping for its part of page.html, empty if its numbers are missing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _models(results: Results, decode: MainDecode | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ProjectedLevel:
-    """`num_busy` replicas with `each` requests at a time, at the speed one GPU had with as many."""
+    """`num_busy` replicas with `each` concurrent requests, at one GPU's speed with as many."""
 
     concurrency: int
     weight: int
@@ -92,10 +92,10 @@ class ProjectedLevel:
 
 
 def project(one_gpu: dict[int, float]) -> list[ProjectedLevel]:
-    """The contest's levels on eight GPUs, by arithmetic; empty where one GPU misses a level.
+    """The contest's levels on eight GPUs, by arithmetic; empty if one GPU misses a level.
 
-    Replicas share nothing: c requests at a time put c/N on each of N GPUs, and fewer requests than
-    GPUs leave some idle. The router in front is assumed to cost nothing.
+    Replicas share nothing: c concurrent requests put c/N on each of N GPUs, and fewer requests than
+    GPUs leave some idle. The router is assumed to cost nothing.
     """
     if any(level not in one_gpu for level in NEEDED_LEVELS):
         return []
@@ -120,13 +120,13 @@ def projection_of(results: Results) -> tuple[Serving | None, list[ProjectedLevel
 
 
 def main_serving(results: Results) -> Serving | None:
-    """The one run that every sentence about a server is taken from, the score included."""
+    """The run that all sentences about a server use, the score included."""
     base, _ = projection_of(results)
     return base or next((serving for serving in results.all(Serving) if serving.speeds), None)
 
 
 def rivals_of(results: Results, others: Results) -> list[Serving]:
-    """Published servers of the same model, the one with most levels first."""
+    """Published servers of the same model, the one with the most levels first."""
     models = [serving.model for serving in results.all(Serving)]
     fitting = [
         other
@@ -252,7 +252,7 @@ class MainDecode:
 
 
 def main_decode(results: Results) -> MainDecode | None:
-    """Of all runs the one with the most batch sizes."""
+    """The run with the most batch sizes."""
     found = []
     for bench in results.all(Steps):
         if bench.kind == "step" and not bench.sampled and not bench.deterministic:
@@ -374,7 +374,7 @@ def kernels(results: Results) -> Section:
     charts: dict[str, BarChart] = {}
     for each in found:
         slug = f"kernels-{each.batch}"
-        slug += f"-{len(charts) + 1}" if slug in charts else ""  # another file's, at the same batch
+        slug += f"-{len(charts) + 1}" if slug in charts else ""  # another file has this batch
         charts[slug] = _kernel_chart(slug, each)
     return {"charts": list(charts.values()), "benches": benches} if found else {}
 

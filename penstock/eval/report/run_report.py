@@ -1,9 +1,9 @@
-"""Results as one page that needs nothing else, and as pictures.
+"""Writes results as one self-contained page, and as pictures.
 
     penstock eval report results/h200 [--output report.html --png FOLDER --baseline PATH]
 
-Reads what `penstock bench --json` and `penstock eval --output` wrote, and what others published
-(the folder baseline, where there is one). Without matplotlib the page has tables and no charts.
+Reads the files of `penstock bench --json` and `penstock eval --output`, and what others published
+(the folder baseline, if it exists). Without matplotlib the page has tables and no charts.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ ABSENT = re.compile("<li><b>(.*)</b>: (.*)</li>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSettings:
-    """What is read, and where the page goes."""
+    """What to read, and where to write the page."""
 
     results: tuple[str, ...] = setting(("results",), "folders and files with results")
     baseline: str | None = setting(
-        None, "what others reach, and goals (default: the folder baseline)"
+        None, "others' results, and goals (default: the folder baseline)"
     )
     output: str = setting("report.html", "the page")
     png: str | None = setting(None, "also draw the charts into this folder (matplotlib)")
@@ -59,9 +59,9 @@ def run(settings: ReportSettings) -> int:
     results = read_all(settings.results, "RESULTS")
     if not results.origins:
         raise PenstockError(
-            f"{', '.join(settings.results)} holds no results",
-            f"Of {len(results.unknown)} JSON files none says what it measured.",
-            "Name a file of `penstock bench --json` or `penstock eval --output`, or its folder.",
+            f"{', '.join(settings.results)} has no results",
+            f"None of its {len(results.unknown)} JSON files names a known measurement.",
+            "Use a file of `penstock bench --json` or `penstock eval --output`, or its folder.",
         )
     others = [settings.baseline or str(PUBLISHED)]
     is_given = settings.baseline or PUBLISHED.is_dir()
@@ -77,7 +77,7 @@ def run(settings: ReportSettings) -> int:
 
 
 def render(findings: Mapping[str, Any]) -> str:
-    """One HTML file: no script, no font and no picture from elsewhere."""
+    """One HTML file without external scripts, fonts or pictures."""
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     jinja = minijinja.Environment(templates={"page.html": template})
     for form in (short, percent, whole, code):
@@ -87,12 +87,12 @@ def render(findings: Mapping[str, Any]) -> str:
 
 
 def code(text: str) -> Any:
-    """A sentence in which `this` is code."""
+    """A sentence as HTML; text between backticks becomes code."""
     return minijinja.safe(re.sub("`(.*?)`", r"<code>\1</code>", html.escape(text)))
 
 
 def describe(page: str, file: Path) -> str:
-    """What the page says, read from it: a sentence has one source."""
+    """The page's main sentences, read from the page, so that each is written only once."""
     (title,) = re.findall(r"<h1>(.*?)</h1>", page, re.DOTALL)
     lines = [f"{file}: {title}, {len(page.encode()) / 1024:,.0f} KiB"]
     lines += [f"  {title}: {' '.join(lead.split())}" for title, lead in LEAD.findall(page)]

@@ -33,7 +33,7 @@ class Cache:
         return [self.free.pop() for _ in range(count)]
 
     def reserve(self, slots: list[int], lengths: list[int]) -> None:
-        """Pages for requests of these lengths: all of them, or an error and none."""
+        """Reserves pages for requests of these lengths; on an error, none."""
         needed = [
             (slot, index)
             for slot, length in zip(slots, lengths)

@@ -1,4 +1,4 @@
-"""Keys and values in slots: a contiguous place of max_len tokens for every request."""
+"""Keys and values in slots: contiguous memory for max_len tokens per request."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from torch import Tensor
 from penstock.forge.fragments.shape import Shape
 
 FIRST_SLOTS = 8
-MAX_SLOTS = (
-    129  # for 64 requests, for 64 prompts that replace them, and for the rows that pad a step
-)
+MAX_SLOTS = 129  # for 64 requests, 64 prompts that replace them, and the rows that pad a step
 MEMORY_SHARE = 0.5  # of what is free once the weights are loaded
-KEYS_AT_ONCE = 64  # a slot is a whole number of the blocks in which kernels read it
+KEYS_AT_ONCE = 64  # a slot is a whole number of the blocks that kernels read
 
 
 class Cache:
@@ -31,13 +29,13 @@ class Cache:
         self.spare = self.free.pop(0)  # of rows that pad a step  # forge: when graphs!=none
 
     def take_slots(self, count: int) -> list[int]:
-        """In their order: those that follow each other can be read where they lie."""
+        """Sorted: consecutive slots can be read in place."""
         # forge: when graphs=none
         if count > len(self.free):
             self._grow(count - len(self.free))
         # forge: end
         # forge: when graphs!=none
-        # A captured step remembers addresses: slots cannot move to a larger place.
+        # A captured step has fixed addresses, so the slots cannot be reallocated.
         if count > len(self.free):
             raise MemoryError(f"{count} prompts do not fit; {len(self.free)} slots are free")
         # forge: end
@@ -48,7 +46,7 @@ class Cache:
 
     # forge: when graphs=none
     def _grow(self, num_missing: int) -> None:
-        """Twice as many slots, or no more than are missing where memory is short; requests keep
+        """Doubles the slots, or adds only the missing ones if memory is short; requests keep
         theirs.
         """
         num_slots = self.keys.shape[1]
@@ -70,7 +68,7 @@ class Cache:
 
 
 def extend(slots: Tensor, num_more: int) -> Tensor:
-    """[layers, S, Hkv, slot_len, D] -> the same with empty ones behind"""
+    """[layers, S, Hkv, slot_len, D] -> the same with empty slots at the end"""
     layers, num_slots, *slot = slots.shape
     extended = slots.new_zeros(layers, num_slots + num_more, *slot)
     extended[:, :num_slots] = slots

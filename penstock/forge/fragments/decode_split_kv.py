@@ -25,7 +25,7 @@ from penstock.ops.triton.launch import (
 
 SPLIT_KEYS = 512  # forge: value
 MAX_SPLITS = 32
-BLOCK_BYTES = 16384  # of keys, and as much of values, that a program has under way
+BLOCK_BYTES = 16384  # of keys, and as much of values, that a program has in flight
 
 
 def run_tokens(model: Model, tokens: Tensor, slots: list[int], positions: list[int]) -> Tensor:
@@ -96,7 +96,7 @@ def decode_attention(
         BLOCK_M=max(16, next_power_of_2(shape.num_heads // shape.num_kv_heads)),
         BLOCK_D=padded_dim,
         num_warps=4,
-        num_stages=1,  # the kernel itself asks for its next block while it works on one
+        num_stages=1,  # the kernel itself loads its next block while it works on one
         **launch_options(device),
     )
     if partial is not None:
@@ -137,7 +137,7 @@ def find_block(
     PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Where the block's first key lies."""
+    """The address of the block's first key."""
     position = block * BLOCK_KEYS
     page = slot  # forge: when cache=slots
     # forge: when cache=pages
@@ -173,8 +173,8 @@ def decode_attention_kernel(
 ):
     """The query heads of one key head against one split of the row's keys.
 
-    Keys and values of earlier steps are read before the wait. From then on the next block's keys
-    are asked for when this one's are used up, and so are its values.
+    Keys and values of earlier steps are read before the wait. After that, the next block's keys are
+    loaded as soon as this one's have been used, and so are its values.
     """
     let_next_start(PDL)
     i_kv_head, i_row, i_split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -236,7 +236,7 @@ def decode_attention_kernel(
             BLOCK_KEYS,
         )
         positions += BLOCK_KEYS
-        # Everything unseen is loaded as zero: the cache holds anything where nothing was written.
+        # Masked keys are loaded as zero: the cache is not initialized where nothing was written.
         is_next = (positions < end)[:, None] & is_dim
         b_k = tl.load(p_keys + place + in_block, mask=is_next, other=0.0)
         b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))

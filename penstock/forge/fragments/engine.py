@@ -1,4 +1,4 @@
-"""The three calls: what they accept, what they refuse, and which request is where."""
+"""The three calls: what they accept, what they refuse, and the slot of each request."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Engine:
             logits = run_prompts(self.model, tokens, lengths, slots)
             # forge: end
             logits = self.prompt_passes.launch(tokens, lengths, slots)  # forge: when graphs=all
-        except BaseException:  # memory may run out; who was to be replaced still has its own slot
+        except BaseException:  # memory may run out; replaced requests still have their old slot
             for slot in slots:
                 cache.give_back(slot)
             raise
@@ -84,7 +84,7 @@ class Engine:
             check_bounds(*copied.bounds(), self.model.shape.vocab_size)
         self.model.cache.reserve(slots, [at + 1 for at in positions])  # forge: when cache=pages
         logits = self.decode_steps.launch(tokens, slots, positions)
-        if tokens.is_cuda:  # while the step runs; as long as lengths stay, it has changed nothing
+        if tokens.is_cuda:  # while the step runs: it has no effect until lengths change
             check_bounds(*copied.bounds(), self.model.shape.vocab_size)
         # forge: end
         for request in requests:
@@ -111,7 +111,7 @@ class Engine:
         for id, prompt in zip(request_ids, prompts):
             if prompt.ndim != 1 or len(prompt) == 0:
                 raise ValueError(
-                    f"the prompt of {id!r} has shape {list(prompt.shape)}; one row is meant"
+                    f"the prompt of {id!r} has shape {list(prompt.shape)}; one row is expected"
                 )
             self._check_length(id, len(prompt))
         tokens = torch.cat([prompt.to(prompts[0].device) for prompt in prompts])
@@ -127,7 +127,7 @@ class Engine:
 
 
 class CopiedTokens:
-    """Tokens on their way from the device: waiting for them waits for what came before the step."""
+    """Tokens being copied from the device: waiting for them waits for all work before the step."""
 
     def __init__(self, tokens: Tensor) -> None:
         check_type(tokens)
@@ -174,7 +174,7 @@ def check_bounds(smallest: int, largest: int, vocab_size: int) -> None:
 
 
 def create_engine(model_config: dict[str, Any], weight_dir: str, device: str = "cuda") -> Engine:
-    """The engine of the model whose config and model.pt these are."""
+    """An engine for the model with this config and model.pt."""
     torch.set_num_threads(NUM_THREADS)  # forge: when threads!=found
     place = torch.device(device)
     # forge: when layers=kernels
@@ -192,8 +192,8 @@ def create_engine(model_config: dict[str, Any], weight_dir: str, device: str = "
 
 
 def warm_up(engine: Engine) -> Engine:
-    """One request, with tokens from either place: the first call of others finds everything loaded.
-    Memory that was kept for passes no graph is made for, captures have given back.
+    """Runs one request, with tokens from the CPU and the device, so that everything is loaded
+    before the first call. Captures have freed the memory for passes that have no graph.
     """
     engine.decode_steps.run_large_pass()
     length = min(WARM_UP_TOKENS, engine.model.shape.max_len - 1)

@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def write_numbers(place: Tensor, numbers: list[list[int]]) -> None:
-    """From the host, without waiting for what the device does."""
+    """Copies from the host, without waiting for the device."""
     told = torch.tensor(numbers)
     place.copy_(told.pin_memory() if place.is_cuda else told, non_blocking=True)
 
 
 def capture(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
-    """What replays the step, and the memory that its result is in afterwards."""
-    run()  # loads what is not yet there, which a capture cannot
+    """A function that replays the step, and the tensor with its result."""
+    run()  # loads kernels and libraries, which a capture cannot
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         result = run()
-    graph.replay()  # the first one brings it to the device
+    graph.replay()  # the first replay uploads the graph
     return graph.replay, result

@@ -13,12 +13,12 @@ from penstock.forge.fragments.prefill_pass import run_prompts
 from penstock.ops.triton.launch import next_power_of_2
 
 STEP_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-PROMPT_TOKENS = 2048  # of each of four prompts that no graph is made for
+PROMPT_TOKENS = 2048  # per prompt, of four that have no graph
 
 
 class DecodeStep:
-    """One token for each of `size` rows, from inputs that lie still. Every step advances its rows:
-    one that goes on with the same rows is told their tokens, and nothing else.
+    """One token for each of `size` rows, from inputs at fixed addresses. Every step advances its
+    rows: a step with the same rows needs only their tokens.
     """
 
     def __init__(self, model: Model, size: int) -> None:
@@ -26,7 +26,7 @@ class DecodeStep:
         self.inputs = torch.zeros(4, size, dtype=torch.int64, device=model.rope.device)
         self.inputs[1] = model.cache.spare
         self.tokens, self.slots, self.positions, self.advance = self.inputs.unbind()
-        # Slots, and where they are after the last step.
+        # Slots, and their positions after the last step.
         self.expected: tuple[list[int], list[int]] = ([], [])
 
     def fill(self, tokens: Tensor, slots: list[int], positions: list[int]) -> None:
@@ -54,12 +54,12 @@ class DecodeGraphs:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.steps = {size: DecodeStep(model, size) for size in STEP_SIZES}
-        # Steps between two powers of two have the kernels of the larger one.
+        # A step between two powers of two uses the kernels of the larger one.
         steps = [step for size, step in self.steps.items() if size == next_power_of_2(size)]
         runs = [run for step in steps for run in (step.run_short, step.run_long)]
         compile_at_once([*runs, self.run_large_pass], model.rope.device)
         pool = torch.cuda.graph_pool_handle() if model.rope.is_cuda else None
-        # The largest first: the others fit into its memory.
+        # Largest first: the others fit into its memory.
         self.short = {
             size: capture(self.steps[size].run_short, pool) for size in reversed(STEP_SIZES)
         }
@@ -68,7 +68,7 @@ class DecodeGraphs:
         }
 
     def run_large_pass(self) -> Tensor:
-        """As large as any: later ones find libraries, and memory, ready."""
+        """A pass as large as any, so that later ones find libraries loaded and memory allocated."""
         lengths = [min(PROMPT_TOKENS, self.model.shape.max_len)] * 4
         tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=self.model.rope.device)
         return run_prompts(self.model, tokens, lengths, [self.model.cache.spare] * len(lengths))

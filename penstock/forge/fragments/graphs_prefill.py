@@ -73,8 +73,8 @@ def spread_kernel(
     TILE_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What each token, and each tile, has to know of its prompt. Without one they are the spare
-    slot's, and tiles without length do nothing.
+    """Computes the inputs of each token and tile from the prompts. Tokens without a prompt use the
+    spare slot, and tiles of length 0 do nothing.
     """
     prompts, places = tl.arange(0, PROMPTS), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_ends = tl.load(p_prompts + prompts)
@@ -101,7 +101,7 @@ def spread_kernel(
 
 
 def pass_sizes(longest: int) -> list[int]:
-    """Each twice the one before; from 2048 on by a quarter at most, since padding takes time."""
+    """Each size doubles the last; from 2048 on it grows by a quarter, since padding takes time."""
     sizes = [32]
     while sizes[-1] < longest:
         size = sizes[-1]
@@ -115,7 +115,7 @@ class PrefillGraphs:
         self.sizes = pass_sizes(LONGEST_PASS)
         self.passes = {size: PromptPass(model, size) for size in self.sizes}
         pool = torch.cuda.graph_pool_handle() if model.rope.is_cuda else None
-        # The largest first: the others fit into its memory.
+        # Largest first: the others fit into its memory.
         self.captured = {
             size: capture(self.passes[size].run, pool) for size in reversed(self.sizes)
         }

@@ -1,5 +1,5 @@
-"""How kernels are launched: at once, or compiled first, many at a time. How one follows the other
-is as in `ops/triton/launch.py`, out of which the linker takes it.
+"""Launches kernels, or first compiles many of them in parallel. Programmatic dependent launch is
+that of `ops/triton/launch.py`, from which the linker copies it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Compilers:
-    """Kernels being compiled: each form once, in threads, since compilers release Python's lock."""
+    """Compiles each variant of a kernel once, in threads, since compilers release the GIL."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,16 +32,16 @@ class Compilers:
     def _compile(
         self, kernel: Any, grid: Any, words: Sequence[Any], options: dict[str, Any]
     ) -> None:
-        """What fails here fails again, and is told, where the kernel is launched."""
+        """An error here occurs again, and is reported, when the kernel is launched."""
         with torch.cuda.device(self.device):
-            kernel.warmup(*words, grid=grid, **options)[grid]  # asked for a grid, it is loaded too
+            kernel.warmup(*words, grid=grid, **options)[grid]  # indexing also loads it
 
 
-COMPILERS: list[Compilers] = []  # while there are some, kernels are compiled and not started
+COMPILERS: list[Compilers] = []  # if not empty, kernels are compiled and not launched
 
 
 def compile_at_once(runs: Sequence[Callable[[], Any]], device: torch.device) -> None:
-    """All kernels that these runs launch, several at a time."""
+    """Compiles all kernels that these runs launch, in parallel."""
     COMPILERS.append(Compilers(device))
     try:
         for run in runs:
@@ -51,7 +51,7 @@ def compile_at_once(runs: Sequence[Callable[[], Any]], device: torch.device) -> 
 
 
 def launch(kernel: Any, grid: Any) -> Callable[..., Any]:
-    """What starts the kernel on this grid."""
+    """A function that launches the kernel on this grid."""
     # forge: when graphs!=none
     if COMPILERS:
         return functools.partial(COMPILERS[-1].ask, kernel, grid)

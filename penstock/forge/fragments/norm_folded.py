@@ -1,4 +1,4 @@
-"""The norm without its weight, which is a factor of the columns of the projection behind it."""
+"""The norm without its weight, which is multiplied into the columns of the next projection."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def scale_to_unit(x: Tensor, eps: float) -> Tensor:
-    """x / rms(x); what the norm multiplies with is part of the weights behind it."""
+    """x / rms(x); the norm's weight is part of the next projection's."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

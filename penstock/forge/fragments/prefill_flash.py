@@ -1,4 +1,4 @@
-"""Attention of packed prompts by the flash kernel that torch brings along."""
+"""Attention of packed prompts by torch's own flash kernel."""
 
 from __future__ import annotations
 

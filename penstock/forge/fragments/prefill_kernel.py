@@ -34,7 +34,7 @@ class Pack(NamedTuple):
     slots: Tensor  # [T]
     positions: Tensor  # [T]
     lasts: Tensor  # [R]  where the last token of each prompt is
-    # [N, 3]  start and length of the prompt, and which of its tokens the tile starts with
+    # [N, 3]  start and length of the prompt, and the token that the tile starts with
     tiles: Tensor
 
 
@@ -117,9 +117,9 @@ def prefill_attention_kernel(
     """The queries of several heads are the rows of one tile, so that keys are read once for all of
     them.
 
-    The values of a block meet its weights one turn after they are known: the tensor cores have
-    something to multiply while the weights of the next block are computed. The last turn has no
-    keys of its own.
+    The values of a block are multiplied one iteration after its weights are known, so that the
+    tensor cores are busy while the weights of the next block are computed. The last iteration has
+    no keys of its own.
     """
     let_next_start(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -128,7 +128,7 @@ def prefill_attention_kernel(
     TURNED_WIDTH: tl.constexpr = (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM
     QKV_WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     i_kv_head, i_group = tl.program_id(0) // NUM_GROUPS, tl.program_id(0) % NUM_GROUPS
-    # Later tiles of a prompt see more keys: they start first, and what is left at the end is short.
+    # Later tiles of a prompt see more keys: they start first, so that the last ones are short.
     p_tile = p_tiles + (tl.num_programs(1) - 1 - tl.program_id(1)) * 3
     wait_for_previous(PDL)
     start = tl.load(p_tile)
@@ -163,11 +163,11 @@ def prefill_attention_kernel(
     b_decay = tl.zeros((BLOCK_M,), tl.float32)
     b_weights = tl.zeros((BLOCK_M, BLOCK_KEYS), tl.float32)
     b_out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # There is always a block. A compiler that does not know it keeps the tensor cores waiting in
-    # every turn.
+    # There is always a block. If the compiler does not know, the tensor cores wait in every
+    # iteration.
     for block in range(tl.maximum(num_blocks, 1) + 1):
         first = block * BLOCK_KEYS
-        far = tl.cast(first, tl.int64)  # a prompt's rows may be more than 2 ** 31 numbers
+        far = tl.cast(first, tl.int64)  # a prompt's rows may have more than 2 ** 31 elements
         is_key = (first + keys < end_key)[:, None] & is_dim
         b_k = tl.load(p_keys + far * TURNED_WIDTH + in_keys, mask=is_key, other=0.0)
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")

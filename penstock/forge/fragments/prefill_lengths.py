@@ -1,4 +1,4 @@
-"""What a pass over packed prompts must know when torch attends: lengths stay on the host."""
+"""The inputs of a pass over packed prompts with torch's attention: lengths stay on the host."""
 
 from __future__ import annotations
 

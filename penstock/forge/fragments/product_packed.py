@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-USUAL_ROWS = 8  # that weights are packed for; more and fewer are multiplied with them as well
-LEAST_ELEMENTS = 1 << 17  # of a weight: for a smaller one the call costs more than it saves
+USUAL_ROWS = 8  # weights are packed for this many; any number works
+LEAST_ELEMENTS = 1 << 17  # of a weight: for a smaller one, the call costs more than it saves
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[N, K] as oneDNN reads it fastest; unchanged where torch has no oneDNN, and on a GPU"""
+    """[N, K] as oneDNN reads it fastest; unchanged on a GPU, and if torch has no oneDNN"""
     is_possible = (
         weight.is_cpu and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     )

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
-"""The products of a decode step: every weight is read once, and norms and activations are part of
-them.
+"""The products of a decode step: every weight is read once, and norms and activations are fused.
 
-Very few rows are multiplied in registers, a batch on tensor cores, and many rows, where arithmetic
-and not the weight's bytes sets the pace, by the library.
+Very few rows are multiplied in registers, a batch on tensor cores, and many rows, which are compute
+bound, by the library.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from penstock.ops.triton.matmul_small_gemm import SUMMED_COLUMNS, sum_parts
 VECTOR_ROWS = 4  # forge: value
 TENSOR_ROWS = 64
 WEIGHT_ROWS = 64  # forge: value
-SPARED_BYTES = 16 * 1024  # of shared memory, for what is not a stage of the loop
+SPARED_BYTES = 16 * 1024  # of shared memory, for everything but the stages of the loop
 MAX_STAGES = 8
-PREFETCHED_BYTES = 1024  # of every row, towards the cache, while the kernel before still runs
+PREFETCHED_BYTES = 1024  # of every row, into L2, while the previous kernel still runs
 
 
 def project_normed(x: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -115,13 +114,13 @@ def multiply_vectors(
 class VectorTile(NamedTuple):
     block_n: int
     block_m: int
-    held: int  # chunks of columns under way
+    held: int  # chunks of columns in flight
     num_warps: int
 
 
 def choose_vector_tile(weight: Tensor, num_rows: int) -> VectorTile:
-    """Many rows of a weight spare inputs; fewer where those can be held whole, or the device is to
-    be filled: at least three programs a processor.
+    """Many rows of a weight per program save loads of inputs; fewer if whole rows can be held, or
+    to fill the device: at least three programs per processor.
     """
     N, M = weight.shape
     tiles = [vector_tile(block_n, M, num_rows) for block_n in (8, 4, 2)]
@@ -165,7 +164,7 @@ def vector_product_kernel(
     let_next_start(PDL)
     STRIDE: tl.constexpr = HELD * BLOCK_M
     IS_WHOLE: tl.constexpr = M % STRIDE == 0
-    # Elements of a 16-byte load.
+    # Elements per 16-byte load.
     GROUP: tl.constexpr = 128 // p_weight.dtype.element_ty.primitive_bitwidth
     NUM_GROUPS: tl.constexpr = BLOCK_M // GROUP
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -219,7 +218,7 @@ def vector_product_kernel(
         if STRIDE < M:
             weights = next_weights
 
-    # All rows at once: a sum across the program's threads takes them to a barrier.
+    # All rows at once: a sum across the program's threads needs a barrier.
     b_out = tl.trans(
         tl.sum(tl.reshape(_stack(sums, BLOCK_T), [BLOCK_N, NUM_GROUPS, BLOCK_T]), axis=1)
     )
@@ -244,14 +243,14 @@ class Tile(NamedTuple):
 
 
 def choose_tile(weight: Tensor, num_rows: int, can_split: bool) -> Tile:
-    """Where the rows of a weight make too few programs, its columns are split. Programs that have a
-    processor to themselves have its shared memory too, and as much more under way.
+    """Splits the columns of a weight if its rows make too few programs. A program that is alone on
+    a processor has all its shared memory, and so more loads in flight.
     """
     N, M = weight.shape
     block_t = max(16, next_power_of_2(num_rows))
     block_m = 256 // weight.dtype.itemsize
     num_programs, filling = cdiv(N, WEIGHT_ROWS), num_processors(weight.device)
-    # Fewer than four steps fill no pipeline.
+    # Fewer than four iterations do not fill a pipeline.
     most_splits = max(1, M // (4 * block_m)) if can_split else 1
     num_splits = min(max(1, round(filling / num_programs)), most_splits)
     room = (shared_memory(weight.device) - SPARED_BYTES) // (
@@ -331,12 +330,12 @@ def tensor_product_kernel(
     PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The weight is the left operand: its rows fill an instruction, whose other side is narrow as
-    the batch.
+    """The weight is the left operand: its rows fill an instruction, whose other side is as narrow
+    as the batch.
 
-    Inputs are multiplied as they were loaded: tensor cores then take them where the copies put
-    them, and what a norm divides by is known in time for the sums. With several splits the output
-    is one part each, [NUM_SPLITS, T, N].
+    Inputs are multiplied as loaded, so that tensor cores read them from shared memory; the norm's
+    divisor is applied to the sums. With several splits, the output has one part per split,
+    [NUM_SPLITS, T, N].
     """
     let_next_start(PDL)
     IS_WHOLE: tl.constexpr = M % BLOCK_M == 0
@@ -345,7 +344,7 @@ def tensor_product_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(1) * SPLIT
     p_rows = p_weight + place_rows(rows, N, IS_GATED)[:, None] * M
-    # Elements of 128 bytes.
+    # Elements in 128 bytes.
     LINE: tl.constexpr = 1024 // p_weight.dtype.element_ty.primitive_bitwidth
     prefetch_l2(
         p_rows + tl.minimum(start + tl.arange(0, PREFETCHED // 128) * LINE, M - 1)[None, :], PDL

@@ -1,4 +1,4 @@
-"""The products of a layer by torch, with what stands between them as kernels of their own."""
+"""The products of a layer by torch, with separate kernels for the operations between them."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def project_gated(x: Tensor, eps: float, weight: Tensor) -> Tensor:
 
 
 def project_onto(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """residual [T, N] + x [T, K] by weight [N, K], where the residual was"""
+    """residual [T, N] + x [T, K] by weight [N, K], in place of the residual"""
     return residual.addmm_(x, weight.t())

@@ -9,7 +9,7 @@ from penstock.forge.fragments.shape import Shape, rope_angles
 
 
 def rope_table(shape: Shape, device: torch.device) -> Tensor:
-    """[max_len, 1, D / 2] complex: where a token of that position turns the unit to"""
+    """[max_len, 1, D / 2] complex: the rotation at each position"""
     angles = rope_angles(shape, device)
     return torch.polar(torch.ones_like(angles), angles)[:, None]
 

@@ -12,10 +12,10 @@ from penstock.forge.fragments.shape import Shape, rope_angles
 
 
 def swap_pairs_for_halves(weight: Tensor, head_dim: int) -> Tensor:
-    """[heads * D, H] with the even rows of every head before its odd ones: rotation then turns
-    halves.
+    """[heads * D, H] with the even rows of every head before its odd ones: rotation then pairs the
+    two halves.
 
-    Scores stay the same, since queries and keys are reordered alike.
+    Scores stay the same, since queries and keys are reordered in the same way.
     """
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 

@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     max_len: int
     eps: float
     rope_theta: float
-    has_own_head: bool = True  # or else the embedding is also what logits are computed with
+    has_own_head: bool = True  # otherwise the embedding is also the head
 
     @property
     def num_query_rows(self) -> int:
@@ -53,7 +53,7 @@ def read_shape(config: dict[str, Any]) -> Shape:
 
 
 def pick_dtype(config: dict[str, Any], device: torch.device) -> torch.dtype:
-    """Single precision on a CPU; on a GPU what the config asks for."""
+    """Single precision on a CPU; on a GPU, the config's dtype."""
     if device.type == "cpu":
         return torch.float32
     name = str(config.get("dtype") or config.get("torch_dtype") or "float16")
@@ -61,7 +61,7 @@ def pick_dtype(config: dict[str, Any], device: torch.device) -> torch.dtype:
 
 
 def rope_angles(shape: Shape, device: torch.device) -> Tensor:
-    """How far each pair of dimensions turns by position, [max_len, D / 2] float32"""
+    """The rotation angle of each pair of dimensions by position, [max_len, D / 2] float32"""
     dims = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32)
     positions = torch.arange(shape.max_len, device=device, dtype=torch.float32)
     return torch.outer(positions, shape.rope_theta ** (-dims / shape.head_dim))

@@ -13,7 +13,7 @@ from penstock.forge.fragments.product_packed import pack
 from penstock.forge.fragments.shape import Shape
 from penstock.forge.fragments.weights_fused import Layer, load_layer
 
-NUM_READERS = 8  # one thread copies to a GPU no faster than it finds the pages of a file
+NUM_READERS = 8  # one thread is limited by the page faults of the file
 
 
 class Weights(NamedTuple):

@@ -1,5 +1,4 @@
-"""The meaning of a model's text: reasoning, tool calls and answers, separated while the text
-arrives.
+"""Separates a model's text into reasoning, tool calls and answers, while it arrives.
 
 `dialect_of` finds the dialect of a checkpoint's chat template; `StreamParser` turns replies into
 deltas (deltas.py), from which each API makes its events. Knows text only: no tokens, no HTTP.

@@ -1,15 +1,15 @@
 """Reads one tool call, from its opening to its end, and reports its parts on the way.
 
-A call is refused (`NotACall`) at the first character that cannot belong to one; what was read is
-then text. A call of a tool that was not offered is text too, but is read to its end, so that
-nothing inside its arguments is mistaken for a call.
+A call is refused (`NotACall`) at the first character that cannot belong to one; the part already
+read is then text. A call of a tool that was not offered is text too, but is read to its end, so
+that nothing inside its arguments is mistaken for a call.
 
 XML values have no escapes, so a tag inside one cannot always be distinguished from its end. The
 rule: `</parameter>` ends a value if another parameter or the end of the function follows, and is
 part of it otherwise. Models forget that tag, so two more things end a value: `</function>` with
 `</tool_call>` after it, if no `<function=` is in the value; and, at the start of a line, a
-parameter that the tool has and the call has not given yet. Of a parameter given twice the first
-counts, as it may have been sent already.
+parameter that the tool has and the call has not given yet. If a parameter is given twice, the first
+value counts, as it may have been sent already.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NOT_IN_LABEL = re.compile(r"[<\n]")
 
 
 class NotACall(Exception):
-    """What was read is not a call; the rest was given back to the scanner."""
+    """The text read so far is not a call; the rest was given back to the scanner."""
 
 
 class CallSink:
@@ -49,7 +49,7 @@ class CallSink:
     def __init__(self, deltas: list[Delta], index: int, has_tag: bool) -> None:
         self._deltas = deltas
         self._index = index
-        self.has_tag = has_tag  # opened by CALL_START: it was meant as a call, whatever it is
+        self.has_tag = has_tag  # opened by CALL_START: certainly meant as a call
         self.has_started = False
         self.is_unknown = False
 

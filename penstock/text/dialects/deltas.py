@@ -55,17 +55,15 @@ class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolArguments(msgspec.Struct, frozen=True, gc=False):
-    """More of a call's arguments; all of them joined are one JSON object, or its beginning if it is
-    cut."""
+    """A part of a call's arguments; joined, the parts are one JSON object, or its beginning if the
+    call is cut."""
 
     index: int
     json: str
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """The call is complete, turned out to be invalid, or the reply has reached its limit inside
-    it.
-    """
+    """The call is complete, or is invalid, or the reply reached its limit inside it."""
 
     index: int
     is_broken: bool = False
@@ -84,7 +82,7 @@ class ReplyEnd(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def stop_reason(self) -> str | int | None:
-        """vLLM's field: what stopped a reply; None: its model or its limit."""
+        """vLLM's field: what stopped the reply; None if the model or a limit ended it."""
         if self.is_loop:
             return "loop_guard"
         return self.stop_token_id if self.stop_string is None else self.stop_string
@@ -118,7 +116,7 @@ class ParsedReply:
         fragments: list[str] = []
         reply = cls()
         for delta in deltas:
-            # Nearly all are text, and `match` takes four times as long.
+            # Nearly all deltas are text, and `match` takes four times as long.
             if type(delta) is ContentDelta:
                 contents.append(delta.text)
                 continue
@@ -141,7 +139,7 @@ class ParsedReply:
         return reply
 
     def message(self) -> dict[str, Any]:
-        """As OpenAI's API has it and chat templates expect it."""
+        """The message as in OpenAI's API, which chat templates expect."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning

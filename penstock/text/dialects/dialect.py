@@ -66,7 +66,7 @@ class Dialect:
     # Each may begin a call, in text or (only CALL_START) in reasoning.
     openings: tuple[str, ...] = ()
     separators: str = ""  # characters that, besides white space, only separate calls
-    control_tokens: tuple[str, ...] = ()  # never text, whatever they were meant to do
+    control_tokens: tuple[str, ...] = ()  # never shown as text, wherever they are
 
 
 QWEN_XML = Dialect(

@@ -117,16 +117,16 @@ class JsonText:
         self.is_complete = False
         self.is_wrong = False
         self._checked: list[str] = []
-        self._brackets: list[str] = []  # the closing characters of the open ones
+        self._brackets: list[str] = []  # closing characters of the open brackets
         self._num_whole = 0  # checked pieces when a value was last complete
-        self._whole_depth = 0  # brackets that were open then, and still are
+        self._whole_depth = 0  # open brackets at that time
         self._allowed = "value"
         self._is_in_string = False
         self._escape = ""  # incomplete
         self._scalar = ""  # an incomplete number, true, false or null
 
     def take(self, text: str) -> int:
-        """How many characters belong to the value: all, unless it is complete or wrong there."""
+        """Returns how many characters belong to the value: all, unless it ends or is wrong."""
         position = 0
         while position < len(text) and not (self.is_complete or self.is_wrong):
             if self._is_in_string:
@@ -232,17 +232,15 @@ class JsonText:
         self._num_whole, self._whole_depth = len(self._checked), len(self._brackets)
 
     def whole_part(self) -> str:
-        """What was taken, up to the last complete value, closed there; nothing was emitted
-        before.
-        """
+        """The text up to the last complete value, closed there, if `take_checked` was not used."""
         closing = reversed(self._brackets[: self._whole_depth])
         return "".join([*self._checked[: self._num_whole], *closing])
 
 
 def read_arguments(text: str) -> dict[str, Any]:
     """The arguments of a call in a history, as the object that templates print. A call that was cut
-    off, or written wrongly, comes back with every later request: its complete members are read, and
-    a value that is not an object gets a name of ours."""
+    off or is invalid comes back with every later request: its complete members are read, and text
+    that is not an object becomes the value of "arguments"."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -1,13 +1,12 @@
-"""One reply's text into deltas: reasoning, content and tool calls.
+"""Parses a reply's text into deltas: reasoning, content and tool calls.
 
-This is the only state machine: dialects are data, and the readers of calls know nothing of what is
+This is the only state machine: dialects are data, and the readers of calls know nothing of the text
 around a call. Text is emitted as soon as it can no longer be part of a marker. However a reply is
 cut into pieces, its joined deltas are the same.
 
-Layout, not text: markers that were used; white space next to them; control tokens, and ends of
-thinking and calls that were never begun. Everything else that the model wrote is emitted, including
-every character of a call that turned out to be invalid. A call that a limit cuts off stays a call,
-reported once.
+These are dropped: markers with an effect; white space next to them; control tokens; ends of
+thinking and calls that never began. Everything else is emitted, including every character of a call
+that turns out to be invalid. A call that a limit cuts off stays a call, reported once.
 
 Models start calls inside thinking without ending it: a complete call ends it for them, while
 thinking that only mentions a call continues.
@@ -36,7 +35,7 @@ from penstock.types import FinishReason
 
 
 class StreamParser:
-    """`in_thinking`: the prompt has opened thinking. `parses_tools`: if not, calls are ordinary
+    """`in_thinking`: the prompt has opened thinking. Without `parses_tools`, calls are ordinary
     text."""
 
     def __init__(
@@ -46,7 +45,7 @@ class StreamParser:
         *,
         in_thinking: bool = False,
         parses_tools: bool = True,
-        continues_thought: bool = False,  # the prompt has more than the beginning of it
+        continues_thought: bool = False,  # the prompt has more of it than the opening tag
     ) -> None:
         self._dialect = dialect
         self._tools = tools_by_name(tools)
@@ -75,13 +74,13 @@ class StreamParser:
         return self._voice is self._reasoning
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes more of the reply; returns what is now certain."""
+        """Takes more of the reply; returns the deltas that are now certain."""
         self._scanner.add(text)
         next(self._machine)
         return self._take_deltas()
 
     def close(self, finish: FinishReason) -> list[Delta]:
-        """The rest, after the last text: what was held back, and why the reply ended."""
+        """After the last text: the deltas that were held back, and why the reply ended."""
         self._scanner.end()
         self._is_cut = finish == "length"
         next(self._machine, None)
@@ -253,8 +252,8 @@ def _merge(deltas: list[Delta]) -> list[Delta]:
 
 class ThoughtsInContent:
     """A parser without `ReasoningDelta`: reasoning is part of the content, between the model's own
-    tags, for clients without a field for it. Adds the tag that the prompt has written, since
-    clients look for it. A thinking block in which the reply ends stays open."""
+    tags, for clients without a field for it. Adds the opening tag if the prompt had it, since
+    clients look for it. If the reply ends inside thinking, the tag is not closed."""
 
     def __init__(self, parser: StreamParser, thinking: Thinking) -> None:
         self._parser = parser

@@ -1,10 +1,10 @@
 """Cuts a text that arrives in pieces into markers and the text between them.
 
-The only place that holds text back: only a suffix that could still become a marker. The set of
-markers is given for every cut, since it depends on the place in the reply.
+Only the scanner holds text back, and only a suffix that could still become a marker. The set of
+markers is given for every cut, since it depends on the position in the reply.
 
 Readers are generators that yield when the text so far is used up. They continue when more is added,
-and get `EndOfText` at the end, so that a reader looks like the text it reads.
+and get `EndOfText` at the end, so the code of a reader follows the structure of the text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 
 WHITESPACE = " \t\r\n"
-# Longer than any marker; short, as a reader may inspect a piece and give it back.
+# Longer than any marker, but short, as a reader may inspect a piece and give it back.
 MAX_PIECE_CHARS = 256
 
 
@@ -75,7 +75,7 @@ class Scanner:
             self._recorded[-1] = self._recorded[-1][:-num_chars]
 
     def record(self, first: str) -> None:
-        """From now on records what is read, after `first`."""
+        """Starts to record the text read from now on, after `first`."""
         self._recorded = [first]
 
     def take_recorded(self) -> str:
@@ -123,9 +123,9 @@ def skip_space(scanner: Scanner, markers: Markers) -> Reading[tuple[str, str | N
 
 
 def read_name(scanner: Scanner, end: Markers, names: Iterable[str]) -> Reading[tuple[str, bool]]:
-    """One of `names` up to the marker `end`, which is read too; and whether it is one.
+    """Reads one of `names` and the marker `end` after it; returns the name and True.
 
-    If not, returns what was read: up to where no name could continue.
+    If it is none of them, returns the text up to where no name could continue, and False.
     """
     read = ""
     while True:

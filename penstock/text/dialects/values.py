@@ -2,7 +2,7 @@
 
 Returns JSON text, not values: a number keeps its digits. Nothing is ever evaluated. A text that
 fits no allowed type is a string, which the tool can then refuse. If several types are allowed, the
-narrowest that fits wins and string is the last. Schemas come from requests: whatever they contain,
+narrowest that fits wins, and string comes last. Schemas come from requests: whatever they contain,
 the result is a type or "anything".
 """
 
@@ -65,8 +65,8 @@ class Parameters:
         return self._collect_types(schema)
 
     def choices_of(self, name: str) -> frozenset[str]:
-        """The strings among the values that a schema lists: they are strings even if they look
-        otherwise."""
+        """The strings among the values that a schema lists: they stay strings even if they look
+        like numbers."""
         schema = self._properties.get(name)
         return frozenset(value for value in _listed(schema) if isinstance(value, str))
 
@@ -92,7 +92,7 @@ class Parameters:
             waiting += [(option, True) for option in alternatives]
             waiting += [(option, False) for option in restrictions]
             if is_alternative and not alternatives and not restrictions:
-                types |= TYPES  # it says nothing, so anything is allowed
+                types |= TYPES  # it names no type, so anything is allowed
         return frozenset(types) if types and types <= TYPES else TYPES
 
     def _resolve(self, reference: str) -> Any:
