@@ -727,6 +727,7 @@ def skinny_gemm_cases() -> list[dict[str, int]]:
         {**wide, "HAS_NORM": 1},
         {**wide, "HAS_NORM": 1, "IS_OUT_FLOAT": 1, "IS_BFLOAT": 0},
         {**few, "HAS_RESIDUAL": 1, "HAS_BIAS": 1},
+        {**few, "K": 9216, "HELD": 8, "BLOCKS": 2, "HAS_RESIDUAL": 1},
     ]
 
 

@@ -131,7 +131,7 @@ def test_every_form_computes_the_same(
     assert_near(case.run(tile=FORMS[form]), case.expected(), dtype)
 
 
-@pytest.mark.parametrize("kernel", ["linear", "norm_linear"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     ("num_tokens", "N", "K", "sizes"),  # row_tiles, num_warps, held
     [

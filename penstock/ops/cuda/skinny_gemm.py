@@ -86,12 +86,15 @@ def _address(tensor: Tensor | None) -> ctypes._SimpleCData[Any]:
     return c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def skinny_rule(shape: tuple[int, int]) -> Tile | None:
-    """For few rows, one block per SM whose many warps load everything at once. Otherwise several
-    small blocks, with more rows per byte of the tokens. None if the warps cannot split K evenly.
+def skinny_rule(shape: tuple[int, int], num_processors: int) -> Tile | None:
+    """For few rows, one block per SM, or two, whose many warps load everything at once: with more
+    blocks than fit, the last would run alone. Otherwise several small blocks, with more rows per
+    byte of the tokens. None if the warps cannot split K evenly.
     """
-    is_wide = shape[0] > WIDE_ROWS
-    row_tiles, num_warps, held, blocks = (2, 4, 4, 3) if is_wide else (1, 8, 16, 1)
+    row_tiles, num_warps, held, blocks = 2, 4, 4, 3
+    if shape[0] <= WIDE_ROWS:
+        fits_once = shape[0] <= num_processors * TILE_ROWS
+        row_tiles, num_warps, held, blocks = (1, 8, 16, 1) if fits_once else (1, 8, 8, 2)
     if shape[1] % (num_warps * STEP_COLUMNS):
         return None
     return {"row_tiles": row_tiles, "num_warps": num_warps, "held": held, "blocks": blocks}

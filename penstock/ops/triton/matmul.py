@@ -3,10 +3,10 @@
 
 GEMV multiplies up to 4 tokens in registers. SKINNY, CUDA C++ that not every machine can compile
 (`ops/cuda`), feeds tensor cores directly from memory for 3 or 4. SMALL_GEMM runs a batch on tensor
-cores while it is bound by memory; CUBLAS takes over where arithmetic is the bound. GEMV and SKINNY
-fuse the norm or activation before the GEMM, because their activations are in registers anyway. For
-SMALL_GEMM and CUBLAS it is a separate kernel: tensor cores would wait while each tile of
-activations passes through registers.
+cores while it is bound by memory; CUBLAS takes over where arithmetic is the bound. GEMV fuses the
+norm or activation before the GEMM, SKINNY the norm, because their activations are in registers
+anyway. Otherwise it is a separate kernel: tensor cores would wait while each tile of activations
+passes through registers, and every block would compute silu again.
 
 Quantized weights have separate kernels (`ops/cuda/quantized.py`) for up to 64 tokens; for more they
 are dequantized first, or multiplied with 8-bit tokens if tensor cores support it (`fp8.py`).
@@ -38,6 +38,7 @@ from penstock.ops.triton.launch import (
     cdiv,
     launch_options,
     let_next_start,
+    num_processors,
     wait_for_previous,
 )
 from penstock.ops.triton.matmul_gemv import (
@@ -119,12 +120,13 @@ def _multiply(kernel: str, product: Product, weight: Weight, deterministic: bool
         product = replace(product, weight=quantized.expand_parts(weight.parts, product.x.dtype))
     if deterministic:
         return multiply_small_gemm(_prepare(product), FIXED_TILE)
-    rule = _rule(kernel, product.shape, bucket(num_tokens), device)
+    rule = _rule(product.shape, bucket(num_tokens), device)
     tile = choose(kernel, product.shape, num_tokens, rule, device)
-    if tile["form"] == SKINNY and not can_multiply(product):
-        tile = _triton_rule(product.shape, bucket(num_tokens), device)
     if tile["form"] == SKINNY:
-        return multiply_skinny(product, tile)
+        alone = _prepare(product) if product.is_swiglu else product
+        if can_multiply(alone):
+            return multiply_skinny(alone, tile)
+        tile = _triton_rule(product.shape, bucket(num_tokens), device)
     if tile["form"] == GEMV:
         return multiply_gemv(product, tile)
     if tile["form"] == CUBLAS:
@@ -139,12 +141,11 @@ def _multiply_codes(product: Product, weight: Weight) -> Tensor:
 
 
 @functools.cache
-def _rule(kernel: str, shape: tuple[int, int], num_tokens: int, device: torch.device) -> Tile:
-    skinny = (
-        skinny_rule(shape) if num_tokens == SKINNY_TOKENS and kernel != "swiglu_linear" else None
-    )
-    if skinny is not None and is_available(device):
-        return {"form": SKINNY, **skinny}
+def _rule(shape: tuple[int, int], num_tokens: int, device: torch.device) -> Tile:
+    if num_tokens == SKINNY_TOKENS and is_available(device):
+        skinny = skinny_rule(shape, num_processors(device))
+        if skinny is not None:
+            return {"form": SKINNY, **skinny}
     return _triton_rule(shape, num_tokens, device)
 
 
@@ -163,8 +164,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     tiles: list[Tile] = [{"form": GEMV, **tile} for tile in gemv_candidates(shape, num_tokens)]
     if num_tokens > 1:
         tiles += [{"form": SMALL_GEMM, **tile} for tile in small_gemm_candidates(shape, num_tokens)]
-    if kernel != "swiglu_linear":
-        tiles += [{"form": SKINNY, **tile} for tile in skinny_candidates(shape, num_tokens)]
+    tiles += [{"form": SKINNY, **tile} for tile in skinny_candidates(shape, num_tokens)]
     return [*tiles, {"form": CUBLAS}] if num_tokens > 16 else tiles
 
 
