@@ -22,7 +22,7 @@ MAX_TOKENS = 8
 STEP_COLUMNS = 32  # per step of a warp
 TILE_ROWS = 16  # per mma instruction
 MOST_HELD = 16  # steps of one row tile: 128 registers per thread
-WIDE_ROWS = 1 << 12
+WIDE_ROWS = 1 << 16
 MAX_NORMED = 1 << 13  # columns of a norm that fit in default shared memory besides the sums
 REGISTERS = 65536  # per SM
 DTYPES = (torch.bfloat16, torch.float16)
@@ -87,14 +87,15 @@ def _address(tensor: Tensor | None) -> ctypes._SimpleCData[Any]:
 
 
 def skinny_rule(shape: tuple[int, int], num_processors: int) -> Tile | None:
-    """For few rows, one block per SM, or two, whose many warps load everything at once: with more
-    blocks than fit, the last would run alone. Otherwise several small blocks, with more rows per
-    byte of the tokens. None if the warps cannot split K evenly.
+    """For few rows, one block per SM whose many warps load everything at once; for more, two. For
+    those of a head, several small blocks, with more rows per byte of the tokens. None if the warps
+    cannot split K evenly.
     """
-    row_tiles, num_warps, held, blocks = 2, 4, 4, 3
-    if shape[0] <= WIDE_ROWS:
-        fits_once = shape[0] <= num_processors * TILE_ROWS
-        row_tiles, num_warps, held, blocks = (1, 8, 16, 1) if fits_once else (1, 8, 8, 2)
+    row_tiles, num_warps, held, blocks = 1, 8, 8, 2
+    if shape[0] <= num_processors * TILE_ROWS:
+        held, blocks = 16, 1
+    elif shape[0] > WIDE_ROWS:
+        row_tiles, num_warps, held, blocks = 2, 4, 4, 3
     if shape[1] % (num_warps * STEP_COLUMNS):
         return None
     return {"row_tiles": row_tiles, "num_warps": num_warps, "held": held, "blocks": blocks}
