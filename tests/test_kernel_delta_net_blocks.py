@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kernel_checks import FULL_SIZE, PLACES, TOLERANCES, assert_near
+from penstock.ops import tuning
 from penstock.ops.reference.delta_net import gated_delta_net as reference
 from penstock.ops.reference.rows import TokenBlocks
-from penstock.ops.triton import tuning
 from penstock.ops.triton.delta_net_blocks import mix_blocks
 from test_kernel_delta_net import NUM_TAPS, Mixer, Row
 

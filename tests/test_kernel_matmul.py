@@ -12,7 +12,7 @@ from torch import Tensor
 from kernel_checks import FULL_SIZE, INTERPRETED, ON_GPU, PLACES, assert_near, random
 from penstock.ops.reference import matmul as reference
 from penstock.ops.triton import matmul as kernels
-from penstock.ops.triton.tuning import Question, Tile, trials
+from penstock.ops.tuning import Question, Tile, trials
 from penstock.ops.weight import Weight
 
 EPS = 1e-6

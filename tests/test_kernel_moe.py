@@ -15,7 +15,7 @@ from penstock.layers.mlp import SparseMLP
 from penstock.ops.reference import moe as reference
 from penstock.ops.reference.moe import new_counters
 from penstock.ops.triton import moe, moe_route
-from penstock.ops.triton.tuning import Question, Tile, trials
+from penstock.ops.tuning import Question, Tile, trials
 from penstock.ops.weight import Weight
 
 E, K, H, I, SHARED_I = 16, 4, 96, 40, 56

@@ -14,7 +14,7 @@ from kernel_checks import FULL_SIZE, PLACES, assert_near, random
 from penstock.ops.reference import moe as reference
 from penstock.ops.tiles import tile
 from penstock.ops.triton import moe, moe_grouped_gemm, moe_permute, moe_route
-from penstock.ops.triton.tuning import Question, trials
+from penstock.ops.tuning import Question, trials
 from penstock.ops.weight import Weight, map_part
 from penstock.weights.on_the_fly import round_to
 from penstock.weights.packing import pack

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from compile_cases import CARDS
-from penstock.ops.cuda import quantized, quantized_gemm
+from penstock.ops import tuning
+from penstock.ops.cuda import quantized, quantized_gemm, quantized_rules
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc, read_source
-from penstock.ops.cuda.quantized import SHARED, STAGED_BYTES, TOKENS, Tile
+from penstock.ops.cuda.quantized import TOKENS, Tile
+from penstock.ops.cuda.quantized_rules import SHARED, shared_bytes
 from penstock.ops.tiles import TiledRows, tile
 from penstock.weights.on_the_fly import round_to
 from penstock.weights.packing import pack
@@ -21,6 +23,9 @@ WIDTHS = ((12288, 2048), (2048, 4096), (12288, 2560), (2560, 9216), (2560, 4096)
 WIDTHS += ((5120, 17408), (4096, 8192), (57344, 8192), (8192, 28672), (248320, 2048))
 
 
+EXPERT_MODES = (quantized.GATE_UP, quantized.DOWN_PAIRS, quantized.DOWN_TOKEN)
+
+
 def rows_of(scheme: str, num_rows: int, num_columns: int) -> TiledRows:
     """Only their sizes matter."""
     one = tile(pack(round_to(torch.ones(128, 256), scheme.split()[0])))
@@ -29,10 +34,8 @@ def rows_of(scheme: str, num_rows: int, num_columns: int) -> TiledRows:
 
 
 def staged_bytes(num_tokens: int, num_columns: int, group: int) -> int:
-    """As `can_stage` allows it."""
-    num_staged = 1 << (num_tokens - 1).bit_length()
-    is_little = num_tokens <= quantized.MAX_STAGED and 2 * num_columns * num_staged <= STAGED_BYTES
-    return quantized.staged_bytes(num_tokens, num_columns, group) if is_little else 0
+    has_room = quantized_rules.has_room_for_norm(num_tokens, num_columns)
+    return quantized_rules.staged_bytes(num_tokens, num_columns, group) if has_room else 0
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int4 of 32", "int8", "fp8"])
@@ -43,12 +46,12 @@ def test_tokens_and_sums_fit_a_block(scheme: str, num_rows: int, num_columns: in
         token_tiles = 1 << max(0, -(-num_tokens // TOKENS) - 1).bit_length()
         for staged in {0, staged_bytes(num_tokens, num_columns, rows.group)}:
             own = quantized.linear_rule(rows, token_tiles, PROCESSORS, staged)
-            assert quantized.shared_bytes(own, token_tiles) + staged <= SHARED
+            assert shared_bytes(own, token_tiles) + staged <= SHARED
             assert own["WARPS"] % own["ROW_WARPS"] == 0
-    for mode in (quantized.GATE_UP, quantized.DOWN_PAIRS, quantized.DOWN_TOKEN):
+    for mode in EXPERT_MODES:
         for num_tokens in (1, 2, 4, 64):
             own = quantized.expert_rule(mode, rows, 9, num_tokens)
-            assert quantized.shared_bytes(own, 1) <= SHARED
+            assert shared_bytes(own, 1) <= SHARED
             assert own["ROW_TILES"] % 2 == 0 or mode != quantized.GATE_UP
 
 
@@ -90,6 +93,65 @@ def test_the_widest_norm_that_is_staged_compiles(num_tokens: int) -> None:
     constants |= {"STAGED_TOKENS": num_tokens, "HAS_NORM": 1}
     image = compile_source(read_source(quantized.SOURCE), constants, "sm_90")
     assert image.startswith(b"\x7fELF")
-    too_large = constants | quantized._tile(2, 16, 1, 2, 1) | {"STAGED_TOKENS": 2}
+    too_large = constants | quantized_rules.new_tile(2, 16, 1, 2, 1) | {"STAGED_TOKENS": 2}
     with pytest.raises(CudaError, match="too much shared data"):
         compile_source(read_source(quantized.SOURCE), too_large, "sm_90")
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4 of 32", "int8", "fp8"])
+@pytest.mark.parametrize(("num_rows", "num_columns"), [*WIDTHS, (512, 2048), (16, 128)])
+def test_tiles_to_try_fit_a_block_and_a_processor(
+    scheme: str, num_rows: int, num_columns: int
+) -> None:
+    rows = rows_of(scheme, num_rows, num_columns)
+    steps = -(-num_columns // 128)
+    for mode, name in quantized_rules.KERNELS.items():
+        slots = 0 if mode == quantized.LINEAR else 9
+        for num_tokens in (1, 2, 4, 8, 16, 64):
+            shape = quantized_rules.tile_shape(rows, slots)
+            tried = quantized_rules.candidates(name, shape, num_tokens)
+            assert 0 < len(tried) <= quantized_rules.MOST_TRIED
+            for own in tried:
+                staged = staged_bytes(num_tokens, num_columns, rows.group)
+                assert quantized_rules.fits(own, num_tokens, 0 if slots else staged)
+                assert own["WARPS"] * own["BLOCKS"] <= quantized_rules.MAX_RESIDENT
+                assert own["WARPS"] % own["ROW_WARPS"] == 0
+                if mode == quantized.DOWN_TOKEN:
+                    assert own["WARPS"] == slots
+                else:
+                    assert own["WARPS"] // own["ROW_WARPS"] <= steps
+                assert own["ROW_TILES"] % 2 == 0 or mode != quantized.GATE_UP
+
+
+@pytest.mark.skipif(nvrtc() is None, reason="there is no NVRTC")
+@pytest.mark.parametrize("mode", quantized_rules.KERNELS)
+def test_tiles_to_try_compile(mode: int) -> None:
+    rows = rows_of("int4", 1024, 2048)
+    slots = 0 if mode == quantized.LINEAR else 9
+    shape = quantized_rules.tile_shape(rows, slots)
+    tried = quantized_rules.candidates(quantized_rules.KERNELS[mode], shape, 1)
+    constants = quantized.kernel_constants(mode, rows, torch.bfloat16)
+    constants |= {"NUM_EXPERTS": 256, "SLOTS": 9, "HAS_SHARED": 1} if slots else {"HAS_NORM": 1}
+    for own in tried[::8]:
+        image = compile_source(read_source(quantized.SOURCE), {**constants, **own}, "sm_90")
+        assert image.startswith(b"\x7fELF")
+
+
+def test_a_measured_tile_is_used_and_one_that_does_not_fit_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A shape with a norm may have been measured without: then staged tokens need room too."""
+    launched: list[Tile] = []
+    monkeypatch.setattr(quantized, "_launch", lambda *given: launched.append(given[4]))
+    monkeypatch.setattr(quantized, "num_processors", lambda _: PROCESSORS)
+    rows = rows_of("int4", 12288, 8192)
+    x, out = torch.zeros(2, 8192).bfloat16(), torch.zeros(2, 12288).bfloat16()
+    key = tuning.Question("quantized_linear", quantized_rules.tile_shape(rows), 2, {}).key
+    small, large = quantized_rules.new_tile(1, 2, 1, 1, 5), quantized_rules.new_tile(2, 16, 1, 1, 1)
+    for tile_given, is_used in ((small, True), (large, False)):
+        with tuning.trials({key: tile_given}):
+            quantized.multiply(x, rows, out, norm_weight=torch.ones(8192))
+            quantized.multiply(x, rows, out)
+        with_norm, without = launched[-2:]
+        assert (with_norm == tile_given) == is_used
+        assert without == tile_given

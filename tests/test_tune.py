@@ -11,7 +11,7 @@ from command_line import fails
 from penstock.commands.tune import _candidates, _table_to_write, cut_layers
 from penstock.errors import ConfigError
 from penstock.models.source import find_model
-from penstock.ops.triton import tuning
+from penstock.ops import tuning
 
 QUESTIONS = [
     ("norm_linear", (12352, 2048)),
@@ -34,6 +34,10 @@ QUESTIONS = [
     ("moe_gate_up_grouped_gemm", (256, 8, 512, 2048)),
     ("moe_down_grouped_gemm", (256, 8, 512, 2048)),
     ("sample_filtered", (248320,)),
+    ("quantized_linear", (0, 12352, 2048, 4, 128, 0, 2)),
+    ("quantized_gate_up", (9, 1024, 2048, 4, 128, 0, 2)),
+    ("quantized_down_pairs", (9, 2048, 512, 8, 128, 1, 4)),
+    ("quantized_down_token", (9, 2048, 512, 4, 32, 0, 12)),
 ]
 
 

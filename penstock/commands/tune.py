@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.engine.engine import Engine
-    from penstock.ops.triton.tuning import Question, Tile, Trials
+    from penstock.ops.tuning import Question, Tile, Trials
 
 USAGE = "penstock tune [{kernels,offload}] -m MODEL [flags]"
 DESCRIPTION = (
@@ -42,7 +42,7 @@ DESCRIPTION = (
 )
 EXAMPLES = [
     "penstock tune -m Qwen3.5-35B-A3B --batch 1,2,4,8,16,32,64",
-    "penstock tune -m Qwen3.5-4B --batch 1 --layers 8",
+    "penstock tune -m Qwen3.5-4B --quantization int4 --batch 1 --layers 8",
     "penstock tune -m Qwen3.5-122B-A10B --tp 4    the shapes of one rank",
     "penstock tune offload -m Qwen3.5-122B-A10B",
 ]
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         EngineConfig,
         title="the engine",
-        only=("model", "device", "dtype", "weights_seed", "tp", "ep"),
+        only=("model", "device", "dtype", "quantization", "weights_seed", "tp", "ep"),
     )
 
 
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         with timed("libraries", phases):
             from penstock.engine.device import pick_device, select_device
             from penstock.engine.engine import Engine
-            from penstock.ops.triton import tuning
+            from penstock.ops import tuning
         device = pick_device(config.device)
         _require_gpu(device)
         select_device(device)
@@ -131,7 +131,7 @@ def _table_to_write(out: str | None, device: str) -> tuple[Path, dict[str, Tile]
     """The table's path and content. Checks that it can be written, before hours of work."""
     import torch
 
-    from penstock.ops.triton import tuning
+    from penstock.ops import tuning
 
     path = Path(out).expanduser() if out else tuning.own_table_path(torch.device(device))
     prepare_output(str(path), "--out")
@@ -183,10 +183,10 @@ def _compile_all(
 ) -> None:
     """Compiles in threads: it takes a hundred times as long as measuring."""
     from penstock.engine.graphs import launch_in_threads
-    from penstock.ops.triton import tuning
+    from penstock.ops import tuning
 
     def compile_one(tile: Tile) -> None:
-        with tuning.trials({**trials.answers, question.key: tile}), suppress(_out_of_resources()):
+        with tuning.trials({**trials.answers, question.key: tile}), suppress(*_out_of_resources()):
             _step(engine, decoding)()
 
     launch_in_threads([partial(compile_one, tile) for tile in tiles])
@@ -198,7 +198,7 @@ def _fastest(
     """None if no tile fits this GPU's resources."""
     times = []
     for index, tile in enumerate(tiles):
-        with _answer(trials, question, tile), suppress(_out_of_resources()):
+        with _answer(trials, question, tile), suppress(*_out_of_resources()):
             times.append((time_step(capture_step(engine, decoding)), index))
     return tiles[min(times)[1]] if times else None
 
@@ -252,18 +252,22 @@ def time_step(graph: torch.cuda.CUDAGraph) -> float:
     return statistics.median(time_chain(graph.replay, REPLAYS)[WARMUP:])
 
 
-def _out_of_resources() -> type[Exception]:
-    """The exception for a tile that needs more resources than this GPU has."""
+def _out_of_resources() -> tuple[type[Exception], ...]:
+    """The exceptions for a tile that needs more resources than this GPU has."""
     from triton.runtime.errors import OutOfResources
 
-    return OutOfResources
+    from penstock.ops.cuda.program import CudaError
+
+    return OutOfResources, CudaError
 
 
 def _candidates(question: Question) -> list[Tile]:
     """The tiles that the kernel's own file suggests, without the default one."""
+    from penstock.ops.cuda import quantized_rules
     from penstock.ops.triton import attention, delta_net, matmul, moe, sampling
 
     modules = {
+        tuple(quantized_rules.KERNELS.values()): quantized_rules,
         ("linear", "norm_linear", "swiglu_linear"): matmul,
         ("rope_and_store", "paged_attention", "merge_splits", "prefill_attention"): attention,
         ("gated_delta_net", "delta_net_convolve", "delta_net_prepare", "delta_net_scan"): delta_net,

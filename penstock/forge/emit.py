@@ -2,7 +2,7 @@
 file.
 
 Like any linker it starts at one name, `create_engine`, and takes what that reaches: a definition
-that nothing uses is not in the file. Imports from `ops/triton` are copied, so that the engine is
+that nothing uses is not in the file. Imports from `ops` are copied, so that the engine is
 self-contained. Knows Python's syntax, not what an engine does.
 """
 
@@ -20,9 +20,9 @@ from penstock.forge import decisions
 from penstock.forge.decisions import Design
 
 FRAGMENTS = Path(__file__).parent / "fragments"
-LIBRARY_FOLDER = Path(__file__).parents[1] / "ops" / "triton"
+LIBRARY_FOLDER = Path(__file__).parents[1] / "ops"
 PACKAGE = "penstock.forge.fragments"
-LIBRARY = "penstock.ops.triton."
+LIBRARY = "penstock.ops."
 ENTRY = "create_engine"
 # These come first, then the chosen fragments, and last the engine.
 ORDER = ("shape", "weights_separate", "weights_fused", "weights")
@@ -145,7 +145,7 @@ def _take(module: str, name: str) -> tuple[tuple[Definition, tuple[Import, ...]]
     """The definition of a name in the library, after those it needs there; each with what that file
     imports from elsewhere.
     """
-    path = LIBRARY_FOLDER / (module.removeprefix(LIBRARY) + ".py")
+    path = LIBRARY_FOLDER / (module.removeprefix(LIBRARY).replace(".", "/") + ".py")
     definitions, imported = _read_fragment(path.read_text())
     by_name = {each: definition for definition in definitions for each in definition.names}
     linked = {each.alias: each for each in imported if each.module.startswith(LIBRARY)}

@@ -25,35 +25,39 @@ from penstock.ops.cuda.program import (
     num_processors,
     program,
 )
-from penstock.ops.product import Product
+from penstock.ops.cuda.quantized_rules import (
+    DOWN_PAIRS,
+    DOWN_TOKEN,
+    EXPAND,
+    GATE_UP,
+    KERNELS,
+    LINEAR,
+    MAX_WARPS,
+    PAIR_TOKENS,
+    TOKENS,
+    cdiv,
+    expert_rule,
+    fits,
+    has_room_for_norm,
+    linear_rule,
+    new_tile,
+    num_staged,
+    staged_bytes,
+    tile_shape,
+    token_tiles_of,
+)
+from penstock.ops.product import Product, Tile
 from penstock.ops.tiles import NO_TYPE, STEP, TILE_ROWS, TYPES, TiledRows
+from penstock.ops.tuning import choose
 from penstock.ops.weight import Part
 
 SOURCE = Path(__file__).with_name("quantized.cu")
 GEMM_SOURCE = Path(__file__).with_name("quantized_gemm.cu")
-LINEAR, GATE_UP, DOWN_PAIRS, DOWN_TOKEN, EXPAND = range(5)  # MODE
 EACH, SCANNED, LISTED = range(3)  # PAIRS
-TOKENS = 8  # per mma instruction
 MAX_TOKENS = 64  # per launch
 MAX_LOGITS = 256  # tokens: reading a head's codes again for each 64 costs less than expansion
-PAIR_TOKENS = 4  # up to this many tokens, experts are read for each token separately
 MAX_SCANNED, MAX_SCANNED_EXPERTS = 64, 512  # choices of experts that a warp can sort itself
-MAX_STAGED = 2  # tokens that every block norms itself: for more, a separate launch is faster
-STAGED_BYTES = 36 * 1024  # for these tokens, besides a block's sums
-# Per staged token, besides its columns and its sums by group: padding, so that tokens start in
-# different banks, and sums of squares.
-STAGED_MORE = 2 * 32 + 4 * 16
-SHARED = 48 * 1024  # bytes of a block without opt-in
-MAX_WARPS = 16
-MAX_SHARE = 12  # row tiles per SM; with more, blocks run in waves
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-Tile = dict[str, int]  # ROW_TILES, WARPS, ROW_WARPS, HELD, BLOCKS
 
 
 def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
@@ -72,11 +76,9 @@ def can_stage(parts: tuple[Part, ...], product: Product) -> bool:
     """
     if product.is_swiglu:
         return False
-    num_tokens = product.num_tokens
-    staged = 2 * product.shape[1] * _num_staged(num_tokens)
     launches = [part for part, plain in _launches(parts)]
     are_in_order = all(isinstance(one, TiledRows) and one.columns is None for one in launches)
-    return num_tokens <= MAX_STAGED and staged <= STAGED_BYTES and are_in_order
+    return has_room_for_norm(product.num_tokens, product.shape[1]) and are_in_order
 
 
 def _launches(parts: tuple[Part, ...]) -> list[tuple[Part, Tensor | None]]:
@@ -147,13 +149,16 @@ def multiply(
         multiply_gemm(x, rows, out, plain=plain, bias=bias, residual=residual)
         return
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
-    token_tiles = 1 << max(0, cdiv(num_tokens, TOKENS) - 1).bit_length()
+    token_tiles = token_tiles_of(num_tokens)
     is_staged = norm_weight is not None
     staged = staged_bytes(num_tokens, rows.num_columns, rows.group) if is_staged else 0
-    tile = linear_rule(rows, token_tiles, num_processors(x.device), staged)
+    rule = linear_rule(rows, token_tiles, num_processors(x.device), staged)
+    tile = choose(KERNELS[LINEAR], tile_shape(rows), num_tokens, rule, x.device)
+    if not fits(tile, num_tokens, staged):  # measured for a GEMM without a norm
+        tile = rule
     constants = {
         "TOKEN_TILES": token_tiles,
-        "STAGED_TOKENS": _num_staged(num_tokens) if is_staged else 1,
+        "STAGED_TOKENS": num_staged(num_tokens) if is_staged else 1,
         "HAS_NORM": int(norm_weight is not None),
         "HAS_BIAS": int(bias is not None),
         "HAS_RESIDUAL": int(residual is not None),
@@ -194,7 +199,7 @@ def multiply_gemm(
     plain: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    tile: Tile | None = None,  # None: chosen by rule
+    tile: dict[str, int] | None = None,  # None: chosen by rule
 ) -> None:
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
     tile = tile or quantized_gemm.gemm_rule(rows, num_tokens, card_of(x.device), num_plain)
@@ -232,135 +237,6 @@ def card_of(device: torch.device) -> quantized_gemm.Card:
     )
 
 
-def linear_rule(
-    rows: TiledRows, token_tiles: int, num_processors: int, staged_bytes: int = 0
-) -> Tile:
-    """With few rows, many warps split K. With many, blocks are small, so that blocks of the next
-    kernel can start as they end. With several token tiles, a warp computes two row tiles, so that
-    it reads tokens once for both, and holds one step of each.
-    """
-    steps, tiles = cdiv(rows.num_columns, STEP), cdiv(rows.num_rows, TILE_ROWS)
-    is_wide = tiles >= 4 * num_processors
-    has_bytes = rows.bits == 8  # a step is twice the bytes, so fewer are in flight
-    if rows.group < STEP:
-        return _small_group_rule(rows, steps, tiles, token_tiles, num_processors)
-    if is_wide and token_tiles == 1:
-        return _wide_rule(rows, steps, cdiv(tiles, num_processors), staged_bytes > 0)
-    if is_wide and token_tiles <= 4:
-        return _tile(2, min(4, steps), 1, 1, 3)
-    if is_wide and has_bytes:
-        return _tile(2, min(4, 2 * steps), 2, 1, 1)
-    if is_wide:
-        return _tile(1, min(4, steps), 1, 1, 2)
-    if token_tiles > 1:
-        held = 1 if token_tiles > 4 else 4 if has_bytes else 2
-        return _tile(1, min(8, steps), 1, held, 1)
-    if tiles <= num_processors:
-        return _tile(1, min(16, steps), 1, 1 if has_bytes else 2, 1)
-    if has_bytes:
-        return _tile(1, min(8, steps), 1, 1, 2)
-    half = _tile(2, min(16, steps), 1, 2, 1)
-    if tiles <= 2 * num_processors and shared_bytes(half, token_tiles) <= SHARED - staged_bytes:
-        return half
-    return _tile(1, min(16, steps), 1, 1, 2)
-
-
-def _wide_rule(rows: TiledRows, steps: int, share: int, is_staged: bool) -> Tile:
-    """For up to 8 tokens and many rows, `share` row tiles per SM. Chooses blocks per SM and warps
-    with different rows so that all blocks run in one wave and few warps are idle.
-    """
-    has_bytes = rows.bits == 8
-    if share > MAX_SHARE:
-        return _tile(1, min(4, steps), 1, 1 if rows.is_float8 else 2, 6)
-    blocks = cdiv(share, 2)
-    if not has_bytes and steps % 8 == 0 and blocks <= 3:
-        return _tile(2, 8, 1, 1, 3)
-    if not has_bytes and not is_staged:  # two row tiles use the same token sums
-        return _tile(2, min(4, steps), 1, 2 if blocks <= 3 else 1, blocks)
-    blocks = min((3, 2, 4, 5), key=lambda count: cdiv(share, count) * count)
-    row_warps = cdiv(share, blocks)
-    split = min(4 if row_warps * blocks <= 6 else 2, steps)
-    return _tile(1, row_warps * split, row_warps, 1 if has_bytes else 8 // split, blocks)
-
-
-def _small_group_rule(
-    rows: TiledRows, steps: int, tiles: int, token_tiles: int, num_processors: int
-) -> Tile:
-    """Several scales per step need registers, so a warp computes one row tile, and holds few steps
-    where many warps share an SM. With many tokens and rows it computes two, and the warps of a
-    block have different rows.
-    """
-    is_wide, has_bytes = tiles >= 4 * num_processors, rows.bits == 8
-    share = cdiv(tiles, num_processors)
-    if is_wide and token_tiles >= 4:
-        return _tile(2, min(4, 2 * steps), 2, 1, 1)
-    if is_wide and token_tiles > 1:
-        return _tile(1, 4, 1, 4, 3)
-    if is_wide and has_bytes and share <= 6:
-        return _tile(1, 2 * min(4, steps), 2, 1, 3)
-    if is_wide and has_bytes:
-        return _tile(1, min(4, steps), 1, *((4, 4) if share > MAX_SHARE else (1, 6)))
-    if is_wide:
-        return _tile(1, min(8, steps), 1, 2, 3) if share <= 5 else _tile(1, min(4, steps), 1, 2, 6)
-    if token_tiles == 1 and tiles <= num_processors:
-        return _tile(1, min(8, steps), 1, 4, 1)
-    if token_tiles == 1:
-        return _tile(1, min(16, steps), 1, 1, 2)
-    return _tile(1, min(8, steps), 1, 4, 2 if token_tiles == 2 else 1)
-
-
-def _num_staged(num_tokens: int) -> int:
-    """The number of tokens that a kernel is compiled for: a power of two."""
-    return 1 << max(0, num_tokens - 1).bit_length()
-
-
-def staged_bytes(num_tokens: int, num_columns: int, group: int) -> int:
-    """Shared memory of the tokens that a block norms itself."""
-    columns = cdiv(num_columns, STEP) * STEP
-    return _num_staged(num_tokens) * (2 * columns + 4 * columns // min(group, STEP) + STAGED_MORE)
-
-
-def shared_bytes(tile: Tile, token_tiles: int) -> int:
-    """Shared memory of a LINEAR block, for the sums of its warps."""
-    rows = TILE_ROWS * tile["ROW_TILES"] * tile["ROW_WARPS"]
-    return 4 * tile["WARPS"] // tile["ROW_WARPS"] * TOKENS * token_tiles * (rows + 1)
-
-
-def expert_rule(mode: int, rows: TiledRows, slots: int, num_tokens: int) -> Tile:
-    """One warp per expert of a token, or several that split an expert's K. For one token, all down
-    projections are loaded at once. For more, blocks are small and run in waves; those of the down
-    projection are the smallest, because its K is small and one warp needs no split.
-    """
-    steps, has_bytes = cdiv(rows.num_columns, STEP), rows.bits == 8
-    has_small_groups = rows.group < STEP  # several scales per step need registers
-    if mode == DOWN_TOKEN:
-        return _tile(1, slots, 1, 4, 1) if num_tokens == 1 else _tile(1, slots, 1, 2, 2)
-    if mode == DOWN_PAIRS and has_small_groups:
-        return _tile(2, min(2, steps), 1, 1, 8) if has_bytes else _tile(4, min(4, steps), 1, 1, 4)
-    if mode == DOWN_PAIRS:
-        warps = min(4, max(1, steps // 4))
-        return _tile(4, warps, 1, 1, 16 // warps)
-    if num_tokens > PAIR_TOKENS and has_small_groups:
-        return _tile(2, min(4, steps), 1, 1, 6) if has_bytes else _tile(4, min(4, steps), 1, 1, 3)
-    if num_tokens > PAIR_TOKENS:
-        return _tile(4, min(4, steps), 1, 1, 4)
-    if has_bytes:
-        return _tile(2, min(8, steps), 1, 1, 3)
-    if num_tokens == 1 and not has_small_groups:
-        return _tile(2, min(16, steps), 1, 1, 2)
-    return _tile(2, min(8, steps), 1, 2, 2)
-
-
-def _tile(row_tiles: int, warps: int, row_warps: int, held: int, blocks: int) -> Tile:
-    return {
-        "ROW_TILES": row_tiles,
-        "WARPS": warps,
-        "ROW_WARPS": row_warps,
-        "HELD": held,
-        "BLOCKS": blocks,
-    }
-
-
 def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
     """Dequantizes all rows, or those with these ids, with columns in order: [..., N, K]."""
     device, stack = rows.codes.device, rows.shape[:-2]
@@ -373,7 +249,7 @@ def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Te
     out = torch.empty(count, rows.num_columns, dtype=dtype, device=device)
     num_blocks = cdiv(num_rows, TILE_ROWS) if ids is None else count
     if count:
-        tile = _tile(1, 1, 1, 1, 1)
+        tile = new_tile(1, 1, 1, 1, 1)
         wanted = None if ids is None else ids.flatten().long()
         arguments = (rows.codes, rows.records, wanted, out, c_int(num_rows))
         _launch(EXPAND, rows, out, (num_blocks, steps), tile, {}, *arguments)
@@ -432,8 +308,8 @@ class Experts:
         """
         num_tokens = len(x)
         inner = x.new_empty(num_tokens * self.slots, self.inner_width)
-        self._multiply(GATE_UP, x, inner, num_tokens * self.slots, ids, num_tokens=num_tokens)
-        tile = expert_rule(DOWN_TOKEN, self.down, self.slots, num_tokens)
+        self._multiply(GATE_UP, x, inner, num_tokens, num_tokens * self.slots, ids)
+        tile = self._tile_of(DOWN_TOKEN, self.down, num_tokens)
         shared = self.shared_down
         _launch(
             DOWN_TOKEN,
@@ -464,23 +340,24 @@ class Experts:
         """outputs [T * slots, H], one per pair. A block computes all pairs of an expert."""
         count = min(ids.numel(), self.num_experts) + int(self.has_shared)
         inner = x.new_empty(len(outputs), self.inner_width)
-        self._multiply(GATE_UP, x, inner, count, ids, num_tokens=len(x))
-        self._multiply(DOWN_PAIRS, inner, outputs, count, ids, num_tokens=len(x))
+        self._multiply(GATE_UP, x, inner, len(x), count, ids)
+        self._multiply(DOWN_PAIRS, inner, outputs, len(x), count, ids)
 
     def run_listed(self, x: Tensor, order: Tensor, tiles: Tensor, outputs: Tensor) -> None:
         """outputs [T * slots, H], one per pair. A block computes up to TOKENS of an expert."""
         inner = x.new_empty(len(outputs), self.inner_width)
-        self._multiply(GATE_UP, x, inner, len(tiles), None, order, tiles)
-        self._multiply(DOWN_PAIRS, inner, outputs, len(tiles), None, order, tiles)
+        given = (len(x), len(tiles), None, order, tiles)
+        self._multiply(GATE_UP, x, inner, *given)
+        self._multiply(DOWN_PAIRS, inner, outputs, *given)
 
     def _multiply(
-        self, mode: int, source: Tensor, out: Tensor, count: int, ids: Tensor | None,
-        order: Tensor | None = None, tiles: Tensor | None = None, num_tokens: int = MAX_TOKENS,
+        self, mode: int, source: Tensor, out: Tensor, num_tokens: int, count: int,
+        ids: Tensor | None = None, order: Tensor | None = None, tiles: Tensor | None = None,
     ) -> None:  # fmt: skip
         is_gate_up = mode == GATE_UP
         rows = self.gate_up if is_gate_up else self.down
         shared = self.shared_gate_up if is_gate_up else self.shared_down
-        tile = expert_rule(mode, rows, self.slots, num_tokens)
+        tile = self._tile_of(mode, rows, num_tokens)
         num_tiles = rows.num_rows // TILE_ROWS
         pairs = LISTED if tiles is not None else EACH if num_tokens <= PAIR_TOKENS else SCANNED
         constants = self._constants(pairs)
@@ -504,6 +381,11 @@ class Experts:
             c_int(num_tokens),
             c_int(num_tiles),
         )
+
+    def _tile_of(self, mode: int, rows: TiledRows, num_tokens: int) -> Tile:
+        rule = expert_rule(mode, rows, self.slots, num_tokens)
+        device, shape = rows.codes.device, tile_shape(rows, self.slots)
+        return choose(KERNELS[mode], shape, num_tokens, rule, device)
 
     def _constants(self, pairs: int) -> dict[str, int]:
         return {
@@ -536,7 +418,7 @@ def kernel_constants(mode: int, rows: TiledRows, dtype: torch.dtype) -> dict[str
     return SWITCHES | {"MODE": mode} | _kind_constants(rows, dtype)
 
 
-def gemm_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
+def gemm_constants(rows: TiledRows, dtype: torch.dtype, tile: dict[str, int]) -> dict[str, int]:
     """Compile-time constants of `quantized_gemm.cu`, besides switches."""
     shared = {"SHARED_BYTES": quantized_gemm.gemm_shared_bytes(rows, tile)}
     return GEMM_SWITCHES | _kind_constants(rows, dtype) | tile | shared
@@ -573,7 +455,7 @@ def _launch(
     switches: dict[str, int],
     *arguments: Any,
 ) -> None:
-    constants = kernel_constants(mode, rows, like.dtype) | tile | switches
+    constants = {**kernel_constants(mode, rows, like.dtype), **tile, **switches}
     device = like.device
     stream = current_stream(device)
     program(SOURCE, "quantized", tuple(constants.items()), device).launch(

@@ -27,7 +27,7 @@ from penstock.ops.triton.launch import (
     next_power_of_2,
     wait_for_previous,
 )
-from penstock.ops.triton.tuning import Tile, choose
+from penstock.ops.tuning import Tile, choose
 
 
 def rope_and_store(

@@ -31,7 +31,7 @@ from penstock.ops.triton.launch import (
     num_processors,
     wait_for_previous,
 )
-from penstock.ops.triton.tuning import Tile, bucket, choose
+from penstock.ops.tuning import Tile, bucket, choose
 
 LOG2_E = math.log2(math.e)
 BLOCK_BYTES = 16384  # of keys, and as much of values, in flight per program

@@ -20,7 +20,7 @@ from penstock.ops.triton.launch import (
     next_power_of_2,
     wait_for_previous,
 )
-from penstock.ops.triton.tuning import Tile
+from penstock.ops.tuning import Tile
 
 _TILE: Tile = {"BLOCK": 1024, "num_warps": 4}
 _ADVANCE_TILE: Tile = {"BLOCK": 128, "num_warps": 4}

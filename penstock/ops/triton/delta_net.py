@@ -34,7 +34,7 @@ from penstock.ops.triton.launch import (
     next_power_of_2,
     wait_for_previous,
 )
-from penstock.ops.triton.tuning import Tile, choose
+from penstock.ops.tuning import Tile, choose
 
 L2_EPS = tl.constexpr(reference.L2_EPS)
 STATE_REGISTERS = 128  # per thread, for the state

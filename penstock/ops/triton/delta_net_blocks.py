@@ -32,7 +32,7 @@ from penstock.ops.triton.launch import (
     shared_memory,
     wait_for_previous,
 )
-from penstock.ops.triton.tuning import Tile, choose
+from penstock.ops.tuning import Tile, choose
 
 Shape = tuple[int, int, int, int]  # Hk, Hv, K, V
 

@@ -24,7 +24,7 @@ from penstock.ops.triton.launch import (
     next_power_of_2,
     wait_for_previous,
 )
-from penstock.ops.triton.tuning import Tile
+from penstock.ops.tuning import Tile
 
 L2_EPS = tl.constexpr(1e-6)
 NUM_GATES = tl.constexpr(3)

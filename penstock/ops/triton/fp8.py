@@ -27,7 +27,7 @@ from penstock.ops.triton.launch import (
 )
 from penstock.ops.triton.matmul_product import load_activations
 from penstock.ops.triton.matmul_small_gemm import multiply_small_gemm, small_gemm_rule
-from penstock.ops.triton.tuning import Tile
+from penstock.ops.tuning import Tile
 from penstock.ops.weight import Part
 
 LARGEST, LEAST = tl.constexpr(float8.LARGEST), tl.constexpr(float8.LEAST)

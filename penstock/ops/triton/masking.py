@@ -15,7 +15,7 @@ from penstock.ops.triton.launch import (
     let_next_start,
     wait_for_previous,
 )
-from penstock.ops.triton.tuning import Tile
+from penstock.ops.tuning import Tile
 
 _TILE: Tile = {"BLOCK": 4096, "num_warps": 4}
 

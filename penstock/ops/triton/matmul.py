@@ -54,7 +54,7 @@ from penstock.ops.triton.matmul_small_gemm import (
     small_gemm_rule,
 )
 from penstock.ops.triton.norm import rms_norm
-from penstock.ops.triton.tuning import Tile, bucket, choose
+from penstock.ops.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
 GEMV, SMALL_GEMM, CUBLAS, SKINNY = 0, 1, 2, 3  # the "form" field of a tile

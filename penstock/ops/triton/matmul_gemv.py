@@ -29,7 +29,7 @@ from penstock.ops.triton.matmul_product import (
     load_activations,
     load_inside,
 )
-from penstock.ops.triton.tuning import Tile, bucket
+from penstock.ops.tuning import Tile, bucket
 
 MAX_TOKENS = 8
 WARP_COLUMNS = 256  # of a row per warp load: 32 threads, 16 bytes each, 16-bit type

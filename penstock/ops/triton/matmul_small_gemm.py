@@ -30,7 +30,7 @@ from penstock.ops.triton.matmul_product import (
     columns_of,
     load_inside,
 )
-from penstock.ops.triton.tuning import Tile, bucket
+from penstock.ops.tuning import Tile, bucket
 
 OTHER_BYTES = 3 * 1024  # of shared memory not used for pipeline stages
 MAX_STAGES = 8

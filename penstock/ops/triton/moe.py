@@ -15,7 +15,7 @@ from penstock.ops.triton.matmul import linear, swiglu_linear
 from penstock.ops.triton.moe_own import own_experts
 from penstock.ops.triton.moe_permute import list_pairs
 from penstock.ops.triton.moe_route import norm_route
-from penstock.ops.triton.tuning import Tile, bucket, choose
+from penstock.ops.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
 __all__ = ["candidates", "norm_route", "own_experts", "sparse_mlp"]

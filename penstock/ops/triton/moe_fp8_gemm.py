@@ -37,7 +37,7 @@ from penstock.ops.triton.launch import (
 )
 from penstock.ops.triton.moe_grouped_gemm import add_pairs
 from penstock.ops.triton.moe_permute import list_pairs, load_tile
-from penstock.ops.triton.tuning import Tile
+from penstock.ops.tuning import Tile
 
 BLOCK_M = 64  # pairs per tile: taller ones leave no registers for a block's sums
 GATE_UP: Tile = {"BLOCK_N": 256, "num_warps": 8, "num_stages": 3}

@@ -20,7 +20,7 @@ from penstock.ops.triton.launch import (
     next_power_of_2,
     wait_for_previous,
 )
-from penstock.ops.triton.tuning import Tile, choose
+from penstock.ops.tuning import Tile, choose
 
 
 def run(

@@ -36,7 +36,7 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.moe_permute import list_pairs, load_tile
-from penstock.ops.triton.tuning import Tile, bucket, choose
+from penstock.ops.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight, map_part
 
 MOST_EXPANDED = 1200 * 10**6  # bytes of dequantized experts at a time

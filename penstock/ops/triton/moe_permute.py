@@ -22,7 +22,7 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.moe_route import zeroed
-from penstock.ops.triton.tuning import bucket
+from penstock.ops.tuning import bucket
 
 
 def list_pairs(

@@ -29,7 +29,7 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.norm import rms_norm
-from penstock.ops.triton.tuning import Tile, bucket, choose
+from penstock.ops.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
 GEMV_TOKENS = 16  # above, tokens share the router's rows

@@ -31,7 +31,7 @@ from penstock.ops.triton.launch import (
     next_power_of_2,
     wait_for_previous,
 )
-from penstock.ops.triton.tuning import Tile, bucket, choose
+from penstock.ops.tuning import Tile, bucket, choose
 
 # For batch-invariant results: good at all sizes, the best at none.
 DETERMINISTIC_TILE: Tile = {

@@ -36,7 +36,7 @@ from penstock.ops.triton.launch import (
     shared_memory,
     wait_for_previous,
 )
-from penstock.ops.triton.tuning import Tile, choose
+from penstock.ops.tuning import Tile, choose
 
 BLOCK_TOKENS = tl.constexpr(rows.BLOCK_TOKENS)
 LOG2_E = tl.constexpr(math.log2(math.e))

@@ -19,7 +19,7 @@ from penstock.ops.triton import launch
 from penstock.ops.triton.gumbel import LOWEST, noise_key_of, order_of, perturbed, token_of
 from penstock.ops.triton.launch import let_next_start, wait_for_previous
 from penstock.ops.triton.sampling_filters import SETTINGS, draw_filtered
-from penstock.ops.triton.tuning import Tile, choose
+from penstock.ops.tuning import Tile, choose
 
 
 def sample(

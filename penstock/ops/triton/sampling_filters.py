@@ -31,7 +31,7 @@ from torch import Tensor
 from penstock.ops.triton import launch
 from penstock.ops.triton.gumbel import LOWEST, noise_key_of, order_of, perturbed, token_of, value_of
 from penstock.ops.triton.launch import arrives_last, let_next_start, wait_for_previous
-from penstock.ops.triton.tuning import Tile
+from penstock.ops.tuning import Tile
 
 SURVEY, REFINE, COLLECT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BINS = tl.constexpr(128)

@@ -25,12 +25,11 @@ import torch
 
 from penstock.ops.cache_folder import cache_folder, write_whole
 from penstock.ops.product import Tile
-from penstock.ops.triton.launch import next_power_of_2
 
 logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "tables"
-KERNELS = (Path(__file__).parent, Path(__file__).parents[1] / "cuda")
+KERNELS = (Path(__file__).parent / "triton", Path(__file__).parent / "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def choose(
 
 def bucket(num_tokens: int) -> int:
     """Represents a number of tokens wherever it selects code."""
-    return next_power_of_2(num_tokens)
+    return 1 << max(num_tokens - 1, 0).bit_length()
 
 
 @contextmanager
