@@ -61,6 +61,7 @@ class JudgedServer(http.server.ThreadingHTTPServer):
         self.seconds_a_token = seconds_a_token
         self.places = threading.BoundedSemaphore(places)
         self.bodies: list[dict[str, Any]] = []
+        self.has_ended = threading.Event()
 
     @property
     def url(self) -> str:
@@ -92,7 +93,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         data = self.rfile.read(int(self.headers["Content-Length"]))
         faults = self.server.faults
         if "hangs" in faults:
-            time.sleep(HANG_S)
+            self._sleep(HANG_S)
         if "drops" in faults:
             self.connection.close()
             return
@@ -176,6 +177,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if "few places" not in faults:
             places.acquire()
         try:
+            self._sleep(0)
             reply = make_reply(body, faults)
             if "mixes up" in faults:
                 # Never twice the same words for the same question, as if they were somebody else's.
@@ -185,7 +187,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             places.release()
 
     def _send_whole(self, body: dict[str, Any], reply: dict[str, Any]) -> None:
-        time.sleep(self.server.seconds_a_token * reply["usage"].get("completion_tokens", 1))
+        self._sleep(self.server.seconds_a_token * reply["usage"].get("completion_tokens", 1))
         self._send(whole_reply(body, reply, self.server.faults))
 
     def _stream(self, body: dict[str, Any], reply: dict[str, Any]) -> None:
@@ -202,7 +204,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         deltas += [{"reasoning_content": thought}] if thought else []
         deltas += [{field: piece} for piece in pieces if piece]
         for number, delta in enumerate(deltas):
-            time.sleep(self.server.seconds_a_token)
+            self._sleep(self.server.seconds_a_token)
             if "breaks off" in faults and number == 2:
                 self.connection.close()
                 return
@@ -231,9 +233,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
         except OSError:
             if "keeps places" in self.server.faults:
-                time.sleep(self.server.seconds_a_token * 20)  # goes on for a client that has left
+                self._sleep(self.server.seconds_a_token * 20)  # goes on for a client that has left
             else:
                 raise
+
+    def _sleep(self, seconds: float) -> None:
+        """Until the server ends: later, a handler would render templates during other tests."""
+        if self.server.has_ended.wait(seconds):
+            raise ConnectionAbortedError
 
     def _send(self, content: Any, status: int = 200) -> None:
         data = json.dumps(content).encode() if not isinstance(content, str) else content.encode()
@@ -346,6 +353,7 @@ def judged_server(
     try:
         yield server
     finally:
+        server.has_ended.set()
         server.shutdown()
         server.server_close()
         thread.join()

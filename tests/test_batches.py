@@ -13,6 +13,8 @@ from typing import Any
 import openai
 import pytest
 
+from penstock.config import ServeConfig
+from penstock.serve.batches.folder import Batch, BatchFolder, FileNotHereError, StoredFile
 from serving import FREE, MESSAGES, Server, assert_refused, eventually, start_server
 from test_serve_access import app_of, call
 from two_layers import two_layers
@@ -335,6 +337,24 @@ def test_a_batch_outlives_a_server_that_is_killed_and_no_line_has_two_results(
         (error,) = results(api, batch.error_file_id)
         assert (error["custom_id"], error["response"]) == ("slow", None)
         assert error["error"]["code"] == "batch_expired"
+
+
+def test_a_file_does_not_expire_while_a_batch_reads_it(tmp_path: Path) -> None:
+    folder = BatchFolder(ServeConfig(batch_folder=str(tmp_path)))
+    times = {"created_at": 0, "expires_at": 1}
+    kept = StoredFile(id="f", tenant="t", filename="in", purpose="batch", bytes=0, **times)
+    results = {"output_id": "o", "errors_id": "e", "completion_window": "24h"}
+    batch = Batch(
+        id="b", tenant="t", model="m", endpoint=CHATS, input_file_id="f", **results, **times
+    )
+    folder.add(kept)
+    folder.save(batch)
+    assert folder.file("f", "t") is kept
+    batch.reach("completed")
+    with pytest.raises(FileNotHereError):
+        folder.file("f", "t")
+    assert not folder.files
+    folder.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/batches"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from penstock.cli import main
+from penstock.commands.tune import measure
 from penstock.config import EngineConfig, WorkerConfig
 from penstock.engine import device_part
 from penstock.engine import memory as memory_module
@@ -100,6 +101,12 @@ def test_commands_that_measure_select_the_device_they_measure(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     main([*command, "-m", "Qwen3.5-0.8B", "--device", "cuda:1"])
+    assert gpus.asked == ["set 1", LOADED]
+
+
+def test_offload_is_tuned_for_the_embedded_model_by_default(gpus: Gpus) -> None:
+    with pytest.raises(PenstockError, match="loaded"):
+        measure({"device": "cuda:1"})
     assert gpus.asked == ["set 1", LOADED]
 
 

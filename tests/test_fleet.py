@@ -901,8 +901,9 @@ def test_every_engine_has_a_gpu_of_its_own_or_its_share_of_the_cores(
 def test_gpus_that_cannot_be_given_out_are_refused(
     engine: dict[str, Any], serve: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError) as refusal:
         place_engines(EngineConfig(**engine), ServeConfig(**serve), {}, num_gpus=4)
+    assert "1 engines" not in refusal.value.what
 
 
 def test_a_receiver_that_breaks_ends_alone() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
-from judged_server import TINY, judged_server
+from judged_server import HANG_S, TINY, judged_server
 from penstock.cli import main
 from penstock.eval.check_server import CHECKS, judge
 from penstock.eval.probe import Probe
 from penstock.eval.recount import TokenCounter
 from penstock.eval.stream_client import Target
+from serving import eventually
 
 CROWD = ("64 at once", "leaving frees the place")
 STREAMS = {"stream equals whole", "stream chunks", "stream usage"}
@@ -135,6 +137,16 @@ def test_a_server_that_hangs_fails_every_line_in_time() -> None:
         verdict.check.name for verdict in verdicts if verdict.mark == "FAIL"
     } >= EVERYTHING_ASKED
     assert any("No end after 0.05 s" in verdict.words for verdict in verdicts)
+
+
+def test_a_judged_server_leaves_no_thread_that_renders_during_other_tests() -> None:
+    before = set(threading.enumerate())
+    with judged_server("hangs") as server:
+        probe = probe_of(server.url, timeout_s=0.05)
+        (check,) = [check for check in CHECKS if check.name == "seed"]
+        judge(check, probe)
+        assert set(threading.enumerate()) - before
+    assert eventually(lambda: not set(threading.enumerate()) - before, HANG_S / 4)
 
 
 def test_the_command_prints_a_line_for_each_check_and_ends_with_1(

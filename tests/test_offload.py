@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ import torch
 
 from gguf_files import random_state, write_embedded
 from packed_checkpoints import FORMATS, pack_state, plain_state, some_formats, write
-from penstock.cli import main
+from penstock.cli import main, parse
+from penstock.commands import bench_offload
+from penstock.commands.flags import read_settings
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.errors import CapacityError, CheckpointError, ConfigError
@@ -401,6 +404,33 @@ def test_the_bench_compares_tokens_and_counts_tiers(
     assert main(["bench", "step", "-m", str(converted), "--expert-cache", SOME]) == 1
     assert "Use `penstock bench offload`" in capsys.readouterr().err
     assert main(["bench", "step", "--runs", "2"]) == 2
+
+
+def test_cases_of_several_engines_pass_on_all_engine_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+
+    def run(words: list[str], **_: Any) -> Any:
+        started.append(words[words.index("bench") :])
+        return SimpleNamespace(stdout=json.dumps({"rows": []}))
+
+    monkeypatch.setattr(bench_offload, "subprocess", SimpleNamespace(run=run, PIPE=None))
+    flags = ["--device", "cpu", "--memory-gb", "2", "--expert-cache", "3GB", "--no-graphs"]
+    assert main(["bench", "offload", "--case", "all", *flags]) == 1  # without rows
+    assert len(started) == len(bench_offload.group_cases(["all"])) > 1
+    for words in started:
+        _, arguments = parse(words)
+        assert read_settings(EngineConfig, arguments, environ={}) == {
+            "device": "cpu",
+            "memory_gb": 2.0,
+            "expert_cache": "3GB",
+            "graphs": False,
+        }
+    capsys.readouterr()
+    for flag in (["--batch", "2"], ["--new-tokens", "8"], ["--against-resident"]):
+        assert main(["bench", "offload", "--case", "all", *flag]) == 2
+        assert f"{flag[0]} and --case are both set" in capsys.readouterr().err
 
 
 @pytest.mark.bitwise

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli import main
+from penstock.commands import inspect
+from penstock.commands.inspect import find_machine
 from penstock.commands.inspect_experts import GB, STEP_BYTES, SYSTEM_BYTES, Need, Tiers, estimate
 
 NEED = Need(8 * GB, 200 * GB, 4 * GB, 3 * GB, 1 * GB)
@@ -57,3 +61,20 @@ def test_the_command_answers_for_a_preset(capsys: pytest.CaptureFixture[str]) ->
     assert 1 < rows["int4"]["tokens_per_s"] < 5
     assert main(["inspect", "--ram-gb", "64"]) == 2
     assert "Add --gpu-gb" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "least"), [("--ram-gb", "0"), ("--gpu-gb", "0.001")])
+def test_the_least_size_of_a_machine_is_named(
+    flag: str, least: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", flag, "-1"]) == 2
+    assert f"{flag} is -1\n  It must be at least {least}." in capsys.readouterr().err
+
+
+def test_a_system_that_does_not_say_how_much_ram_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    known = find_machine()
+    monkeypatch.setattr(inspect, "MEMORY_INFO", tmp_path / "missing")
+    assert find_machine().free_bytes == known.total_bytes > known.free_bytes

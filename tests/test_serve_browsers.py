@@ -126,7 +126,10 @@ def test_json_and_a_body_of_no_declared_type_are_read(path: str, kind: str | Non
     "kind", ["application/octet-stream", "text/csv", "application/xml+jsonx", ""]
 )
 def test_other_types_are_a_415(kind: str) -> None:
-    assert post("/v1/chat/completions", {"content-type": kind}).status == 415
+    for path in ("/v1/chat/completions", "/v1/files"):
+        refused = post(path, {"content-type": kind})
+        assert refused.status == 415
+        assert f"The Content-Type is {repr(kind) if kind else 'empty'}" in message_of(refused)
 
 
 @pytest.mark.parametrize("kind", ["application/octet-stream", "application/jsonlines"])

@@ -225,8 +225,9 @@ def test_the_operators_limit_counts_and_must_be_possible(monkeypatch: pytest.Mon
         connection_limit(ServeConfig(max_connections=1000))
     assert "ulimit -n 1072" in caught.value.todo
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
-    with pytest.raises(ConfigError, match="leaves 0"):
+    with pytest.raises(ConfigError, match="leaves 0") as caught:
         connection_limit(ServeConfig())
+    assert caught.value.why.endswith("connections need at least 1.")
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody_up(server: Server) -> None:

@@ -84,6 +84,12 @@ def test_there_is_nothing_to_tune_on_a_cpu(capsys: pytest.CaptureFixture[str]) -
     assert "weights" not in said
 
 
+def test_a_dense_model_has_nothing_to_offload(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code, said = fails(capsys, "tune", "offload", "-m", "Qwen3.5-4B", "--device", "cpu")
+    assert exit_code == 1
+    assert "error: Qwen3.5-4B has no experts" in said
+
+
 TILE = {"block_n": 4}
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.commands import bench_drafts, bench_offload, bench_serve, breakdown
 from penstock.commands.console import print_table
 from penstock.commands.flags import (
+    UsageError,
     add_flags,
     foreign_flag,
     read_chances,
@@ -160,6 +161,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what == "offload":
         names = ("repeats", "sampled", "breakdown", "all_reduce_us")
         _refuse(arguments, {name: OWN_DEFAULTS[name] for name in names})
+        if arguments.case:
+            _refuse_beside_case(arguments)
         return bench_offload.run(arguments)
     _refuse(arguments, OFFLOAD_DEFAULTS)
     prepare_output(arguments.json, "--json")
@@ -245,12 +248,31 @@ def _measure(
 
 def _refuse(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
     """Refuses flags of the other benches: they must not be ignored."""
-    for name, default in defaults.items():
-        if getattr(arguments, name) != default and not is_given_by_variable(arguments, name):
-            owner = "`penstock bench offload`" if name in OFFLOAD_DEFAULTS else "the other benches"
-            owner = "`penstock bench step`" if name in DRAFT_DEFAULTS else owner
-            flag = "--" + name.replace("_", "-")
-            raise foreign_flag(f"bench {arguments.what}", flag, owner)
+    for name in _given(arguments, defaults):
+        owner = "`penstock bench offload`" if name in OFFLOAD_DEFAULTS else "the other benches"
+        owner = "`penstock bench step`" if name in DRAFT_DEFAULTS else owner
+        raise foreign_flag(f"bench {arguments.what}", _flag(name), owner)
+
+
+def _refuse_beside_case(arguments: argparse.Namespace) -> None:
+    own = {"batch": OWN_DEFAULTS["batch"], "context": OWN_DEFAULTS["context"], **OFFLOAD_DEFAULTS}
+    for name in _given(arguments, own):
+        if name != "case":
+            raise UsageError(
+                f"{_flag(name)} and --case are both set", "A case sets it.", "Omit one of them."
+            )
+
+
+def _given(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
+    return [
+        name
+        for name, default in defaults.items()
+        if getattr(arguments, name) != default and not is_given_by_variable(arguments, name)
+    ]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _engine_config(arguments: argparse.Namespace) -> EngineConfig:

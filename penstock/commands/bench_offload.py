@@ -24,6 +24,7 @@ from penstock.commands.console import print_table
 from penstock.commands.flags import read_settings
 from penstock.commands.provenance import cpu_name, gpu_name, provenance
 from penstock.commands.roofline import text_config
+from penstock.commands.started_server import server_words
 from penstock.commands.tune import cut_layers
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
@@ -111,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.case:
         groups = group_cases(arguments.case)
         if len(groups) > 1:
-            return _run_apart(groups, arguments.json)
+            return _run_apart(groups, server_words(arguments), arguments.json)
         report = run_group(groups[0], settings)
     else:
         cases = [
@@ -148,11 +149,11 @@ def group_cases(names: Sequence[str]) -> list[list[Case]]:
     return list(groups.values())
 
 
-def _run_apart(groups: list[list[Case]], output: str | None) -> int:
+def _run_apart(groups: list[list[Case]], flags: list[str], output: str | None) -> int:
     """Runs each group in its own process, one after the other, with the machine to itself."""
     report: dict[str, Any] = {**provenance(), "rows": [], "reports": []}
     for group in groups:
-        words = [sys.executable, "-m", "penstock", "bench", "offload"]
+        words = [sys.executable, "-m", "penstock", "bench", "offload", *flags]
         for case in group:
             words += ["--case", case.name]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ EXAMPLES = [
 
 TIERS = ("gpu", "ram", "disk")
 CONTEXTS = (1024, 4096, 16384, 65536, 262144)
+MEMORY_INFO = Path("/proc/meminfo")
 _MEMORY_SHARE = 0.9  # the share of free memory that an engine takes
 
 
@@ -122,9 +124,10 @@ def read_tiers(arguments: argparse.Namespace) -> Tiers | None:
         for name in ("gpu_gb", "ram_gb", "disk_gbs", "link_gbs", "gpu_gbs")
     }
     for name, value in given.items():
-        if value is not None and not value >= (0 if name == "ram_gb" else 1e-3):
+        least = 0 if name == "ram_gb" else 1e-3
+        if value is not None and not value >= least:
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} is {value:g}", "It must be more than 0.")
+            raise UsageError(f"{flag} is {value:g}", f"It must be at least {least:g}.")
     if given["gpu_gb"] is None:
         if given["ram_gb"] or given["disk_gbs"] is not None:
             raise UsageError(
@@ -278,12 +281,15 @@ def find_machine() -> Machine:
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return Machine(torch.cuda.get_device_name(), total, free, is_gpu=True)
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = MEMORY_INFO.read_text().splitlines()
+    except OSError:  # macOS has no such file
+        return Machine("this machine's RAM, if all of it is free", total, total, is_gpu=False)
     kilobytes = {
         key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines)
     }
-    total, free = kilobytes["MemTotal"] * 1024, kilobytes["MemAvailable"] * 1024
-    return Machine("this machine's RAM", total, free, is_gpu=False)
+    return Machine("this machine's RAM", total, kilobytes["MemAvailable"] * 1024, is_gpu=False)
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.commands.console import print_table
 from penstock.commands.flags import add_flags, read_count, read_counts, read_settings
+from penstock.commands.layouts import build_without_memory
 from penstock.commands.measure import Decoding, time_chain
 from penstock.commands.provenance import gpu_name, provenance
 from penstock.config import EngineConfig, from_mapping
@@ -320,25 +322,22 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
             import torch
 
             from penstock.engine.device import leave_a_core, pick_device, select_device
-            from penstock.models.source import find_model
             from penstock.offload.device_slots import DeviceSlots
             from penstock.offload.host_products import measure_split
             from penstock.offload.load import load_with_experts
             from penstock.offload.speeds import measure_speeds
             from penstock.ops.cpu.tiled_experts import can_run
-        device = pick_device(settings.get("device", "auto"))
-        if not device.startswith("cuda"):
-            raise ConfigError(
-                "There is nothing to tune on a CPU", f"The device is {device}.", "Run it on a GPU."
-            )
+        given = {"quantization": "int4", "random_weights": True, "alike_experts": True, **settings}
+        config: EngineConfig = from_mapping(EngineConfig, given)
+        source = cut_layers(find_model(config.model), LAYERS)
+        # Lanes take half of the bytes of these layers' experts; slots get some of the rest.
+        share = 0.8 * _expert_bytes(source, config)
+        device = pick_device(config.device)
+        _require_gpu(device)
         select_device(device)
         leave_a_core()
-        source = cut_layers(find_model(settings["model"]), LAYERS)
-        given = {"quantization": "int4", "random_weights": True, "alike_experts": True, **settings}
         with timed("weights", phases) as report:
-            # Lanes take half of the bytes of these layers' experts; slots get some of the rest.
-            share = 0.8 * _expert_bytes(source.config, given["quantization"])
-            config = EngineConfig(**given, expert_cache=f"{share / 1e6:.0f}MB")
+            config = dataclasses.replace(config, expert_cache=f"{share / 1e6:.0f}MB")
             model: Any = load_with_experts(source, config, device, report)
         store = getattr(model, "expert_store", None)
         assert isinstance(store, DeviceSlots)
@@ -359,9 +358,14 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _expert_bytes(config: Any, quantization: str) -> float:
-    """The approximate size of the experts of LAYERS layers."""
-    text = config.get("text_config", config)
-    weights = 3 * text["hidden_size"] * text["moe_intermediate_size"] * text["num_experts"]
-    bits = {"int4": 4.13, "int8": 8.0, "fp8": 8.1}.get(quantization, 16.0)
-    return float(LAYERS * weights * bits / 8)
+def _expert_bytes(source: ModelSource, config: EngineConfig) -> float:
+    """The approximate size of the model's experts."""
+    _, roofline = build_without_memory(source, config)
+    if not roofline.parameters.experts:
+        raise ConfigError(
+            f"{source.name} has no experts",
+            "Its layers are dense: there is nothing to offload.",
+            "Choose a model with experts, such as Qwen3.5-35B-A3B.",
+        )
+    bits = {"int4": 4.13, "int8": 8.0, "fp8": 8.1}.get(config.quantization, 16.0)
+    return float(roofline.parameters.experts * bits / 8)

@@ -84,15 +84,16 @@ def _is_readable(content_type: str, path: str) -> bool:
 
 
 def _wrong_type(content_type: str, path: str) -> MediaTypeError:
+    what = f"The Content-Type is {repr(content_type[:64]) if content_type else 'empty'}"
     if path == UPLOAD_PATH:
         return MediaTypeError(
-            f"The Content-Type is {content_type[:64] or 'nothing'!r}",
+            what,
             f"A file is uploaded as {UPLOAD_TYPE}.",
             "Use a form with the fields `file` and `purpose` (curl: -F purpose=batch -F "
             "file=@FILE).",
         )
     return MediaTypeError(
-        f"The Content-Type is {content_type[:64] or 'nothing'!r}",
+        what,
         "The server reads only JSON; `curl -d` sends a form's type by default.",
         "Add the header `Content-Type: application/json` (curl: -H 'Content-Type: "
         "application/json').",

@@ -370,8 +370,8 @@ def connection_limit(config: ServeConfig) -> int:
     if num_possible < (config.max_connections or 1):
         raise ConfigError(
             f"The limit of {num_files} open files leaves {max(0, num_possible)} for connections",
-            f"{num_reserved} are reserved for the server and its engines; "
-            f"{config.max_connections or 1} connections are needed.",
+            f"{num_reserved} are reserved for the server and its engines; connections need at "
+            f"least {config.max_connections or 1}.",
             f"Raise the limit with `ulimit -n {num_reserved + (config.max_connections or 1024)}`"
             + (", or lower --max-connections." if config.max_connections else "."),
         )

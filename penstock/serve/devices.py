@@ -58,7 +58,7 @@ def _on_gpus(
 ) -> tuple[EngineConfig, list[dict[str, str]]]:
     if engine.device not in ("auto", "cuda"):
         raise ConfigError(
-            f"--device is {engine.device} and {len(gpus) // engine.tp} engines each get a GPU",
+            f"--device is {engine.device}, but every engine gets a GPU of its own",
             "GPUs are chosen with --gpus.",
             "Omit --device.",
         )

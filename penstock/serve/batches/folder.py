@@ -202,12 +202,22 @@ class BatchFolder:
 
     def file(self, file_id: str, tenant: str, param: str | None = None) -> StoredFile:
         file = self.files.get(file_id)
-        if file is not None and file.expires_at is not None and file.expires_at <= time.time():
+        if file is not None and self.is_expired(file):
             self.delete(file)
             file = None
         if file is None or file.tenant != tenant:
             raise FileNotHereError(f"No file has the id {file_id[:64]!r}", param=param)
         return file
+
+    def is_expired(self, file: StoredFile) -> bool:
+        """The input of an open batch does not expire until that has ended."""
+        if file.expires_at is None or file.expires_at > time.time():
+            return False
+        return self._open_batch_of(file) is None
+
+    def _open_batch_of(self, file: StoredFile) -> Batch | None:
+        of_file = (one for one in self.batches.values() if one.input_file_id == file.id)
+        return next((batch for batch in of_file if not batch.has_ended), None)
 
     def batch(self, batch_id: str, tenant: str) -> Batch:
         batch = self.batches.get(batch_id)
@@ -221,12 +231,11 @@ class BatchFolder:
         self.files[file.id] = file
 
     def delete(self, file: StoredFile) -> None:
-        for batch in self.batches.values():
-            if batch.input_file_id == file.id and not batch.has_ended:
-                raise RequestError(
-                    f"The file is the input of {batch.id}, which is {batch.status}",
-                    todo=f"Cancel that first: POST /v1/batches/{batch.id}/cancel.",
-                )
+        if (batch := self._open_batch_of(file)) is not None:
+            raise RequestError(
+                f"The file is the input of {batch.id}, which is {batch.status}",
+                todo=f"Cancel that first: POST /v1/batches/{batch.id}/cancel.",
+            )
         del self.files[file.id]
         (self._files / f"{file.id}.json").unlink(missing_ok=True)
         self.discard(file.id)

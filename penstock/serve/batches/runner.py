@@ -135,10 +135,8 @@ class BatchRunner:
         self._changed.set()
 
     def _delete_expired(self) -> None:
-        now = time.time()
-        in_use = {one.input_file_id for one in self._folder.batches.values() if not one.has_ended}
         for file in list(self._folder.files.values()):
-            if file.expires_at is not None and file.expires_at <= now and file.id not in in_use:
+            if self._folder.is_expired(file):
                 self._folder.delete(file)
 
     async def _live(self, batch: Batch) -> None:
