@@ -614,12 +614,19 @@ def test_a_mistake_is_said_before_anything_is_measured(
 
 
 @pytest.mark.parametrize(
-    ("what", "flag"), [("step", "--max-rows"), ("step", "--base-url"), ("serve", "--batch")]
+    ("what", "flag"),
+    [
+        ("step", "--max-rows"),
+        ("step", "--base-url"),
+        ("serve", "--batch"),
+        ("offload", "--warmup"),
+        ("offload", "--repeats"),
+    ],
 )
 def test_flags_of_one_bench_are_not_swallowed_by_others(
     what: str, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exit_code, said = fails(capsys, "bench", what, flag, "3")
+    exit_code, said = fails(capsys, "bench", what, flag, "4")
     assert (exit_code, said.splitlines()[0]) == (2, f"error: bench {what} has no flag {flag}")
 
 

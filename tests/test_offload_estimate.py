@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli import main
-from penstock.commands import inspect
 from penstock.commands.inspect import find_machine
 from penstock.commands.inspect_experts import GB, STEP_BYTES, SYSTEM_BYTES, Need, Tiers, estimate
+from penstock.ops.cpu import memory
 
 NEED = Need(8 * GB, 200 * GB, 4 * GB, 3 * GB, 1 * GB)
 MACHINE = Tiers(24 * GB, 64 * GB, 1000 * GB, 25 * GB, 5 * GB)
@@ -76,5 +76,5 @@ def test_a_system_that_does_not_say_how_much_ram_is_free(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     known = find_machine()
-    monkeypatch.setattr(inspect, "MEMORY_INFO", tmp_path / "missing")
+    monkeypatch.setattr(memory, "MEMORY_INFO", tmp_path / "missing")
     assert find_machine().free_bytes == known.total_bytes > known.free_bytes

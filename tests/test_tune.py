@@ -90,6 +90,14 @@ def test_a_dense_model_has_nothing_to_offload(capsys: pytest.CaptureFixture[str]
     assert "error: Qwen3.5-4B has no experts" in said
 
 
+@pytest.mark.parametrize("flag", ["--batch", "--context", "--layers"])
+def test_flags_of_kernels_are_not_swallowed_by_offload(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exit_code, said = fails(capsys, "tune", "offload", flag, "4")
+    assert (exit_code, said.splitlines()[0]) == (2, f"error: tune offload has no flag {flag}")
+
+
 TILE = {"block_n": 4}
 
 

@@ -72,6 +72,7 @@ EXAMPLES = [
     "--speedup 2",
 ]
 
+WARMUP = 3
 OWN_DEFAULTS = {
     "batch": (1,),
     "context": (1024,),
@@ -98,7 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=read_count, metavar="N", help="timed runs per shape")
     parser.add_argument(
-        "--warmup", type=read_count, default=3, metavar="N", help="untimed runs before the timed"
+        "--warmup",
+        type=read_count,
+        default=WARMUP,
+        metavar="N",
+        help="untimed runs before the timed",
     )
     parser.add_argument(
         "--sampled", action="store_true", help="sample with temperature, top_k and top_p"
@@ -160,7 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
         return bench_drafts.run(arguments)
     if arguments.what == "offload":
         names = ("repeats", "sampled", "breakdown", "all_reduce_us")
-        _refuse(arguments, {name: OWN_DEFAULTS[name] for name in names})
+        _refuse(arguments, {"warmup": WARMUP, **{name: OWN_DEFAULTS[name] for name in names}})
         if arguments.case:
             _refuse_beside_case(arguments)
         return bench_offload.run(arguments)

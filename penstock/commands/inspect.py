@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands import inspect_experts
@@ -53,7 +51,6 @@ EXAMPLES = [
 
 TIERS = ("gpu", "ram", "disk")
 CONTEXTS = (1024, 4096, 16384, 65536, 262144)
-MEMORY_INFO = Path("/proc/meminfo")
 _MEMORY_SHARE = 0.9  # the share of free memory that an engine takes
 
 
@@ -278,18 +275,14 @@ def _find_storage(source: ModelSource) -> dict[str, Any] | None:
 def find_machine() -> Machine:
     import torch
 
+    from penstock.ops.cpu.memory import ram_sizes
+
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return Machine(torch.cuda.get_device_name(), total, free, is_gpu=True)
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        lines = MEMORY_INFO.read_text().splitlines()
-    except OSError:  # macOS has no such file
-        return Machine("this machine's RAM, if all of it is free", total, total, is_gpu=False)
-    kilobytes = {
-        key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines)
-    }
-    return Machine("this machine's RAM", total, kilobytes["MemAvailable"] * 1024, is_gpu=False)
+    total, free = ram_sizes()
+    name = "this machine's RAM" + (", if all of it is free" if free == total else "")
+    return Machine(name, total, free, is_gpu=False)
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -20,10 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.console import print_table
-from penstock.commands.flags import add_flags, read_count, read_counts, read_settings
+from penstock.commands.flags import (
+    add_flags,
+    foreign_flag,
+    read_count,
+    read_counts,
+    read_settings,
+)
 from penstock.commands.layouts import build_without_memory
 from penstock.commands.measure import Decoding, time_chain
 from penstock.commands.provenance import gpu_name, provenance
+from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.eval.results import prepare_output
@@ -50,6 +57,7 @@ EXAMPLES = [
 ]
 COLUMNS = ["kernel/shape/tokens", "tile", "step before us", "after us"]
 GAIN = 0.995  # a step must be shorter than this share of the old one: less is noise
+KERNEL_DEFAULTS = {"batch": (1, 2, 4, 8), "context": 1536, "layers": 8}
 REPLAYS, WARMUP = 40, 4
 ROUNDS = 5  # comparisons of the fastest tile with the one that it would replace
 
@@ -63,14 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kernel tiles (default), or ways to use experts in RAM",
     )
     parser.add_argument(
-        "--batch", type=read_counts, default=(1, 2, 4, 8), metavar="N,N", help="requests per step"
+        "--batch", type=read_counts, metavar="N,N", help="requests per step (default: 1,2,4,8)"
     )
     parser.add_argument(
-        "--context", type=read_count, default=1536, metavar="N", help="tokens in the cache"
+        "--context", type=read_count, metavar="N", help="tokens in the cache (default: 1536)"
     )
     parser.add_argument(
-        "--layers", type=read_count, default=8, metavar="N", help="layers of the model to use"
+        "--layers", type=read_count, metavar="N", help="layers of the model to use (default: 8)"
     )
+    parser.set_defaults(**KERNEL_DEFAULTS)
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -87,6 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     settings = read_settings(EngineConfig, arguments)
     if arguments.what == "offload":
+        for name, default in KERNEL_DEFAULTS.items():
+            if getattr(arguments, name) != default and not is_given_by_variable(arguments, name):
+                raise foreign_flag("tune offload", f"--{name}", "`penstock tune kernels`")
         return _tune_offload(arguments, settings)
     settings |= {"random_weights": True, "prefix_cache": False, "graphs": False}
     settings |= {"max_rows": max(arguments.batch), "max_model_len": arguments.context + 1}

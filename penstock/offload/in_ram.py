@@ -4,7 +4,6 @@ files, if they fit in RAM.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from penstock.offload.host_products import can_ask, can_multiply
 from penstock.offload.layout import ExpertLayout, stack_tensors
 from penstock.offload.pinned import large_addresses, new_pinned, pinned_copy, unpin
 from penstock.ops import Weight
+from penstock.ops.cpu.memory import ram_sizes
 from penstock.ops.weight import map_part
 
 RAM_SHARE = 0.8  # of free RAM, for experts from files
@@ -66,12 +66,11 @@ def give_device_slots(
     model.expert_store = store
 
 
-def fits_ram(index: Index, ram_bytes: int | None) -> bool:
+def fits_ram(index: Index, budget: int | None) -> bool:
     """Whether all experts from files should be in RAM: within the budget, or what is free."""
-    if ram_bytes is None:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        ram_bytes = int(RAM_SHARE * free)
-    return index.num_bytes <= ram_bytes
+    if budget is None:
+        budget = int(RAM_SHARE * ram_sizes()[1])
+    return index.num_bytes <= budget
 
 
 def read_into_ram(

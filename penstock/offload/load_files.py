@@ -5,7 +5,6 @@ the device, its experts in slots over RAM and files, or all in RAM, or all on th
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from penstock.offload.in_place import CheckpointLayer
 from penstock.offload.in_ram import fits_ram, give_device_slots, read_into_ram
 from penstock.offload.layout import ExpertLayout, StoredMatrix, stack_tensors
 from penstock.offload.store import sparse_layers, stack_names, use_slots
+from penstock.ops.cpu.memory import ram_sizes
 from penstock.ops.weight import deferred_weights
 from penstock.progress import OnPhase, Phase
 from penstock.weights.checkpoint import list_some
@@ -194,7 +194,7 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        _, free = ram_sizes()
     return int(DEVICE_SHARE[device.type] * free)
 
 

@@ -10,11 +10,27 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 HUGE_PAGE = 1 << 21
+MEMORY_INFO = Path("/proc/meminfo")
+
+
+def ram_sizes() -> tuple[int, int]:
+    """The machine's RAM, and how much of it can be allocated, which includes the files that the
+    system caches. All of it where the system does not say.
+    """
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = MEMORY_INFO.read_text().splitlines()
+    except OSError:  # macOS has no such file
+        return total, total
+    kilobytes = {key: rest.split()[0] for key, _, rest in (line.partition(":") for line in lines)}
+    return total, int(kilobytes["MemAvailable"]) * 1024
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
