@@ -186,8 +186,9 @@ def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_tokens = x.shape[0]
     height = TILE if x.is_cuda else _tile_height(*weight.shape, weight.dtype)
     padded = F.pad(x, (0, 0, 0, -num_tokens % height))
-    tiles = [F.linear(tile, weight, bias) for tile in padded.split(height)]
-    return torch.cat(tiles)[:num_tokens] if tiles else x.new_empty(0, weight.shape[0])
+    if num_tokens <= height:
+        return F.linear(padded, weight, bias)[:num_tokens]
+    return torch.cat([F.linear(tile, weight, bias) for tile in padded.split(height)])[:num_tokens]
 
 
 @functools.cache
