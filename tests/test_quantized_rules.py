@@ -155,3 +155,40 @@ def test_a_measured_tile_is_used_and_one_that_does_not_fit_is_not(
         with_norm, without = launched[-2:]
         assert (with_norm == tile_given) == is_used
         assert without == tile_given
+
+
+@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize("scheme", ["int4", "int4 of 32", "int8", "fp8"])
+@pytest.mark.parametrize(("num_rows", "num_columns"), [*WIDTHS, (16, 128)])
+def test_tiles_to_try_for_many_tokens_are_those_of_their_shape(
+    capability: int, scheme: str, num_rows: int, num_columns: int
+) -> None:
+    """A shape is all that a table knows: it says how many token tiles are needed."""
+    rows, card = rows_of(scheme, num_rows, num_columns), CARDS[capability]
+    for num_tokens in (17, 40, 48, 49, 64):
+        shape = quantized_gemm.gemm_shape(rows, num_tokens, num_plain=64)
+        assert all(type(size) is int for size in shape)
+        tried = quantized_gemm.candidates("quantized_gemm", shape, num_tokens, card)
+        assert 0 < len(tried) <= quantized_gemm.MOST_TRIED
+        assert tried[0] == quantized_gemm.gemm_rule(rows, num_tokens, card, 64)
+        for own in tried:
+            assert quantized_gemm.gemm_shared_bytes(rows, own) <= card.shared_bytes
+            assert num_tokens <= TOKENS * own["TOKEN_TILES"] * own["TOKEN_WARPS"] < num_tokens + 16
+
+
+def test_a_table_says_which_kernel_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(quantized, "_launch", lambda *_: launched.append("few"))
+    monkeypatch.setattr(quantized, "multiply_gemm", lambda *_, **__: launched.append("many"))
+    monkeypatch.setattr(quantized, "num_processors", lambda _: PROCESSORS)
+    rows = rows_of("int4", 12288, 2048)
+    shape = quantized_rules.tile_shape(rows)
+    for num_tokens, own in ((8, "few"), (16, "few"), (64, "many")):
+        x, out = (torch.zeros(num_tokens, size).bfloat16() for size in (2048, 12288))
+        key = tuning.Question("quantized_form", shape, num_tokens, {}).key
+        quantized.multiply(x, rows, out)
+        for is_gemm in (0, 1):
+            with tuning.trials({key: {"is_gemm": is_gemm}}):
+                quantized.multiply(x, rows, out)
+        expected = [own, "few", "many"] if num_tokens > TOKENS else ["few"] * 3
+        assert launched[-3:] == expected

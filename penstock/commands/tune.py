@@ -277,11 +277,11 @@ def _out_of_resources() -> tuple[type[Exception], ...]:
 
 def _candidates(question: Question) -> list[Tile]:
     """The tiles that the kernel's own file suggests, without the default one."""
-    from penstock.ops.cuda import quantized_rules
+    from penstock.ops.cuda import quantized
     from penstock.ops.triton import attention, delta_net, matmul, moe, sampling
 
     modules = {
-        tuple(quantized_rules.KERNELS.values()): quantized_rules,
+        (*quantized.KERNELS.values(), "quantized_gemm", "quantized_form"): quantized,
         ("linear", "norm_linear", "swiglu_linear"): matmul,
         ("rope_and_store", "paged_attention", "merge_splits", "prefill_attention"): attention,
         ("gated_delta_net", "delta_net_convolve", "delta_net_prepare", "delta_net_scan"): delta_net,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.ops.cuda import quantized_gemm
+from penstock.ops.cuda import quantized_gemm, quantized_rules
 from penstock.ops.cuda.program import (
     current_stream,
     is_available,
@@ -25,6 +25,7 @@ from penstock.ops.cuda.program import (
     num_processors,
     program,
 )
+from penstock.ops.cuda.quantized_gemm import FORM
 from penstock.ops.cuda.quantized_rules import (
     DOWN_PAIRS,
     DOWN_TOKEN,
@@ -144,7 +145,9 @@ def multiply(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    if quantized_gemm.is_faster(rows.num_rows, len(x), num_processors(x.device)):
+    is_gemm = quantized_gemm.is_faster(rows.num_rows, len(x), num_processors(x.device))
+    form: Tile = {"is_gemm": int(is_gemm)}
+    if len(x) > TOKENS and choose(FORM, tile_shape(rows), len(x), form, x.device)["is_gemm"]:
         assert norm_weight is None, "tokens are prepared by others"
         multiply_gemm(x, rows, out, plain=plain, bias=bias, residual=residual)
         return
@@ -199,10 +202,13 @@ def multiply_gemm(
     plain: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    tile: dict[str, int] | None = None,  # None: chosen by rule
+    tile: Tile | None = None,  # None: by table or rule
 ) -> None:
     num_tokens, num_plain = len(x), 0 if plain is None else len(plain)
-    tile = tile or quantized_gemm.gemm_rule(rows, num_tokens, card_of(x.device), num_plain)
+    if tile is None:
+        rule = quantized_gemm.gemm_rule(rows, num_tokens, card_of(x.device), num_plain)
+        shape = quantized_gemm.gemm_shape(rows, num_tokens, num_plain)
+        tile = choose(quantized_gemm.KERNEL, shape, num_tokens, rule, x.device)
     constants = gemm_constants(rows, x.dtype, tile) | {
         "HAS_PLAIN": int(plain is not None),
         "HAS_BIAS": int(bias is not None),
@@ -235,6 +241,14 @@ def card_of(device: torch.device) -> quantized_gemm.Card:
         most_shared_bytes(device),
         quantized_gemm.MAX_CLUSTER if has_clusters else 1,
     )
+
+
+def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+    """The tiles that `penstock tune` measures for the kernels of this file."""
+    if kernel in KERNELS.values():
+        return quantized_rules.candidates(kernel, shape, num_tokens)
+    card = card_of(torch.device("cuda", torch.cuda.current_device()))
+    return list(quantized_gemm.candidates(kernel, shape, num_tokens, card))
 
 
 def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
@@ -418,10 +432,10 @@ def kernel_constants(mode: int, rows: TiledRows, dtype: torch.dtype) -> dict[str
     return SWITCHES | {"MODE": mode} | _kind_constants(rows, dtype)
 
 
-def gemm_constants(rows: TiledRows, dtype: torch.dtype, tile: dict[str, int]) -> dict[str, int]:
+def gemm_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
     """Compile-time constants of `quantized_gemm.cu`, besides switches."""
     shared = {"SHARED_BYTES": quantized_gemm.gemm_shared_bytes(rows, tile)}
-    return GEMM_SWITCHES | _kind_constants(rows, dtype) | tile | shared
+    return {**GEMM_SWITCHES, **_kind_constants(rows, dtype), **tile, **shared}
 
 
 def _kind_constants(rows: TiledRows, dtype: torch.dtype) -> dict[str, int]:

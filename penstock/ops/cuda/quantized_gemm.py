@@ -8,13 +8,13 @@ from what it multiplies, unpacks and reads from L2; the tile with the fastest gr
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
+from penstock.ops.product import Tile
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 
-Tile = dict[str, int]
 TOKENS = 8  # per mma instruction
 # It is faster than `quantized.cu`, whose warps all read tokens from L2, from this many tokens and
 # this many row tiles per SM; with fewer, `quantized.cu` starts earlier.
@@ -41,6 +41,8 @@ UNPACK = {4: 4.5, 8: 8.0}  # bits of a code: unpacking 16 rows x 16 columns
 READ = 1 / 25  # one byte from L2, while all SMs read
 LEAST_BUSY = 0.4  # with fewer SMs at work than this share, each reads no faster
 START, MEET = 1500, 1000  # a block's first columns; sums of the other blocks of its cluster
+KERNEL, FORM = "quantized_gemm", "quantized_form"  # names of its tile, and of whether to use it
+MOST_TRIED = 16  # tiles of one shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,25 @@ def is_faster(num_rows: int, num_tokens: int, num_processors: int) -> bool:
 
 
 def gemm_rule(rows: TiledRows, num_tokens: int, card: Card, num_plain: int = 0) -> Tile:
-    token_tiles = 2 * -(-num_tokens // (2 * TOKENS))
-    return dict(_best(Rows.of(rows, num_plain), token_tiles, card))
+    return dict(_ranked(Rows.of(rows, num_plain), _token_tiles(num_tokens), card)[0])
+
+
+def gemm_shape(rows: TiledRows, num_tokens: int, num_plain: int) -> tuple[int, ...]:
+    """What a measured tile depends on. It has as many token tiles as the tokens need."""
+    return _token_tiles(num_tokens), *map(int, astuple(Rows.of(rows, num_plain)))
+
+
+def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int, card: Card) -> list[Tile]:
+    """What `penstock tune` tries: both forms, or the tiles that the cost model likes best."""
+    if kernel == FORM:
+        return [{"is_gemm": 0}, {"is_gemm": 1}] if num_tokens > TOKENS else []
+    token_tiles, *sizes = shape
+    ranked = _ranked(Rows(*sizes), token_tiles, card)  # type: ignore[arg-type]
+    return [dict(tile) for tile in ranked[:MOST_TRIED]]
+
+
+def _token_tiles(num_tokens: int) -> int:
+    return 2 * -(-num_tokens // (2 * TOKENS))
 
 
 def gemm_tile(
@@ -128,7 +147,8 @@ def gemm_shared_bytes(rows: TiledRows, tile: Tile) -> int:
 
 
 @functools.cache
-def _best(rows: Rows, token_tiles: int, card: Card) -> tuple[tuple[str, int], ...]:
+def _ranked(rows: Rows, token_tiles: int, card: Card) -> list[Tile]:
+    """All tiles that fit, the fastest first."""
     found = [
         tile
         for shape in SHAPES
@@ -137,7 +157,7 @@ def _best(rows: Rows, token_tiles: int, card: Card) -> tuple[tuple[str, int], ..
         and _has_registers(rows, shape, token_tiles)
         and (tile := _fitting(rows, shape, token_tiles, cluster, card)) is not None
     ]
-    return tuple(min(found, key=lambda tile: _clocks(rows, token_tiles, tile, card)).items())
+    return sorted(found, key=lambda tile: _clocks(rows, token_tiles, tile, card))
 
 
 def _has_registers(rows: Rows, shape: tuple[int, int, int, int], token_tiles: int) -> bool:
