@@ -74,13 +74,13 @@ def test_the_draft_says_how_much_of_the_prompt_is_cached(page: Any) -> None:
     page.keyboard.press("Enter")
     wait_answer(page, 2)
     said = page.locator(".message.assistant footer small").last.inner_text()
-    assert f", {promised} from the cache" in said
+    assert f", {promised} cached" in said
 
 
 @pytest.mark.everyday
 def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
     open_settings(page)
-    page.get_by_label("Longest answer").fill("4000")
+    page.get_by_label("Max tokens").fill("4000")
     # No control tokens, which the model would say when its answer is complete, and nobody sees.
     never = dict.fromkeys(map(str, CONTROL_IDS), -100)
     page.route("**/v1/chat/completions", with_fields(logit_bias=never))
@@ -93,7 +93,7 @@ def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
     answer = wait_answer(page)
     assert "stopped" in answer.locator("footer small").inner_text()
     before = answer.locator(".prose").inner_text()
-    page.get_by_label("Longest answer").fill("12")
+    page.get_by_label("Max tokens").fill("12")
     answer.get_by_role("button", name="Continue").click()
     page.wait_for_function(
         "(before) => document.querySelector('.message.assistant[aria-busy=false] .prose')"
@@ -112,7 +112,7 @@ def test_the_next_message_waits_for_the_answer_and_outlives_a_reload(page: Any) 
         "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
     )
     say(page, "And then?")  # Enter does not stop what is being read
-    assert "still coming" in page.locator("#draft-note").inner_text()
+    assert "still being generated" in page.locator("#draft-note").inner_text()
     assert "200 tokens" in wait_answer(page).locator("footer small").inner_text()
     reload(page)
     assert page.locator("#draft").input_value() == "And then?"
@@ -179,7 +179,7 @@ def test_an_edited_question_is_a_branch_and_the_first_one_stays(page: Any) -> No
 
 @pytest.mark.everyday
 def test_an_answer_is_held_to_the_schema_of_the_conversation(page: Any) -> None:
-    open_settings(page, "Form of the answer")
+    open_settings(page, "Response format")
     schema = {
         "type": "object",
         "properties": {"sum": {"type": "integer", "maximum": 99}},
@@ -199,7 +199,7 @@ def test_an_answer_is_held_to_the_schema_of_the_conversation(page: Any) -> None:
 
 def test_a_schema_that_is_no_json_is_said_before_anything_is_asked(page: Any) -> None:
     asked = script_replies(page, [chunk(content="no")])
-    open_settings(page, "Form of the answer")
+    open_settings(page, "Response format")
     page.get_by_label("JSON schema", exact=True).fill('{"type":')
     assert "Not JSON yet" in page.locator("#settings").inner_text()
     say(page, "What is 17 + 26?")
@@ -214,7 +214,7 @@ def test_a_tool_that_must_be_called_is_called_and_answered_by_hand(page: Any) ->
     open_settings(page, "Tools")
     page.get_by_role("button", name="Add a tool").click()
     page.get_by_label("Function (JavaScript)").fill("")
-    page.get_by_label("The model", exact=True).select_option("required")
+    page.get_by_label("Tool choice", exact=True).select_option("required")
     say(page, "Add 17 and 26.")
     call = wait_answer(page).locator(".call")
     assert "add" in call.locator("figcaption").inner_text()
@@ -238,7 +238,7 @@ def test_a_thought_is_folded_with_its_time_and_tokens(page: Any) -> None:
     assert not answer.get_by_text("hidden thing").is_visible()
     answer.locator(".thought summary").click()
     assert answer.get_by_text("hidden thing").is_visible()
-    assert "16 from the cache" in answer.locator("footer small").inner_text()
+    assert "16 cached" in answer.locator("footer small").inner_text()
 
 
 MARKDOWN = """# Title
@@ -294,7 +294,7 @@ def test_a_function_in_the_sandbox_answers_a_call_and_the_model_goes_on(page: An
 def test_a_function_answers_the_call_of_the_embedded_model(page: Any) -> None:
     open_settings(page, "Tools")
     page.get_by_role("button", name="Add a tool").click()
-    page.get_by_label("The model", exact=True).select_option("required")
+    page.get_by_label("Tool choice", exact=True).select_option("required")
     say(page, "Add 17 and 26.")
     wait_answer(page, 2)
     call = json.loads(page.locator(".call pre").inner_text())
@@ -315,7 +315,7 @@ def test_a_function_that_ends_late_answers_in_no_other_conversation(page: Any) -
     assert page.locator(".message").count() == 0
     assert len(asked) == 1
     page.locator("#talks .open").click()
-    page.get_by_role("button", name="Run its function").click()
+    page.get_by_role("button", name="Run the function").click()
     wait_answer(page, 2)
     assert page.locator(".message.tool .result").inner_text() == "5"
 
@@ -323,7 +323,7 @@ def test_a_function_that_ends_late_answers_in_no_other_conversation(page: Any) -
 @pytest.mark.parametrize(
     ("code", "result"),
     [
-        ("() => { while (true); }", "did not end within"),
+        ("() => { while (true); }", "did not finish within"),
         ("() => fetch('/health').then((r) => r.text())", "Error"),
         ("() => parent.document.title", "Error"),
         ("() => localStorage.length", "Error"),
@@ -469,7 +469,7 @@ def test_a_file_that_is_pasted_goes_along_and_pasted_text_is_text(page: Any) -> 
 def test_what_was_asked_can_be_copied_as_code_that_runs(page: Any, server: Server) -> None:
     script_replies(page, [chunk(content="Hi."), USAGE])
     open_settings(page)
-    page.get_by_label("Longest answer").fill("3")
+    page.get_by_label("Max tokens").fill("3")
     say(page, 'It\'s me: \\ "quoted", $HOME `x`')
     wait_answer(page).get_by_role("button", name="Copy as").click()
     shown = page.locator("#copy-dialog pre")

@@ -34,8 +34,8 @@ def problem_of(page: Any) -> Any:
 @pytest.mark.parametrize(
     ("status", "code", "sentence", "way"),
     [
-        (500, "engines_lost", "Something failed in the server.", "Try again"),
-        (400, "context_length_exceeded", "no longer fits", "Leave the oldest messages out"),
+        (500, "engines_lost", "The server had an internal error.", "Try again"),
+        (400, "context_length_exceeded", "no longer fits", "Leave out the oldest messages"),
         (400, "invalid_value", "It is so.", "Try again"),
         (408, "deadline_exceeded", "took longer than the server allows", "Try again"),
     ],
@@ -64,7 +64,7 @@ def test_a_busy_server_is_asked_again_by_itself_after_the_time_it_names(
     script_replies(page, [chunk(content="Now."), USAGE])
     script_failure(page, 429, "overloaded", **{"retry-after": "1"})
     say(page, "Hello")
-    assert "asks for 1 s of patience" in problem_of(page).inner_text()
+    assert "asks to wait 1 s" in problem_of(page).inner_text()
     page.wait_for_function(
         "() => document.querySelector('.message.assistant .prose')?.innerText === 'Now.'"
     )
@@ -140,8 +140,8 @@ def test_an_engine_that_dies_amid_an_answer_is_said_and_the_answer_goes_on(
         )
         os.kill(server.engine_pid, signal.SIGKILL)
         page.wait_for_selector("#notice:not([hidden])")
-        assert "The engine has stopped and starts again" in page.locator("#notice").inner_text()
-        assert "The answer goes on by itself." in page.locator("#notice").inner_text()
+        assert "The engine stopped and is restarting" in page.locator("#notice").inner_text()
+        assert "The answer will continue automatically." in page.locator("#notice").inner_text()
         footer = wait_answer(page).locator("footer small").inner_text()
         assert footer.startswith("120 tokens")
         assert page.locator(".problem").count() == 0
@@ -174,7 +174,7 @@ def test_a_server_that_is_full_says_how_long_to_wait_and_answers_then(
         page = open_page(server.url, expect_errors=True)
         with server.stream({"messages": MESSAGES, "max_tokens": 4000, "stream": True, **FREE}):
             say(page, "Hello")
-            assert "s of patience" in problem_of(page).inner_text()
+            assert "asks to wait" in problem_of(page).inner_text()
         page.wait_for_function(
             "() => document.querySelectorAll('.problem').length === 0"
             " && document.querySelector('.message.assistant[aria-busy=false] .prose')?.innerText"
@@ -190,13 +190,13 @@ def test_a_conversation_outgrows_a_real_context_and_goes_on_without_its_beginnin
             say(page, f"{word} " * 100)
             wait_answer(page, number)
         say(page, "weir " * 100)
-        problem_of(page).get_by_role("button", name="Leave the oldest messages out").click()
+        problem_of(page).get_by_role("button", name="Leave out the oldest messages").click()
         page.wait_for_function("() => document.querySelectorAll('.problem').length === 0")
         assert wait_answer(page, 3).locator(".prose").inner_text()
         assert page.locator(".message.left-out").count() == 2
         say(page, "pond " * 500)
         for _ in range(3):  # the other two, and then there is none
-            problem_of(page).get_by_role("button", name="Leave the oldest messages out").click()
+            problem_of(page).get_by_role("button", name="Leave out the oldest messages").click()
         problem = page.locator(".problem", has_text="this message alone is too long")
         problem.get_by_role("button", name="Edit the message").click()
         page.locator("textarea.edit").fill("And now?")

@@ -163,7 +163,7 @@ def test_a_completion_shows_each_token_with_its_alternatives(page: Any) -> None:
     second = page.locator(".output .token").nth(1)
     assert page.evaluate("document.activeElement.textContent") == second.text_content()
     assert page.locator(".token-card tr").count() >= 5
-    assert "Others: " in page.locator("#announcer").inner_text()
+    assert "Alternatives: " in page.locator("#announcer").inner_text()
     page.get_by_role("button", name="Copy as").nth(1).click()
     assert '"temperature": 1' in page.locator("#copy-dialog pre").inner_text()
 
@@ -205,7 +205,7 @@ def test_the_live_view_moves_under_load(page: Any, server: Server) -> None:
         cells = page.locator("#view-live td")
         assert cells.filter(has_text="ready").count() == 1
         assert cells.filter(has_text=re.compile(r"^[\d.]+ GB of [\d.]+ GB$")).count() == 1
-        assert cells.filter(has_text="checkpoints of states").count() == 1
+        assert cells.filter(has_text="state checkpoints").count() == 1
     page.wait_for_function("() => document.querySelectorAll('.tiles b')[2].textContent === '0'")
 
 
@@ -214,8 +214,8 @@ def test_the_live_view_shows_drafts_and_experts_of_a_server_that_has_them(
     open_page: Callable[..., Any],
 ) -> None:
     titles = (
-        "Tokens a step brings a request",
-        "Where a step's experts were",
+        "Tokens per step and request",
+        "Where the experts of a step were",
         "Experts of engine 0",
     )
     drafts = {"speculate": "mtp:1", "expert_cache": "12MB"}
@@ -227,9 +227,9 @@ def test_the_live_view_shows_drafts_and_experts_of_a_server_that_has_them(
         for title in titles:
             live.locator("figcaption", has_text=title).wait_for()
         for said in (
-            r"^Tokens a step brings a request: tokens [12]\.\d",
-            r"^Drafts that were right, by drafter and place: mtp 1 [1-9]",
-            r"^Where a step's experts were: on the device [1-9]\d* %, in RAM [1-9]\d* %, in files 0 %",
+            r"^Tokens per step and request: tokens [12]\.\d",
+            r"^Accepted drafts by drafter and position: mtp 1 [1-9]",
+            r"^Where the experts of a step were: on the device [1-9]\d* %, in RAM [1-9]\d* %, in files 0 %",
             r"^Experts of engine 0: 13 layers; \d+ of 208 experts are on the device",
         ):
             live.wait_for_function(
@@ -262,7 +262,7 @@ def test_the_template_of_a_conversation_has_its_tools_and_its_thinking(page: Any
     wait_answer(page)
     page.evaluate("location.hash = 'playground'")
     page.get_by_role("button", name="Template").click()
-    page.get_by_role("button", name="Take the conversation").click()
+    page.get_by_role("button", name="Use the current conversation").click()
     page.wait_for_function(
         "() => document.querySelector('pre.output').textContent.includes('Hello there')"
     )

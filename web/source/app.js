@@ -1,4 +1,4 @@
-// Puts the page together: its views, the server's state, the key, the theme and the keyboard.
+// Entry point of the page: views, server state, API key, theme and keyboard shortcuts.
 
 import { Chat } from "./chat.js";
 import { announce, byId, count } from "./dom.js";
@@ -20,7 +20,7 @@ const chat = new Chat(model, () => {
 });
 const sidebar = new Sidebar(chat);
 
-// Views: one at a time, by the part of the address behind #.
+// Views: one at a time, chosen by the URL fragment.
 
 async function showView() {
   const name = VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "chat";
@@ -43,7 +43,7 @@ async function showView() {
 }
 addEventListener("hashchange", showView);
 
-// The server: ready, starting, failed or gone.
+// Server state: ready, starting, failed or unreachable.
 
 function showState(kind, text) {
   byId("state").dataset.kind = kind;
@@ -52,18 +52,18 @@ function showState(kind, text) {
   byId("notice-text").textContent =
     {
       starting: chat.running
-        ? `The engine has stopped and starts again: ${text}. The answer goes on by itself.`
-        : `The model is still loading: ${text}. You can write already.`,
-      dead: `The engine has failed: ${text} Look at the server's log; it may start again by itself.`,
-      gone: "The server cannot be reached. Is it still running? This page tries again every second.",
+        ? `The engine stopped and is restarting: ${text}. The answer will continue automatically.`
+        : `The model is still loading: ${text}. You can already send messages.`,
+      dead: `The engine failed: ${text} See the server's log; the engine may restart automatically.`,
+      gone: "The server cannot be reached. Is it still running? This page retries every second.",
     }[kind] ?? "";
 }
 
-/** Looks every second while something is wrong or an answer is on its way, and seldom otherwise. */
+/** Polls every second while the server is not ready or an answer is streaming, otherwise every CALM_S. */
 async function watchServer() {
   for (;;) {
     const found = await health();
-    if (!found) showState("gone", "not reachable");
+    if (!found) showState("gone", "unreachable");
     else if (found.status === "ok") {
       if (byId("state").dataset.kind !== "ok") await learnModel(found).catch(() => null);
       passed = [];
@@ -76,7 +76,7 @@ async function watchServer() {
   }
 }
 
-let passed = []; // phases of this start that are over
+let passed = []; // start-up phases so far
 
 function phaseText(phase) {
   if (!phase) return "starting";
@@ -103,7 +103,7 @@ async function learnModel(found) {
   chat.composer.changed();
 }
 
-// The key: asked for once, kept for this tab.
+// API key: asked for once, kept for this tab.
 
 onKeyNeeded(
   (wasRefused) =>
@@ -112,7 +112,7 @@ onKeyNeeded(
       const input = byId("key-input");
       byId("key-text").textContent = wasRefused
         ? "The server did not accept that key. Try another one."
-        : "This server answers only with an API key. It stays in this tab and is forgotten when you close it.";
+        : "This server requires an API key. The key is kept in this tab only and forgotten when you close it.";
       dialog.returnValue = "";
       input.value = "";
       dialog.addEventListener(
@@ -124,7 +124,7 @@ onKeyNeeded(
     }),
 );
 
-// Light and dark: the system's, until a person chooses.
+// Theme: follows the system until the user chooses one.
 
 const THEMES = ["system", "light", "dark"];
 function setTheme(name) {
@@ -148,7 +148,7 @@ document.addEventListener("visibilitychange", () => {
   if (document.visibilityState === "visible") chat.refresh();
 });
 
-// Panels and keys
+// Panels and keyboard shortcuts
 
 function togglePanel(name, isOpen = document.body.dataset[name] !== "open") {
   document.body.dataset[name] = isOpen ? "open" : "";

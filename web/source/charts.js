@@ -1,4 +1,4 @@
-// Charts over the last two minutes, drawn on canvases: lines, and histograms as columns of shades.
+// Canvas charts of the last two minutes: lines, histograms as shaded columns, and heat maps.
 
 import { make } from "./dom.js";
 
@@ -34,7 +34,7 @@ class Chart {
     while (this.points[0][0] < time - SPAN_S) this.points.shift();
   }
 
-  /** The canvas, cleared, in CSS pixels. */
+  /** Clears the canvas and scales it to CSS pixels. */
   begin() {
     const { canvas } = this;
     const { clientWidth: width, clientHeight: height } = canvas;
@@ -58,7 +58,7 @@ class Chart {
 }
 
 export class LineChart extends Chart {
-  /** `series`: [name, colour role]; `top`: the least that the axis shows. */
+  /** `series`: [name, color role]; `top`: the minimum of the upper end of the axis. */
   constructor(title, series, { top = 1, format = (value) => value.toLocaleString("en") } = {}) {
     super(title, series);
     Object.assign(this, { series, top, format });
@@ -95,7 +95,7 @@ export class LineChart extends Chart {
   }
 }
 
-/** Each column is a second, each row a range of values, each shade the share of values in it. */
+/** Columns are seconds, rows are buckets; the shade is the share of values in a bucket. */
 export class HistogramChart extends Chart {
   constructor(title, format) {
     super(title);
@@ -127,7 +127,7 @@ export class HistogramChart extends Chart {
   }
 }
 
-/** Each column is a second, each row a name, each shade a share of 1. */
+/** Columns are seconds, rows are names; the shade is a share between 0 and 1. */
 export class ShareChart extends Chart {
   draw() {
     const area = this.begin();
@@ -156,14 +156,14 @@ export class ShareChart extends Chart {
   }
 }
 
-/** Now: rows are layers, columns experts; the deeper, the more of its layer's turns need one. */
+/** Current state: rows are layers, columns are experts; the shade is how often the layer needs one. */
 export class HeatMap extends Chart {
   constructor(title, key) {
     super(title, key);
-    this.rows = []; // of {heat, role}
+    this.rows = []; // rows of {heat, role}
     this.element.classList.add("wide");
     this.element.append(
-      make("p", { class: "hint" }, "Rows are layers, columns experts; deeper: needed more now."),
+      make("p", { class: "hint" }, "Rows are layers, columns are experts; a stronger color means needed more often."),
     );
   }
 

@@ -1,4 +1,4 @@
-// The chat: which conversation is shown, and what happens when a person sends, stops, branches or goes on.
+// The chat: the current conversation, and the actions send, stop, branch, edit and continue.
 
 import { Composer } from "./composer.js";
 import {
@@ -21,10 +21,10 @@ import * as store from "./store.js";
 import { runTool } from "./tools.js";
 
 const KEEP_MS = 1000;
-const MAX_ROUNDS = 16; // of calls that functions answer, before a person is asked again
+const MAX_ROUNDS = 16; // of tool calls answered by functions, before the user has to act
 
 export class Chat {
-  /** `onChange`: the list of conversations should be drawn again. */
+  /** `onChange` is called when the list of conversations has to be redrawn. */
   constructor(model, onChange) {
     Object.assign(this, {
       model,
@@ -69,7 +69,7 @@ export class Chat {
     );
   }
 
-  /** What another tab has kept meanwhile; the newer of two states of this conversation is shown. */
+  /** Loads what other tabs have stored; of two versions of this conversation, shows the newer one. */
   async refresh() {
     if (this.running) return;
     const found = await store.loadAll();
@@ -98,7 +98,7 @@ export class Chat {
     this.composer.focus();
   }
 
-  /** After settings have changed: not at every letter, and not for a conversation without messages. */
+  /** Saves changed settings: debounced, and only for a conversation with messages. */
   keepSoon() {
     const { talk } = this;
     clearTimeout(this.keeping);
@@ -135,13 +135,13 @@ export class Chat {
     if (this.isAtEnd) this.list.scrollTop = this.list.scrollHeight;
   }
 
-  /** One answer at a time: says so when another is requested. */
+  /** Only one answer is generated at a time; tells the user if one is in progress. */
   isBusy() {
-    if (this.running) announce("An answer is still coming. Stop it first, with Esc.");
+    if (this.running) announce("An answer is still being generated. Press Esc to stop it first.");
     return Boolean(this.running);
   }
 
-  // What a person does
+  // User actions
 
   send(text, files) {
     if (this.isBusy()) return undefined;
@@ -150,7 +150,7 @@ export class Chat {
     return this.reply(message.id);
   }
 
-  /** Resolves when what came so far is kept. */
+  /** Resolves when the partial answer is saved. */
   stop() {
     this.running?.controller.abort();
     return this.running?.ended;
@@ -209,7 +209,7 @@ export class Chat {
 
   shorten(message) {
     if (!shorten(this.talk)) {
-      const sentence = "There is nothing left to leave out: this message alone is too long.";
+      const sentence = "No older messages are left to leave out: this message alone is too long.";
       message.problem = { ...message.problem, sentence, way: "edit" };
       announce(sentence);
       this.redraw();
@@ -257,8 +257,8 @@ export class Chat {
     const failed = Object.values(this.talk.messages).find(
       (other) => other.parent === parent && other.problem && !other.content && !other.reasoning,
     );
-    if (failed) removeMessage(this.talk, failed); // what never began is no branch
-    const isJson = Boolean(body.response_format); // what looks like Markdown in it is none
+    if (failed) removeMessage(this.talk, failed); // an answer that never started is not a branch
+    const isJson = Boolean(body.response_format); // shown as JSON, not as Markdown
     const message = addMessage(this.talk, parent, { role: "assistant", isJson });
     this.views.clear();
     this.draw();
@@ -267,7 +267,7 @@ export class Chat {
     if (message.calls?.length && round < MAX_ROUNDS) await this.runAll(message, round);
   }
 
-  /** Whether the reply came to its end. */
+  /** Returns whether the reply is complete. */
   async run(message, body) {
     const { talk } = this;
     const view = this.views.get(message.id);
@@ -279,7 +279,7 @@ export class Chat {
     const { promise: ended, resolve: end } = Promise.withResolvers();
     this.running = { controller, talk, message, view, ended };
     Object.assign(message, { problem: undefined, wasStopped: undefined, isGrowing: true });
-    const keeping = setInterval(() => store.save(talk), KEEP_MS); // a page may be closed at any time
+    const keeping = setInterval(() => store.save(talk), KEEP_MS); // the page may be closed at any time
     view.setGrowing(true);
     this.composer.changed();
     await this.keep(talk);
@@ -309,7 +309,7 @@ export class Chat {
     return isComplete;
   }
 
-  /** Tries again by itself when the server has said how long to wait, unless the person did something else. */
+  /** Retries after the wait that the server asked for, unless the user did something else. */
   retryLater(message, waitS) {
     setTimeout(() => {
       if (message.problem?.way === "wait" && !this.running && this.talk.leaf === message.id)
@@ -323,7 +323,7 @@ export class Chat {
     return (this.talk.settings.tools ?? []).find((tool) => tool.name === name);
   }
 
-  /** Answers all calls by their functions, if each has one and the conversation is still shown. */
+  /** Runs the functions of all calls, if each has one; drops the results if the conversation changed. */
   async runAll(message, round) {
     const { talk } = this;
     if (!message.calls.every((call) => this.actions.hasFunction(call.name))) return;
@@ -364,7 +364,7 @@ export class Chat {
   }
 }
 
-/** `act` at most once a frame, however often it is asked for. */
+/** Calls `act` at most once per frame. */
 function eachFrame(act) {
   let asked = 0;
   const ask = () => {

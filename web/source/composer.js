@@ -1,4 +1,4 @@
-// Where a message is written: the draft, files dropped into it, how many tokens it makes, and send or stop.
+// The message box: draft, attached files, token count of the prompt, and send or stop.
 
 import { announce, button, byId, count, make } from "./dom.js";
 import { json } from "./server.js";
@@ -7,7 +7,7 @@ import { chatBody } from "./settings.js";
 const MAX_FILE_BYTES = 4 * 1024 * 1024;
 const COUNT_AFTER_MS = 350;
 const DRAFT = "penstock-draft";
-/** On a touch screen Enter begins a line: its keyboard has no Shift+Enter, and Send is at hand. */
+/** On a touch screen Enter starts a new line: its keyboard has no Shift+Enter. */
 const hasNoShift = () => matchMedia("(hover: none) and (pointer: coarse)").matches;
 
 export class Composer {
@@ -64,7 +64,7 @@ export class Composer {
   }
 
   changed() {
-    sessionStorage.setItem(DRAFT, this.draft.value); // for when the page is loaded again
+    sessionStorage.setItem(DRAFT, this.draft.value); // survives a reload
     const isRunning = Boolean(this.chat.running);
     byId("send").textContent = isRunning ? "Stop" : "Send";
     byId("send").classList.toggle("stop", isRunning);
@@ -92,7 +92,7 @@ export class Composer {
     this.counting = setTimeout(() => this.countTokens(), COUNT_AFTER_MS);
   }
 
-  /** What the whole prompt would be, not the draft alone: that is what has to fit, and what is cached. */
+  /** Counts the whole prompt, not the draft alone: it has to fit into the context, and is partly cached. */
   async countTokens() {
     const { chat } = this;
     if (chat.running || !chat.model.contextLength) return;
@@ -112,11 +112,11 @@ export class Composer {
       this.note.textContent = `${count(total)} of ${count(chat.model.contextLength)} tokens${more}`;
       this.note.classList.toggle("over", share >= 1);
     } catch {
-      this.note.textContent = ""; // what is wrong, with the server or a schema, is said elsewhere
+      this.note.textContent = ""; // errors of the server or a schema are shown elsewhere
     }
   }
 
-  /** Anywhere: a file that misses the page's fields would otherwise replace the page. */
+  /** Accepts drops anywhere: by default, the browser would open the file in place of the page. */
   acceptDrops() {
     const { classList } = document.body;
     const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
@@ -138,7 +138,7 @@ export class Composer {
   async addFiles(files) {
     for (const file of files) {
       const text = file.size <= MAX_FILE_BYTES ? await file.text() : null;
-      if (text === null) announce(`${file.name} is larger than 4 MB, which no context holds.`);
+      if (text === null) announce(`${file.name} is larger than 4 MB, the limit for attached files.`);
       else if (text.includes("\0")) announce(`${file.name} is not a text file.`);
       else this.files.push({ name: file.name, text });
     }

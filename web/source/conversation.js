@@ -1,4 +1,4 @@
-// A conversation as data: a tree of messages, of which one path is shown. Knows neither server nor screen.
+// A conversation as data: a tree of messages, one path of which is shown. Knows neither server nor DOM.
 
 export const newId = () =>
   crypto.getRandomValues(new Uint32Array(3)).reduce((id, n) => id + n.toString(36), "");
@@ -17,7 +17,7 @@ export function newConversation(settings = {}) {
   };
 }
 
-/** Appends behind `parent`, and shows the path that ends there. */
+/** Appends a child of `parent` and shows the path that ends there. */
 export function addMessage(talk, parent, fields) {
   const message = { id: newId(), parent, created: Date.now(), content: "", ...fields };
   talk.messages[message.id] = message;
@@ -32,7 +32,7 @@ export const titleOf = (text) => {
   return line.length > 60 ? `${line.slice(0, 59).trimEnd()}…` : line;
 };
 
-/** From the first message to `leaf`. */
+/** Messages from the first one to `leaf`. */
 export function pathTo(talk, leaf = talk.leaf) {
   const path = [];
   for (let id = leaf; id && talk.messages[id]; id = talk.messages[id].parent)
@@ -40,13 +40,13 @@ export function pathTo(talk, leaf = talk.leaf) {
   return path;
 }
 
-/** Messages that answer the same one, oldest first: the branches at this place. */
+/** Messages with the same parent, oldest first: the branches at this point. */
 export const siblings = (talk, message) =>
   Object.values(talk.messages)
     .filter((other) => other.parent === message.parent)
     .sort((a, b) => a.created - b.created);
 
-/** Shows the branch of this message, as far as it was last continued. */
+/** Shows the branch of this message, down to its newest leaf. */
 export function showBranch(talk, message) {
   let leaf = message;
   for (;;) {
@@ -70,13 +70,13 @@ export function removeMessage(talk, message) {
   else talk.leaf = message.parent;
 }
 
-/** Behind the messages that were left out, on every branch that begins where they end. */
+/** Index of the first message that is sent, on every branch that starts there. */
 export function placeOfFirstSent(talk, path) {
   const first = talk.messages[talk.firstSent];
   return first ? Math.max(0, path.findIndex(({ parent }) => parent === first.parent)) : 0;
 }
 
-/** What the model is sent: OpenAI's messages, without those that were left out to make room. */
+/** The messages of a request, in OpenAI's format, without those left out to fit the context. */
 export function requestMessages(talk, leaf = talk.leaf) {
   const path = pathTo(talk, leaf);
   const first = placeOfFirstSent(talk, path);
@@ -103,7 +103,7 @@ function asSent(message) {
   return sent;
 }
 
-/** Leaves the older half of what is sent out; false: there is nothing left to leave out. */
+/** Leaves out the older half of the messages; false: none is left to leave out. */
 export function shorten(talk) {
   const path = pathTo(talk);
   const first = placeOfFirstSent(talk, path);
@@ -113,7 +113,7 @@ export function shorten(talk) {
   return true;
 }
 
-/** Answers that were still growing when their page was closed; the server ended them then. */
+/** Marks answers that were still streaming when the page was closed. */
 export function noteBrokenOff(talk) {
   for (const message of Object.values(talk.messages)) {
     if (!message.isGrowing) continue;
@@ -134,7 +134,7 @@ export function matches(talk, words) {
     .every((word) => text.includes(word));
 }
 
-/** One that a file brought. Every field is made anew, under a new id: a file may say anything. */
+/** Reads an imported conversation. Every field is validated, every id is new: files are untrusted. */
 export function readConversation(found) {
   const text = (value) => (typeof value === "string" ? value : "");
   const list = (value) => (Array.isArray(value) ? value : []);
@@ -144,7 +144,7 @@ export function readConversation(found) {
   const ids = new Map(Object.keys(found.messages).map((id) => [id, newId()]));
   for (const [id, one] of Object.entries(found.messages)) {
     if (!["user", "assistant", "tool"].includes(one?.role))
-      throw new Error("A message is neither a person's nor a model's.");
+      throw new Error("A message has an unknown role.");
     talk.messages[ids.get(id)] = {
       id: ids.get(id),
       parent: ids.get(one.parent) ?? null,
@@ -169,7 +169,7 @@ export function readConversation(found) {
   for (const message of Object.values(talk.messages)) {
     const seen = new Set();
     for (let one = message; one; one = talk.messages[one.parent]) {
-      if (seen.has(one.id)) throw new Error("Its messages answer each other in a circle.");
+      if (seen.has(one.id)) throw new Error("Its messages form a cycle.");
       seen.add(one.id);
     }
   }

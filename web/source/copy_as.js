@@ -1,4 +1,4 @@
-// A request of the page as code that runs anywhere: curl, Python, JavaScript.
+// The page's requests as code: curl, Python, JavaScript.
 
 import { button, byId, copyText, make } from "./dom.js";
 import { apiKey, base } from "./server.js";
@@ -22,7 +22,7 @@ function asPython(value, depth = 0) {
   return fields.length ? `{\n${fields.join(",\n")},\n${end}}` : "{}";
 }
 
-/** Each with its name. The key is left to an environment variable: code is pasted into places. */
+/** Code by language. The API key is an environment variable, so that it is not pasted somewhere. */
 export function asCode(path, body) {
   const url = new URL(path, base).href;
   const data = JSON.stringify(body, null, 2);
@@ -63,7 +63,7 @@ export function showCopyAs(path, body) {
     class: "primary",
   });
   dialog.replaceChildren(
-    make("h2", {}, "The same request as code"),
+    make("h2", {}, "Request as code"),
     make("div", { class: "row" }, ...tabs),
     shown,
     make(

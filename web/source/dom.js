@@ -1,8 +1,8 @@
-// Elements, made by name: the only way anything gets onto the page. No text is ever parsed as HTML.
+// DOM helpers: the only way elements are created. No text is ever parsed as HTML.
 
 export const byId = (id) => document.getElementById(id);
 
-/** `fields` are properties; `class`, `on`, `data` and names with a dash are what they look like. */
+/** `fields` are properties, except `class`, `on` (event listeners), `data` (dataset) and attributes. */
 export function make(tag, fields = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(fields)) {
@@ -26,7 +26,7 @@ export const button = (label, act, fields = {}) =>
 
 let numFields = 0;
 
-/** A field with its name above it and a hint below; `control` is what a person types into. */
+/** A form field: label, `control`, and a hint below it. */
 export function labelled(text, control, hint) {
   control.id ||= `field-${++numFields}`;
   const note = hint ? make("small", { id: `${control.id}-hint` }, hint) : null;
@@ -40,7 +40,7 @@ export function labelled(text, control, hint) {
   );
 }
 
-/** Announces something, to screen readers too. */
+/** Announces a text to screen readers. */
 export function announce(text) {
   byId("announcer").textContent = text;
 }
@@ -49,7 +49,7 @@ export async function copyText(text, from) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
-    // browsers have no clipboard for plain-HTTP addresses other than this machine's
+    // browsers disable the clipboard API for plain HTTP, except on localhost
     const area = make("textarea", { value: text, class: "off-screen" });
     (from?.closest("dialog") ?? document.body).append(area);
     area.select();

@@ -1,4 +1,4 @@
-// Colours for code: the vendored tokenizer's pieces as spans. Loaded when the first code block is complete.
+// Syntax highlighting: the vendored tokenizer's tokens as spans. Loaded with the first complete code block.
 
 import { make } from "./dom.js";
 
@@ -32,7 +32,7 @@ const ALIASES = {
   jsonl: "json",
   htm: "html",
 };
-const MAX_CHARS = 60_000; // longer code is shown plain rather than late
+const MAX_CHARS = 60_000; // longer code is not highlighted
 let loading = null;
 
 async function load() {
@@ -41,7 +41,7 @@ async function load() {
   return { languages, tokenize };
 }
 
-/** Replaces the text of `element`, soon. */
+/** Replaces the text of `element` by highlighted spans, asynchronously. */
 export async function highlight(element, code, language) {
   const word = language.toLowerCase();
   const name = ALIASES[word] ?? word;

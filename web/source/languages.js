@@ -1,4 +1,4 @@
-// The languages of the vendored highlighter by their names, in which they refer to each other.
+// The languages of the vendored highlighter, under the names by which they refer to each other.
 
 import bash from "./vendor/highlight/bash.js";
 import c from "./vendor/highlight/c.js";

@@ -1,4 +1,4 @@
-// The live view: what the server does now and did in the last two minutes, from one event a second.
+// The live view: the last two minutes of the server, from one event per second.
 
 import { HistogramChart, LineChart } from "./charts.js";
 import { count, make, seconds } from "./dom.js";
@@ -11,24 +11,24 @@ const share = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)}
 const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(bytes < 1e9 ? 2 : 1)} GB`;
 const MISSED = "missed_tokens_";
 const REASONS = {
-  no_prefix: "nothing like them was seen before",
-  no_checkpoint: "their pages were there, but no state to go on from",
-  evicted: "what was kept had to make room",
-  partial_page: "they do not fill a page",
-  disabled: "the cache is off",
+  no_prefix: "prefix not seen before",
+  no_checkpoint: "pages cached, but no state checkpoint",
+  evicted: "evicted from the cache",
+  partial_page: "after the last full page",
+  disabled: "prefix cache is off",
 };
 
 export class LiveView {
   constructor(element) {
     Object.assign(this, { element, before: null, controller: null });
     this.tiles = make("ul", { class: "tiles" });
-    this.note = make("p", { class: "hint", role: "status" }, "Waiting for the first numbers …");
+    this.note = make("p", { class: "hint", role: "status" }, "Waiting for data …");
     this.charts = {
       speed: new LineChart(
-        "Tokens a second",
+        "Tokens per second",
         [
           ["generated", "ours"],
-          ["prompts", "rival"],
+          ["prompt", "rival"],
         ],
         { top: 10 },
       ),
@@ -48,9 +48,9 @@ export class LiveView {
         ],
         { top: 100, format: (value) => `${Math.round(value)} %` },
       ),
-      first: new HistogramChart("Time to the first token", seconds),
-      between: new HistogramChart("Time between tokens", seconds),
-      memory: new LineChart("Memory in use", [["of the fullest device", "ours"]], {
+      first: new HistogramChart("Time to first token", seconds),
+      between: new HistogramChart("Inter-token latency", seconds),
+      memory: new LineChart("Memory in use", [["fullest device", "ours"]], {
         top: 100,
         format: (value) => `${Math.round(value)} %`,
       }),
@@ -93,7 +93,7 @@ export class LiveView {
           this.take(event);
       } catch (error) {
         if (error.name === "AbortError") return;
-        this.note.textContent = `${error.message} Trying again.`;
+        this.note.textContent = `${error.message} Retrying.`;
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
     }
@@ -102,8 +102,8 @@ export class LiveView {
   take(now) {
     const before = this.before;
     this.before = now;
-    this.note.textContent = now.failure ? `The engine has failed: ${now.failure}` : describe(now);
-    // A server that was started again counts from zero.
+    this.note.textContent = now.failure ? `The engine failed: ${now.failure}` : describe(now);
+    // A restarted server counts from zero.
     if (before && now.generated_tokens >= before.generated_tokens && now.time > before.time)
       this.compare(before, now);
     this.experts.takeHeat(now.replicas);
@@ -134,14 +134,14 @@ export class LiveView {
     this.experts.compare(time, before.stats, stats);
     const tile = ([value, about]) => make("li", {}, make("b", {}, value), make("span", {}, about));
     const tiles = [
-      [count(generated), "tokens generated a second"],
-      [count(prompts), "prompt tokens a second"],
-      [String(stats.num_running), "requests running"],
-      [String(stats.num_waiting), "requests waiting"],
-      [share(used.pages, 1), "of the cache's pages in use"],
-      [share(used.slots, 1), "of the state slots in use"],
-      [share(...hitRate(stats.prefix)), "of prompt tokens came from the cache"],
-      [count(stats.num_preemptions), "requests had to make room"],
+      [count(generated), "generated tokens per second"],
+      [count(prompts), "prompt tokens per second"],
+      [String(stats.num_running), "running requests"],
+      [String(stats.num_waiting), "waiting requests"],
+      [share(used.pages, 1), "KV cache pages in use"],
+      [share(used.slots, 1), "state slots in use"],
+      [share(...hitRate(stats.prefix)), "prompt tokens from the prefix cache"],
+      [count(stats.num_preemptions), "preemptions"],
       ...draftTiles(stats.drafts),
       ...expertTiles(before.stats, stats, elapsed),
     ];
@@ -197,15 +197,15 @@ export class LiveView {
         ]);
       parts.push(
         table(
-          "Prompt tokens that had to be computed",
-          ["tokens", "because"],
-          missed.length ? missed : [["0", "nothing was computed yet"]],
+          "Computed prompt tokens by reason",
+          ["tokens", "reason"],
+          missed.length ? missed : [["0", "none computed yet"]],
         ),
       );
       parts.push(
         table(
-          "Kept",
-          ["what", "how much"],
+          "Prefix cache and sessions",
+          ["item", "count"],
           [
             [
               "pages in use",
@@ -215,8 +215,8 @@ export class LiveView {
               "state slots in use",
               `${count(stats.num_slots - 1 - stats.num_free_slots)} of ${count(stats.num_slots - 1)}`,
             ],
-            ["prompts that began in the cache", hitsOf(stats.prefix)],
-            ["checkpoints of states", count(stats.num_checkpoints)],
+            ["prompts with a cache hit", hitsOf(stats.prefix)],
+            ["state checkpoints", count(stats.num_checkpoints)],
             ["evicted checkpoints", count(stats.prefix.evicted_checkpoints ?? 0)],
             ["evicted pages", count(stats.prefix.evicted_pages ?? 0)],
             ["sessions", count(stats.num_sessions)],
@@ -225,7 +225,7 @@ export class LiveView {
       );
       if (stats.drafts) parts.push(table("Drafts", DRAFT_HEAD, draftRows(stats.drafts)));
       const tiers = expertRows(stats);
-      if (tiers.length) parts.push(table("Experts that steps needed", EXPERT_HEAD, tiers));
+      if (tiers.length) parts.push(table("Experts by tier", EXPERT_HEAD, tiers));
     }
     parts[0].classList.add("wide");
     this.tables.replaceChildren(...parts);
@@ -241,11 +241,11 @@ function describe({ engine, model, phase }) {
   if (!engine) return `The model is still loading: ${phase?.name ?? "starting"}.`;
   return (
     `${model} on ${engine.device}, ${engine.dtype}: ${gigabytes(engine.weight_bytes)} of weights, ` +
-    `${gigabytes(engine.cache_bytes)} of cache, up to ${count(engine.max_rows)} requests at once.`
+    `${gigabytes(engine.cache_bytes)} of cache, up to ${count(engine.max_rows)} concurrent requests.`
   );
 }
 
-/** Parts of 1. One page and one slot are reserved for padding. */
+/** Fractions in use. One page and one slot are reserved for padding. */
 function usage(stats) {
   const part = (free, all) => (all > 1 ? 1 - free / (all - 1) : 0);
   return {
@@ -269,7 +269,7 @@ function hitRate(prefix) {
   return [reused, reused + missed];
 }
 
-/** How many values fell into each range between two looks at cumulative counts. */
+/** New values per bucket, from two snapshots of cumulative counts. */
 export function newValues(before, now) {
   const since = now.counts.map((n, place) => n - before.counts[place]);
   return since.map((n, place) => n - (since[place - 1] ?? 0));

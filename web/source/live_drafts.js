@@ -1,5 +1,4 @@
-// Drafts in the live view: how many tokens a step brings, and how many drafts are right, by drafter
-// and place.
+// Drafts in the live view: tokens per step and request, and the acceptance rate by drafter and position.
 
 import { LineChart, ShareChart } from "./charts.js";
 
@@ -9,16 +8,16 @@ const nameOf = ({ drafter, place }) => `${drafter} ${place}`;
 export class DraftCharts {
   constructor() {
     this.all = [
-      new LineChart("Tokens a step brings a request", [["tokens", "ours"]], {
+      new LineChart("Tokens per step and request", [["tokens", "ours"]], {
         top: 2,
         format: (value) => value.toFixed(1),
       }),
-      new ShareChart("Drafts that were right, by drafter and place"),
+      new ShareChart("Accepted drafts by drafter and position"),
     ];
     for (const chart of this.all) chart.element.hidden = true;
   }
 
-  /** `before` and `now`: totals of an engine that drafts, or null. */
+  /** `before` and `now`: draft totals, or null for engines without a drafter. */
   compare(time, before, now) {
     for (const chart of this.all) chart.element.hidden = !now;
     if (!now || !before) return;
@@ -36,19 +35,19 @@ export class DraftCharts {
   }
 }
 
-/** For tiles: [value, what it is]. */
+/** Tiles: [value, label]. */
 export function draftTiles(drafts) {
   if (!drafts) return [];
   const sum = (name) => drafts.counts.reduce((total, one) => total + one[name], 0);
   const { num_decodes: decodes, num_tokens: tokens } = drafts;
   const each = decodes ? (tokens / decodes).toFixed(2) : "none yet";
   return [
-    [each, "tokens a step brought a request"],
-    [percent(sum("num_accepted"), sum("num_drafted")), "of drafts were right"],
+    [each, "tokens per step and request"],
+    [percent(sum("num_accepted"), sum("num_drafted")), "accepted drafts"],
   ];
 }
 
-export const DRAFT_HEAD = ["drafter", "place", "drafted", "right", "share"];
+export const DRAFT_HEAD = ["drafter", "position", "drafts", "accepted", "rate"];
 
 export function draftRows({ counts }) {
   return counts.map((one) => [

@@ -1,10 +1,10 @@
-// Experts in the live view, where the device does not hold all of them: which tier had those that
-// steps needed, and how much each layer needs each of its experts.
+// Experts in the live view of an engine with MoE offload: in which tier steps found their experts, and
+// how often each layer needs each of its experts.
 
 import { HeatMap, LineChart } from "./charts.js";
 import { make } from "./dom.js";
 
-const HELD = 128; // in a byte of heat: the device holds the expert
+const HELD = 128; // this bit of a heat byte: the expert is on the device
 const TIERS = [
   ["on the device", "ours", "hits"],
   ["in RAM", "goal", "ram_hits"],
@@ -18,13 +18,13 @@ const isOffloaded = (stats) => stats?.experts.hits !== undefined;
 export class ExpertCharts {
   constructor() {
     this.tiers = new LineChart(
-      "Where a step's experts were",
+      "Where the experts of a step were",
       TIERS.map(([name, role]) => [name, role]),
       { top: 100, format: (value) => `${Math.round(value)} %` },
     );
     this.tiers.element.hidden = true;
     this.all = [this.tiers];
-    this.maps = make("div", { class: "charts" }); // one for each engine
+    this.maps = make("div", { class: "charts" }); // one per engine
     this.mapOf = new Map();
   }
 
@@ -39,14 +39,14 @@ export class ExpertCharts {
     );
   }
 
-  /** The heat of each engine that has told one. */
+  /** Updates the heat map of each engine that reports one. */
   takeHeat(replicas) {
     for (const { replica, expert_heat: rows } of replicas) {
       if (!rows.length) continue;
       if (!this.mapOf.has(replica)) {
         const map = new HeatMap(`Experts of engine ${replica}`, [
           ["on the device", "ours"],
-          ["below it", "rival"],
+          ["not on the device", "rival"],
         ]);
         this.mapOf.set(replica, map);
         this.maps.append(map.element);
@@ -62,18 +62,18 @@ export class ExpertCharts {
   }
 }
 
-/** For tiles: [value, what it is]. */
+/** Tiles: [value, label]. */
 export function expertTiles(before, now, elapsed) {
   if (!isOffloaded(now)) return [];
   const waited = isOffloaded(before) ? now.experts.wait_us - before.experts.wait_us : 0;
   const waitedMs = Math.round(Math.max(0, waited) / 1000 / elapsed);
   return [
-    [percent(now.experts.hits, needed(now.experts)), "of experts were on the device"],
-    [`${waitedMs} ms`, "of a second steps wait for experts"],
+    [percent(now.experts.hits, needed(now.experts)), "experts found on the device"],
+    [`${waitedMs} ms`, "wait for experts per second"],
   ];
 }
 
-export const EXPERT_HEAD = ["tier", "experts found", "share"];
+export const EXPERT_HEAD = ["tier", "experts", "share"];
 
 export function expertRows(stats) {
   if (!isOffloaded(stats)) return [];

@@ -1,5 +1,5 @@
-// Markdown as elements. marked splits the text into tokens; each becomes an element here, and nothing is ever
-// parsed as HTML: tags that a model writes are shown as the text they are.
+// Markdown as elements. marked splits the text into tokens, each of which becomes an element here. Nothing is
+// ever parsed as HTML: tags in a model's output are shown as text.
 
 import { copyText, button, make } from "./dom.js";
 import { highlight } from "./highlight.js";
@@ -11,7 +11,7 @@ function blockMath(text) {
 }
 
 function inlineMath(text) {
-  // A price such as $5 is none: no blank inside the dollars, no digit behind them.
+  // A price such as $5 is no formula: no space inside the dollar signs, no digit after them.
   const found =
     /^(?:\$\$([^$]+?)\$\$|\$(?!\s)((?:\\.|[^$\\\n])+?)(?<!\s)\$(?!\d)|\\\(([^]+?)\\\)|\\\[([^]+?)\\\])/.exec(
       text,
@@ -25,7 +25,7 @@ function inlineMath(text) {
   };
 }
 
-// As marked keeps them: what reads a token, and where one may start.
+// In marked's own format: tokenizers, and where a token may start.
 const options = {
   ...getDefaults(),
   extensions: {
@@ -65,7 +65,7 @@ const decoded = (text) =>
     return code && code <= 0x10ffff ? String.fromCodePoint(code) : "\ufffd";
   });
 
-/** An address that opening cannot run: others are shown as text. */
+/** The URL if opening it cannot run code, or null: such links are shown as text. */
 export function safeAddress(href) {
   try {
     const url = new URL(href, "https://relative.invalid/");
@@ -84,7 +84,7 @@ async function drawMath(element, source, isBlock) {
     const { treeOf } = await maths;
     element.replaceChildren(treeOf(source, isBlock).toNode());
   } catch {
-    element.classList.add("math-source"); // which it shows already
+    element.classList.add("math-source"); // the source is already its text
   }
 }
 
@@ -222,7 +222,7 @@ function blocks(tokens, isComplete = true, isLoose = true) {
   });
 }
 
-/** A text that grows: blocks that can no longer change stay as they are, only the last ones are made again. */
+/** Renders a growing text: blocks that can no longer change are kept, only the last ones are rebuilt. */
 export class MarkdownView {
   constructor(element) {
     this.element = element;
@@ -230,13 +230,13 @@ export class MarkdownView {
   }
 
   reset() {
-    this.settled = 0; // characters of the blocks that stay
+    this.settled = 0; // characters of the blocks that are kept
     this.numElements = 0;
     this.element.replaceChildren();
   }
 
   show(written, isComplete = true) {
-    const text = written.replace(/\r\n?/g, "\n"); // as marked counts characters
+    const text = written.replace(/\r\n?/g, "\n"); // as marked normalizes line ends
     const tokens = new Lexer(options).lex(text.slice(this.settled));
     const numSettled = isComplete ? tokens.length : Math.max(0, tokens.length - 2);
     while (this.element.childNodes.length > this.numElements) this.element.lastChild.remove();

@@ -1,4 +1,4 @@
-// Formulas as MathML, by Temml: its parser and builder alone. Loaded with the first formula.
+// Formulas as MathML, by Temml's parser and builder. Loaded with the first formula.
 
 import buildMathML from "temml/src/buildMathML.js";
 import { StyleLevel } from "temml/src/constants.js";
@@ -6,8 +6,8 @@ import parseTree from "temml/src/parseTree.js";
 import Settings from "temml/src/Settings.js";
 import Style from "temml/src/Style.js";
 
-/** A tree that makes an element of itself. Throws what is wrong with the source, and for commands
- * that Temml does not trust, such as those that load images. */
+/** Parses a formula into a tree with `toNode()`. Throws on syntax errors, and on commands that Temml
+ * does not trust, such as those that load images. */
 export function treeOf(source, isBlock) {
   const settings = new Settings({
     displayMode: isBlock,

@@ -1,4 +1,4 @@
-// One message on the screen: what was said, the thought behind it, its tool calls, and what can be done with it.
+// One message on the screen: content, thinking, tool calls, statistics and buttons.
 
 import { siblings } from "./conversation.js";
 import { button, copyText, count, make, seconds } from "./dom.js";
@@ -8,7 +8,7 @@ import { speedOf } from "./reply.js";
 const WHO = { user: "You", assistant: "Model", tool: "Tool result" };
 
 export class MessageView {
-  /** `actions`: what the buttons do, each with the message. */
+  /** `actions`: the callbacks of the buttons; each gets the message. */
   constructor(talk, message, actions) {
     Object.assign(this, { talk, message, actions, isGrowing: false });
     this.makeParts();
@@ -76,7 +76,7 @@ export class MessageView {
     return [make("pre", { class: "result", tabIndex: 0 }, this.message.content)];
   }
 
-  /** The parts of an answer, which stay while it grows and when it has ended. */
+  /** Elements of an answer, reused while it streams and afterwards. */
   makeParts() {
     this.prose = make("div", { class: "prose" });
     this.markdown = new MarkdownView(this.prose);
@@ -91,7 +91,7 @@ export class MessageView {
   }
 
   setGrowing(isGrowing) {
-    if (isGrowing) this.markdown.reset(); // what was the end may now be the middle of a paragraph
+    if (isGrowing) this.markdown.reset(); // the last paragraph may grow
     this.isGrowing = isGrowing;
     this.update();
   }
@@ -101,7 +101,7 @@ export class MessageView {
     return [this.thought, this.waiting, this.prose, this.calls, this.problem()].filter(Boolean);
   }
 
-  /** Shows what has been added since; cheap enough for every frame. */
+  /** Shows new content; cheap enough for every frame. */
   grow() {
     const { message, isGrowing } = this;
     const stats = message.stats ?? {};
@@ -142,7 +142,7 @@ export class MessageView {
     const text = make("textarea", {
       rows: 2,
       "aria-label": `Result of ${call.name}`,
-      placeholder: "What the tool would return",
+      placeholder: "Result of the tool call",
     });
     const submit = (event) => {
       event.preventDefault();
@@ -150,7 +150,7 @@ export class MessageView {
     };
     const run =
       this.actions.hasFunction(call.name) &&
-      button("Run its function", () => this.actions.runCall(this.message, call));
+      button("Run the function", () => this.actions.runCall(this.message, call));
     return make(
       "form",
       { on: { submit } },
@@ -170,10 +170,10 @@ export class MessageView {
     const act = (label, name) =>
       button(label, () => this.actions[name](this.message), { class: "primary" });
     const ways = {
-      key: [act("Enter the key", "enterKey")],
-      shorten: [act("Leave the oldest messages out", "shorten")],
+      key: [act("Enter an API key", "enterKey")],
+      shorten: [act("Leave out the oldest messages", "shorten")],
       edit: [act("Edit the message", "editQuestion")],
-      continue: [act("Continue the answer", "continue"), act("Start it again", "again")],
+      continue: [act("Continue the answer", "continue"), act("Start over", "again")],
       retry: [act("Try again", "again")],
       change: [act("Edit the message", "editQuestion"), act("Try again", "again")],
       wait: [act("Try again now", "again")],
@@ -185,8 +185,8 @@ export class MessageView {
       problem.detail &&
         make(
           "details",
-          { open: problem.way === "change" }, // it says what to change
-          make("summary", {}, "What the server said"),
+          { open: problem.way === "change" }, // the detail says what to change
+          make("summary", {}, "Message from the server"),
           make("p", {}, problem.detail),
         ),
       make("div", { class: "row" }, ...(ways[problem.way] ?? [])),
@@ -204,15 +204,15 @@ export class MessageView {
     const buttons = {
       user: () => [
         copy,
-        act("Edit", "edit", "Ask something else from here; this branch stays"),
+        act("Edit", "edit", "Edit as a new branch; this one is kept"),
         act("Delete", "remove"),
       ],
       assistant: () => [
         copy,
-        act("Regenerate", "again", "Another answer; this one stays as a branch"),
-        act("Continue", "continue", "Go on where it ends"),
-        act("Edit", "edit", "Change what the model said"),
-        act("Copy as", "copyAs", "The request as code"),
+        act("Regenerate", "again", "Generate another answer; this one is kept as a branch"),
+        act("Continue", "continue", "Continue where the answer ends"),
+        act("Edit", "edit", "Edit the answer as a new branch; this one is kept"),
+        act("Copy as", "copyAs", "Show the request as code"),
         act("Delete", "remove"),
       ],
       tool: () => [copy, act("Delete", "remove")],
@@ -231,16 +231,16 @@ export class MessageView {
     const speed = speedOf(stats);
     const parts = [
       `${count(stats.tokens)} tokens`,
-      speed && `${speed.toFixed(1)} a second`,
-      stats.firstS !== undefined && `first after ${seconds(stats.firstS)}`,
-      `prompt ${count(stats.promptTokens)}${stats.cachedTokens ? `, ${count(stats.cachedTokens)} from the cache` : ""}`,
-      stats.finish === "length" && "cut off at the limit",
+      speed && `${speed.toFixed(1)} tokens/s`,
+      stats.firstS !== undefined && `first token after ${seconds(stats.firstS)}`,
+      `prompt ${count(stats.promptTokens)} tokens${stats.cachedTokens ? `, ${count(stats.cachedTokens)} cached` : ""}`,
+      stats.finish === "length" && "cut off at the length limit",
       this.message.wasStopped && "stopped",
     ];
     return make("small", {}, parts.filter(Boolean).join(" · "));
   }
 
-  /** The text of the message in a field, until it is sent or given up. */
+  /** Shows the message in a text box until the edit is saved or canceled. */
   startEdit(done) {
     const { message } = this;
     const text = make("textarea", {
@@ -259,7 +259,7 @@ export class MessageView {
       event.preventDefault();
       event.stopPropagation();
     });
-    const keep = button(message.role === "user" ? "Send" : "Keep", () => finish(text.value), {
+    const keep = button(message.role === "user" ? "Send" : "Save", () => finish(text.value), {
       class: "primary",
     });
     const body = make(

@@ -1,4 +1,4 @@
-// The playground: raw completions token by token, what a text is in tokens, and what a chat is as a prompt.
+// The playground: raw completions with logprobs, tokenization, and rendered chat templates.
 
 import { pathTo } from "./conversation.js";
 import { showCopyAs } from "./copy_as.js";
@@ -10,7 +10,7 @@ const NUM_ALTERNATIVES = 5;
 const TABS = { complete: "Complete", tokens: "Tokens", template: "Template" };
 
 export class Playground {
-  /** `currentTalk`: the conversation that the chat shows. */
+  /** `currentTalk` returns the conversation shown in the chat. */
   constructor(element, model, currentTalk) {
     Object.assign(this, { model, currentTalk });
     this.card = make("div", { class: "token-card", hidden: true, role: "tooltip" });
@@ -65,7 +65,7 @@ export class Playground {
       make(
         "p",
         { class: "hint" },
-        "The text goes to the model as it is, without a chat template. Darker tokens were less likely; point at one, or walk with the arrow keys, to see the others.",
+        "The text is sent to the model as is, without a chat template. Darker tokens were less likely; point at a token, or use the arrow keys, to see its alternatives.",
       ),
       labelled("Prompt", this.prompt),
       make(
@@ -137,7 +137,7 @@ export class Playground {
     );
     this.controller = null;
     this.runButton.textContent = "Complete";
-    announce("The completion has ended.");
+    announce("The completion has finished.");
     return undefined;
   }
 
@@ -199,7 +199,7 @@ export class Playground {
     element.addEventListener("pointerleave", hide);
     element.addEventListener("focus", () => {
       show();
-      announce(`${title}. Others: ${rows.map((row) => row.textContent).join(", ")}`);
+      announce(`${title}. Alternatives: ${rows.map((row) => row.textContent).join(", ")}`);
     });
     element.addEventListener("blur", hide);
     return element;
@@ -246,7 +246,7 @@ export class Playground {
     return make(
       "div",
       {},
-      labelled("Text", source, "each stripe is a token; point at one for its id"),
+      labelled("Text", source, "each stripe is a token; point at it to see its ID"),
       make(
         "div",
         { class: "row" },
@@ -286,7 +286,7 @@ export class Playground {
         note.textContent = error.message;
       }
     };
-    const take = button("Take the conversation", () => {
+    const take = button("Use the current conversation", () => {
       const talk = this.currentTalk();
       if (!pathTo(talk).length) note.textContent = "The conversation is empty.";
       else {
@@ -301,7 +301,7 @@ export class Playground {
       labelled(
         "Request (JSON)",
         source,
-        "what an API client would send: messages, and tools and chat_template_kwargs if there are any",
+        "what an API client would send: messages, and optionally tools and chat_template_kwargs",
       ),
       make(
         "div",
@@ -317,11 +317,11 @@ export class Playground {
   }
 }
 
-/** A line break gets a mark, without which there would be nothing to see or to point at. */
+/** A line break gets a visible mark, so that it can be pointed at. */
 const tokenOf = (text, fields, kind = "") =>
   make("span", { class: `token ${kind} ${text.includes("\n") ? "breaks" : ""}`, ...fields }, text);
 
-/** The arrow keys go from token to token, whose alternatives show while it has the focus. */
+/** The arrow keys move the focus between tokens; the focused token shows its alternatives. */
 function stepThrough(output, event) {
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   const tokens = [...output.children];

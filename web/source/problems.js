@@ -1,6 +1,6 @@
-// What can go wrong between a person and an answer, each as one plain sentence and a way on.
+// Errors that a user may see, each with one plain sentence and a way to proceed.
 
-/** `way` names what can be done: key, wait, shorten, edit, continue, change (the request), retry. */
+/** `way`: what the user can do: key, wait, shorten, edit, continue, change (the request), retry. */
 export class Problem extends Error {
   constructor(sentence, { way = "retry", detail = "", status = 0, waitS = 0 } = {}) {
     super(sentence);
@@ -9,11 +9,11 @@ export class Problem extends Error {
 }
 
 export const unreachable = () =>
-  new Problem("The server cannot be reached. It may have been stopped, or the network is gone.", {
+  new Problem("The server cannot be reached. It may have been stopped, or the network may be down.", {
     way: "retry",
   });
 
-/** Of an answer whose status is not 200; `headers` are the answer's. */
+/** The problem of a response whose status is not 200. */
 export function problemOf(status, body, headers) {
   const error = body?.error ?? {};
   const detail = typeof error === "string" ? error : (error.message ?? "");
@@ -21,7 +21,7 @@ export function problemOf(status, body, headers) {
   if (status === 401)
     return new Problem("The server did not accept the API key.", { way: "key", status, detail });
   if (status === 429)
-    return new Problem(`The server is busy and asks for ${waitS} s of patience.`, {
+    return new Problem(`The server is busy and asks to wait ${waitS} s.`, {
       way: "wait",
       status,
       detail,
@@ -43,19 +43,19 @@ export function problemOf(status, body, headers) {
   if (status === 408)
     return new Problem("The answer took longer than the server allows.", { status, detail });
   if (status === 404)
-    return new Problem("This server does not offer that.", { way: "change", status, detail });
-  if (status >= 500) return new Problem("Something failed in the server.", { status, detail });
+    return new Problem("The server does not support this request.", { way: "change", status, detail });
+  if (status >= 500) return new Problem("The server had an internal error.", { status, detail });
   return new Problem("The server refused the request.", { way: "change", status, detail });
 }
 
-/** Of an error event, after the answer had begun. */
+/** The problem of an error event in the middle of a stream. */
 export function problemOfEvent(error) {
   const lost = error.code === "engines_lost" || error.code === "engine_unavailable";
   const sentence = lost
     ? "The engine stopped in the middle of this answer."
     : error.code === "deadline_exceeded"
       ? "The answer took longer than the server allows."
-      : "The answer broke off.";
+      : "The answer was interrupted.";
   return new Problem(sentence, { way: "continue", detail: error.message ?? "" });
 }
 

@@ -1,8 +1,8 @@
-// One reply on its way in: what the events of the stream add to a message, and how long each part took.
+// One streaming reply: adds its events to a message and measures their times.
 
 import { events } from "./server.js";
 
-/** Grows `message` until its reply ends; `onGrow` is called whenever there is more to show. */
+/** Adds to `message` until the reply ends; calls `onGrow` after every event. */
 export async function streamReply(body, message, { signal, onGrow }) {
   const started = performance.now();
   const stats = { ...message.stats, startedAt: Date.now() };
@@ -44,7 +44,7 @@ function takeUsage(stats, usage) {
   stats.thoughtTokens = usage.completion_tokens_details?.reasoning_tokens ?? 0;
 }
 
-/** Tokens a second behind the first; null: too few to say. */
+/** Tokens per second after the first token; null: too few tokens. */
 export function speedOf(stats) {
   const spentS = (stats.totalS ?? 0) - (stats.firstS ?? 0);
   return stats.tokens > 1 && spentS > 0.001 ? (stats.tokens - 1) / spentS : null;

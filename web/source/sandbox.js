@@ -1,4 +1,4 @@
-// Runs in a frame of its own origin. Each call gets a new worker, which is ended when it has answered.
+// Runs in a frame with a separate origin. Each call gets a new worker, which is terminated after its answer.
 "use strict";
 
 const runner = (code) => `"use strict";
@@ -21,16 +21,16 @@ addEventListener("message", ({ data, ports: [port] }) => {
     port.postMessage(answer);
   };
   const timer = setTimeout(
-    () => end(`Error: the function did not end within ${data.limitS} s.`),
+    () => end(`Error: the function did not finish within ${data.limitS} s.`),
     data.limitS * 1000,
   );
   worker.onmessage = (event) => end(event.data);
-  worker.onerror = (event) => end(`Error: ${event.message || "the function could not be read"}`);
+  worker.onerror = (event) => end(`Error: ${event.message || "the function could not be parsed"}`);
   let given;
   try {
     given = JSON.parse(data.argumentsText || "{}");
   } catch {
-    return end("Error: the arguments of the call are not JSON.");
+    return end("Error: the arguments of the call are not valid JSON.");
   }
   worker.postMessage(given);
 });

@@ -1,4 +1,4 @@
-// The server as the page sees it: requests with the tab's API key, and answers as events or as a Problem.
+// HTTP client of the page: requests with the tab's API key; responses as JSON or events, errors as a Problem.
 
 import { Problem, brokenOff, problemOf, problemOfEvent, unreachable } from "./problems.js";
 
@@ -11,13 +11,13 @@ export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
 export const setApiKey = (key) =>
   key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY);
 
-/** `ask(wasRefused)` resolves to a key, or to "" when the person would rather not. */
+/** `ask(wasRefused)` resolves to a key, or to "" if the user cancels. */
 export function onKeyNeeded(ask) {
   askForKey = ask;
 }
 
 async function newKey() {
-  asking ??= askForKey(apiKey() !== "").finally(() => (asking = null)); // once, however many requests wait
+  asking ??= askForKey(apiKey() !== "").finally(() => (asking = null)); // only once for all waiting requests
   const key = await asking;
   if (key) setApiKey(key);
   return key;
@@ -53,7 +53,7 @@ export async function json(path, options) {
   return (await request(path, options)).json();
 }
 
-/** The JSON of each event. Throws a Problem when an answer that ends with [DONE] ends without. */
+/** Yields the JSON of each event. Throws a Problem if the stream ends without an expected [DONE]. */
 export async function* events(path, { body, signal, endsWithDone = true } = {}) {
   const answer = await request(path, { body, signal });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -81,7 +81,7 @@ export async function* events(path, { body, signal, endsWithDone = true } = {}) 
   if (endsWithDone) throw brokenOff();
 }
 
-/** What /health says, whatever its status; null: it cannot be reached. */
+/** The body of /health, whatever its status; null: the server is unreachable. */
 export async function health() {
   const key = apiKey();
   try {

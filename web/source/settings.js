@@ -1,4 +1,4 @@
-// What a conversation may ask for: the fields of its settings, and the request that they make.
+// Settings of a conversation, and the chat request built from them.
 
 import { requestMessages } from "./conversation.js";
 
@@ -9,7 +9,7 @@ export const NUMBERS = [
     min: 0,
     max: 2,
     step: 0.05,
-    hint: "0 takes the likeliest token",
+    hint: "0: always the most likely token",
   },
   {
     name: "top_p",
@@ -17,7 +17,7 @@ export const NUMBERS = [
     min: 0.01,
     max: 1,
     step: 0.01,
-    hint: "keep the likeliest share",
+    hint: "probability mass to sample from",
   },
   {
     name: "top_k",
@@ -25,9 +25,9 @@ export const NUMBERS = [
     min: 0,
     max: 1000,
     step: 1,
-    hint: "keep so many tokens; 0: all",
+    hint: "number of tokens to sample from; 0: all",
   },
-  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01, hint: "relative to the likeliest" },
+  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01, hint: "relative to the most likely token" },
   {
     name: "repetition_penalty",
     label: "Repetition penalty",
@@ -36,17 +36,17 @@ export const NUMBERS = [
     step: 0.05,
     hint: "1: none",
   },
-  { name: "max_tokens", label: "Longest answer", min: 1, step: 1, hint: "in tokens" },
-  { name: "seed", label: "Seed", step: 1, hint: "the same draws the same" },
+  { name: "max_tokens", label: "Max tokens", min: 1, step: 1, hint: "length limit of an answer" },
+  { name: "seed", label: "Seed", step: 1, hint: "makes sampling repeatable" },
 ];
 
-/** The numbers that are set; the server decides the others. */
+/** The sampling parameters that are set; the server has defaults for the others. */
 export const samplingOf = (settings) =>
   Object.fromEntries(
     NUMBERS.map(({ name }) => [name, settings[name]]).filter(([, value]) => Number.isFinite(value)),
   );
 
-/** The body of a chat completion for the path that ends at `leaf`. Throws what is wrong with a schema. */
+/** The body of a chat completion for the path that ends at `leaf`. Throws if a schema is not JSON. */
 export function chatBody(talk, leaf, model) {
   const { settings } = talk;
   const body = { model, messages: requestMessages(talk, leaf), ...samplingOf(settings) };
@@ -62,12 +62,12 @@ export function chatBody(talk, leaf, model) {
         parameters: parsed(parameters || '{"type":"object"}', `The schema of ${name}`),
       },
     }));
-    // A model that must call a tool may answer once it has the result: else it would never end.
+    // After a tool result the model is free to answer: with "required" it would call tools forever.
     const isFree = settings.toolChoice === "required" && body.messages.at(-1)?.role === "tool";
     if (settings.toolChoice && !isFree) body.tool_choice = settings.toolChoice;
   }
   if (settings.schema?.trim()) {
-    const schema = parsed(settings.schema, "The answer's schema");
+    const schema = parsed(settings.schema, "The response schema");
     body.response_format = {
       type: "json_schema",
       json_schema: { name: "answer", schema, strict: true },
@@ -93,7 +93,7 @@ export function jsonProblem(text) {
   }
 }
 
-/** Those that a file brought, each of its own kind; a file may say anything. */
+/** Reads imported settings and checks their types: files are untrusted. */
 export function readSettings(found) {
   const settings = {};
   const text = (value) => (typeof value === "string" ? value : "");

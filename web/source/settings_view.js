@@ -1,4 +1,4 @@
-// The panel of a conversation's settings: what the model is told, how it draws, its tools, and the answer's form.
+// The settings panel of a conversation: system prompt, thinking, sampling, tools and response format.
 
 import { button, byId, labelled, make } from "./dom.js";
 import { NUMBERS, jsonProblem } from "./settings.js";
@@ -18,7 +18,7 @@ const EXAMPLE_TOOL = {
   code: "({ a, b }) => a + b",
 };
 
-/** Draws the settings of the chat's conversation; each change is kept at once. */
+/** Draws the settings of the current conversation; changes apply immediately. */
 export function drawSettings(chat) {
   const { settings } = chat.talk;
   const changed = () => {
@@ -34,9 +34,9 @@ export function drawSettings(chat) {
     make(
       "header",
       {},
-      make("h2", {}, "This conversation"),
+      make("h2", {}, "Conversation settings"),
       button("×", () => (document.body.dataset.settings = ""), {
-        "aria-label": "Close the settings",
+        "aria-label": "Close settings",
         class: "quiet",
       }),
     ),
@@ -44,13 +44,13 @@ export function drawSettings(chat) {
     labelled(
       "System prompt",
       text(settings.system ?? "", (value) => set("system", value), { rows: 4 }),
-      "what the model is told first",
+      "instructions before the first message",
     ),
     thinking(settings, set),
     sampling(settings, set, chat.model.sampling ?? {}),
     tools(settings, changed),
     form(settings, set),
-    make("p", { class: "hint" }, "A new conversation begins with the settings of this one."),
+    make("p", { class: "hint" }, "New conversations start with these settings."),
   );
 }
 
@@ -64,9 +64,9 @@ const text = (value, onInput, fields = {}) =>
 
 function thinking(settings, set) {
   const options = [
-    ["", "as the server has it"],
-    ["on", "think first"],
-    ["off", "answer at once"],
+    ["", "server default"],
+    ["on", "on"],
+    ["off", "off"],
   ];
   const choice = make(
     "select",
@@ -126,9 +126,9 @@ function tools(settings, changed) {
     draw();
   });
   const options = [
-    ["", "may call them"],
-    ["required", "must call one, then answers"],
-    ["none", "must not call any"],
+    ["", "auto: the model may call tools"],
+    ["required", "required: the model must call a tool first"],
+    ["none", "none: no tool calls"],
   ];
   const choice = make(
     "select",
@@ -150,7 +150,7 @@ function tools(settings, changed) {
     { open: settings.tools.length > 0 },
     make("summary", {}, "Tools"),
     list,
-    labelled("The model", choice),
+    labelled("Tool choice", choice),
     add,
   );
 }
@@ -188,7 +188,7 @@ function toolFields(tool, changed, remove) {
     labelled(
       "Function (JavaScript)",
       text(tool.code ?? "", (value) => set("code", value), { rows: 3, class: "mono" }),
-      "Runs in a sandbox without network. Leave it empty to answer calls by hand.",
+      "Runs in a sandbox without network access. Leave it empty to answer calls by hand.",
     ),
     button("Remove this tool", remove, { class: "quiet" }),
   );
@@ -211,11 +211,11 @@ function form(settings, set) {
   return make(
     "details",
     { open: Boolean(settings.schema) },
-    make("summary", {}, "Form of the answer"),
+    make("summary", {}, "Response format"),
     labelled(
       "JSON schema",
       schema,
-      "The answer is held to it while it is drawn. Empty: free text.",
+      "Answers are constrained to this schema. Empty: free text.",
     ),
     problem,
   );

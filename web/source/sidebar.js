@@ -1,4 +1,4 @@
-// The list of conversations: search, open, rename, delete, and JSON files out and in.
+// The list of conversations: search, open, rename, delete, export and import.
 
 import { matches, newConversation, readConversation } from "./conversation.js";
 import { announce, button, byId, download, make } from "./dom.js";
@@ -48,14 +48,14 @@ export class Sidebar {
       "li",
       { class: "hint" },
       words
-        ? "No conversation has these words."
-        : "Nothing yet: what you write stays in this browser.",
+        ? "No matching conversations."
+        : "No conversations yet. They are stored in this browser only.",
     );
     byId("talks").replaceChildren(...(items.length ? items : [none]));
   }
 
   async rename(talk) {
-    const title = prompt("A name for this conversation", talk.title);
+    const title = prompt("New name of this conversation", talk.title);
     if (title === null) return;
     talk.title = title.trim().slice(0, 200) || talk.title;
     await store.save(talk);
@@ -64,7 +64,7 @@ export class Sidebar {
 
   async remove(talk) {
     if (
-      !confirm(`Delete “${talk.title || "Untitled"}” from this browser? It is kept nowhere else.`)
+      !confirm(`Delete “${talk.title || "Untitled"}” from this browser? There is no other copy.`)
     )
       return;
     const { chat } = this;

@@ -1,4 +1,4 @@
-// Conversations, kept in this browser (IndexedDB) and nowhere else; in memory where it forbids that.
+// Stores conversations in this browser only: in IndexedDB, or in memory if that is not available.
 
 const NAME = "penstock",
   TALKS = "conversations";

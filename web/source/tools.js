@@ -1,5 +1,5 @@
-// Answers to tool calls by a person's own JavaScript: in a worker of a sandboxed frame, which has no network,
-// no storage, nothing of this page, and a few seconds.
+// Runs the user's JavaScript functions for tool calls: in a worker of a sandboxed frame, without network,
+// storage or access to this page, and with a time limit.
 
 import { make } from "./dom.js";
 
@@ -20,13 +20,13 @@ function sandbox() {
   return frame;
 }
 
-/** What `code`, a function of one argument, returns for a call's arguments; as text. Never throws. */
+/** The result of `code`, a function of one argument, for the arguments of a call; as text. Never throws. */
 export async function runTool(code, argumentsText) {
   const target = await sandbox();
   const { port1, port2 } = new MessageChannel();
   return new Promise((resolve) => {
     const timer = setTimeout(
-      () => resolve(`Error: the function did not end within ${LIMIT_S} s.`),
+      () => resolve(`Error: the function did not finish within ${LIMIT_S} s.`),
       LIMIT_S * 1000 + 500,
     );
     port1.onmessage = ({ data }) => {
