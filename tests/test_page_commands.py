@@ -138,7 +138,7 @@ def test_top_prints_the_numbers_of_a_server_once(
     assert rows["running, waiting"].strip() == "0, 0"
     assert rows["pages in use"].split()[0].isdigit()
     assert "partial page" in rows["computed because"]
-    assert rows["checkpoints of states"].strip().isdigit()
+    assert rows["state checkpoints"].strip().isdigit()
     assert re.fullmatch(r"\d+ of [1-9]\d*", rows["prompts with a hit"].strip())
     assert re.fullmatch(r"[\d.]+ .B of [\d.]+ .B", rows["memory, fullest engine"].strip())
 

@@ -113,7 +113,7 @@ def rows_of(history: Sequence[Event]) -> list[tuple[str, str]]:
         ("running, waiting", f"{stats['num_running']}, {stats['num_waiting']}"),
         ("pages in use", _used(stats["num_free_pages"], stats["num_pages"])),
         ("state slots in use", _used(stats["num_free_slots"], stats["num_slots"])),
-        ("checkpoints of states", f"{stats['num_checkpoints']:,}"),
+        ("state checkpoints", f"{stats['num_checkpoints']:,}"),
         ("memory, fullest engine", _memory(max(now["replicas"], key=_fullness))),
         (
             "prompt from the cache",

@@ -131,7 +131,8 @@ def test_what_is_said_while_the_model_loads_is_answered_when_it_is_there(
 def test_an_engine_that_dies_amid_an_answer_is_said_and_the_answer_goes_on(
     open_page: Callable[..., Any],
 ) -> None:
-    with start_server() as server:
+    """A forked engine would be back before the page asks again, which it does once a second."""
+    with start_server(forked=False) as server:
         page = open_page(server.url, expect_errors=True)
         page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=120))
         say(page, "Tell me about rivers.")

@@ -194,7 +194,7 @@ def score(results: Results, others: Results) -> Section:
         role = "other" if index else "rival"
         bars.append(Bar(f"{rival.name}, {rival.machine}", each, short(each), role))
     levels, weights = (", ".join(map(str, each)) for each in (WEIGHTS, WEIGHTS.values()))
-    about = f"Tokens a second at {levels} at a time, weighted {weights} and added up."
+    about = f"Tokens per second at {levels} concurrent requests, weighted {weights} and summed."
     key = f"line: the goal, {short(goal)}" if goal else ""
     chart = BarChart("score", "Weighted score", about, tuple(bars), key)
     return {"chart": chart, "rivals": list(zip(rivals, scores))}
@@ -215,9 +215,9 @@ def waiting(results: Results) -> Section:
         names = [f"{name}, {file}" for name, file in zip(names, files)]
     charts = [
         _range_chart(
-            "ttft", "Time to the first token, ms", names, [level.ttft for level in levels]
+            "ttft", "Time to first token, ms", names, [level.ttft for level in levels]
         ),
-        _range_chart("itl", "Time between tokens, ms", names, [level.itl for level in levels]),
+        _range_chart("itl", "Inter-token latency, ms", names, [level.itl for level in levels]),
     ]
     return {
         "charts": [chart for chart in charts if chart.ranges],
