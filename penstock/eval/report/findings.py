@@ -214,9 +214,7 @@ def waiting(results: Results) -> Section:
         files = [run.file for run in runs for _ in run.timed]
         names = [f"{name}, {file}" for name, file in zip(names, files)]
     charts = [
-        _range_chart(
-            "ttft", "Time to first token, ms", names, [level.ttft for level in levels]
-        ),
+        _range_chart("ttft", "Time to first token, ms", names, [level.ttft for level in levels]),
         _range_chart("itl", "Inter-token latency, ms", names, [level.itl for level in levels]),
     ]
     return {
