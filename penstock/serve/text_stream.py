@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -314,7 +314,13 @@ class Reply:
     def take(self, delta: TokenDelta) -> None:
         if delta.prompt_scores is not None:
             self._take_scores(delta.prompt_scores)
-            return
+        elif self._ends_after_call and len(delta.token_ids) > 1:
+            any(map(self._take_tokens, _one_by_one(delta)))  # the call may end before the delta
+        else:
+            self._take_tokens(delta)
+
+    def _take_tokens(self, delta: TokenDelta) -> bool:
+        """Returns whether tokens after these are not part of the reply."""
         token_ids, finish = delta.token_ids, delta.finish
         end_ids: tuple[int, ...] = ()  # what ended the reply, unless that is part of its text
         if finish is not None:
@@ -369,6 +375,7 @@ class Reply:
         self._stream.take(
             self.request.id, ReplyDelta(self._index, deltas, scored, bool(echo), extra), has_ended
         )
+        return has_ended or is_closed
 
     def _note_end(self, token_id: int) -> None:
         """The model's own end token is not reported, even if the client lists it too."""
@@ -522,6 +529,17 @@ class Reply:
                 tuple(token_id for token_id, _ in token.top),
             )
             for token in logprobs
+        )
+
+
+def _one_by_one(delta: TokenDelta) -> Iterator[TokenDelta]:
+    """The same tokens, one per delta; the last one has the finish reason."""
+    last = len(delta.token_ids) - 1
+    for place, token_id in enumerate(delta.token_ids):
+        logprobs = delta.logprobs[place : place + 1]
+        finish, error = (delta.finish, delta.error) if place == last else (None, None)
+        yield TokenDelta(
+            delta.request_id, (token_id,), logprobs, finish, delta.num_cached_tokens, error
         )
 
 
