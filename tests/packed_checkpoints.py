@@ -155,7 +155,8 @@ def pack_mlx(num_rows: int, num_columns: int) -> Packed:
 
 
 def pack_nvfp4(num_rows: int, num_columns: int) -> Packed:
-    codes, scale = _codes(16, num_rows, num_columns), torch.rand(num_rows, num_columns // 16) * 400
+    codes = _codes(16, num_rows, num_columns)
+    scale = torch.rand(num_rows, num_columns // 16, generator=generator) * 400
     scale, whole = scale.to(torch.float8_e4m3fn), torch.tensor(1.3e-4)
     parts = {".weight": _pairs(codes), ".weight_scale": scale, ".weight_scale_2": whole}
     parts[".input_scale"] = torch.tensor(0.5)
