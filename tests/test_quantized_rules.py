@@ -109,7 +109,7 @@ def test_tiles_to_try_fit_a_block_and_a_processor(
         slots = 0 if mode == quantized.LINEAR else 9
         for num_tokens in (1, 2, 4, 8, 16, 64):
             shape = quantized_rules.tile_shape(rows, slots)
-            tried = quantized_rules.candidates(name, shape, num_tokens)
+            tried = quantized_rules.candidates(name, shape, num_tokens, PROCESSORS)
             assert 0 < len(tried) <= quantized_rules.MOST_TRIED
             for own in tried:
                 staged = staged_bytes(num_tokens, num_columns, rows.group)
@@ -129,7 +129,7 @@ def test_tiles_to_try_compile(mode: int) -> None:
     rows = rows_of("int4", 1024, 2048)
     slots = 0 if mode == quantized.LINEAR else 9
     shape = quantized_rules.tile_shape(rows, slots)
-    tried = quantized_rules.candidates(quantized_rules.KERNELS[mode], shape, 1)
+    tried = quantized_rules.candidates(quantized_rules.KERNELS[mode], shape, 1, PROCESSORS)
     constants = quantized.kernel_constants(mode, rows, torch.bfloat16)
     constants |= {"NUM_EXPERTS": 256, "SLOTS": 9, "HAS_SHARED": 1} if slots else {"HAS_NORM": 1}
     for own in tried[::8]:

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from command_line import fails
+from compile_cases import CARDS
 from penstock.commands.tune import _candidates, _table_to_write, cut_layers
 from penstock.errors import ConfigError
 from penstock.models.source import find_model
 from penstock.ops import tuning
+from penstock.ops.cuda import quantized
 
 QUESTIONS = [
     ("norm_linear", (12352, 2048)),
@@ -44,8 +46,9 @@ QUESTIONS = [
 @pytest.mark.parametrize(("kernel", "shape"), QUESTIONS)
 @pytest.mark.parametrize("num_tokens", [1, 8, 64])
 def test_every_kernel_has_tiles_to_try(
-    kernel: str, shape: tuple[int, ...], num_tokens: int
+    kernel: str, shape: tuple[int, ...], num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(quantized, "card_of", lambda _: CARDS[90])
     tiles = _candidates(tuning.Question(kernel, shape, num_tokens, default={}))
     assert tiles
     assert all(isinstance(value, int) for tile in tiles for value in tile.values())

@@ -43,7 +43,7 @@ from penstock.commands.provenance import cpu_name, provenance
 from penstock.commands.rank_share import ALL_REDUCE_US, Links
 from penstock.commands.rank_share import COLUMNS as SHARE_COLUMNS
 from penstock.commands.roofline import text_config
-from penstock.commands.variables import is_given_by_variable
+from penstock.commands.variables import typed_fields
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.eval.results import deliver_line, prepare_output, require_at_least
@@ -253,31 +253,21 @@ def _measure(
 
 def _refuse(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
     """Refuses flags of the other benches: they must not be ignored."""
-    for name in _given(arguments, defaults):
+    for name in typed_fields(arguments, defaults):
         owner = "`penstock bench offload`" if name in OFFLOAD_DEFAULTS else "the other benches"
         owner = "`penstock bench step`" if name in DRAFT_DEFAULTS else owner
-        raise foreign_flag(f"bench {arguments.what}", _flag(name), owner)
+        raise foreign_flag(f"bench {arguments.what}", bench_serve.flag_name(name), owner)
 
 
 def _refuse_beside_case(arguments: argparse.Namespace) -> None:
     own = {"batch": OWN_DEFAULTS["batch"], "context": OWN_DEFAULTS["context"], **OFFLOAD_DEFAULTS}
-    for name in _given(arguments, own):
+    for name in typed_fields(arguments, own):
         if name != "case":
             raise UsageError(
-                f"{_flag(name)} and --case are both set", "A case sets it.", "Omit one of them."
+                f"{bench_serve.flag_name(name)} and --case are both set",
+                "A case sets it.",
+                "Omit one of them.",
             )
-
-
-def _given(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
-    return [
-        name
-        for name, default in defaults.items()
-        if getattr(arguments, name) != default and not is_given_by_variable(arguments, name)
-    ]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _engine_config(arguments: argparse.Namespace) -> EngineConfig:

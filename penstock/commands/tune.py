@@ -30,7 +30,7 @@ from penstock.commands.flags import (
 from penstock.commands.layouts import build_without_memory
 from penstock.commands.measure import Decoding, time_chain
 from penstock.commands.provenance import gpu_name, provenance
-from penstock.commands.variables import is_given_by_variable
+from penstock.commands.variables import typed_fields
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.eval.results import prepare_output
@@ -96,9 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     settings = read_settings(EngineConfig, arguments)
     if arguments.what == "offload":
-        for name, default in KERNEL_DEFAULTS.items():
-            if getattr(arguments, name) != default and not is_given_by_variable(arguments, name):
-                raise foreign_flag("tune offload", f"--{name}", "`penstock tune kernels`")
+        for name in typed_fields(arguments, KERNEL_DEFAULTS):
+            raise foreign_flag("tune offload", f"--{name}", "`penstock tune kernels`")
         return _tune_offload(arguments, settings)
     settings |= {"random_weights": True, "prefix_cache": False, "graphs": False}
     settings |= {"max_rows": max(arguments.batch), "max_model_len": arguments.context + 1}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.commands.flags import ENV_PREFIX, read_boolean
 from penstock.errors import ConfigError
@@ -55,6 +56,15 @@ def is_given_by_variable(arguments: argparse.Namespace, field: str) -> bool:
     """Such a flag may belong to another command of the family: it is ignored, not refused."""
     given: Collection[str] = getattr(arguments, "from_variables", ())
     return field in given
+
+
+def typed_fields(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
+    """The fields that a user set on the command line to something else than these defaults."""
+    return [
+        name
+        for name, default in defaults.items()
+        if getattr(arguments, name) != default and not is_given_by_variable(arguments, name)
+    ]
 
 
 def _typed_or_excluded(parser: argparse.ArgumentParser, typed: Sequence[str]) -> set[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from penstock.models import build_model
 from penstock.models.placement import Placement
 from penstock.models.source import ModelSource
 from penstock.ops import Weight
+from penstock.ops.cpu.memory import ram_sizes
 from penstock.ops.weight import deferred_weights
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.parallel.share import Share
@@ -146,7 +146,7 @@ def _check_fits(
     if device.type == "cuda":
         available, _ = torch.cuda.mem_get_info(device)
     elif device.type == "cpu":
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        available, _ = ram_sizes()
     else:
         return
     try:
@@ -204,7 +204,7 @@ def _check_ram(
             weight.num_bytes if bits is None else weight.shape.numel() * bits // 8
             for weight in weights
         )
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available, _ = ram_sizes()
     if needed > available:
         raise CapacityError(
             f"The experts of {source.name} do not fit in RAM",

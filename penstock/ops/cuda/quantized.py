@@ -245,10 +245,10 @@ def card_of(device: torch.device) -> quantized_gemm.Card:
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """The tiles that `penstock tune` measures for the kernels of this file."""
+    card = card_of(torch.device("cuda"))
     if kernel in KERNELS.values():
-        return quantized_rules.candidates(kernel, shape, num_tokens)
-    card = card_of(torch.device("cuda", torch.cuda.current_device()))
-    return list(quantized_gemm.candidates(kernel, shape, num_tokens, card))
+        return quantized_rules.candidates(kernel, shape, num_tokens, card.num_processors)
+    return quantized_gemm.candidates(kernel, shape, num_tokens, card)
 
 
 def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:

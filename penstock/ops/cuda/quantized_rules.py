@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-import torch
-
 from penstock.ops.product import Tile
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
+from penstock.ops.tuning import bucket
 
 LINEAR, GATE_UP, DOWN_PAIRS, DOWN_TOKEN, EXPAND = range(5)  # MODE
 KERNELS = {  # names of their tiles
@@ -35,7 +34,6 @@ MAX_SHARE = 12  # row tiles per SM; with more, blocks run in waves
 REGISTERS, MAX_RESIDENT = 65536, 64  # registers and warps of an SM
 BUSY_BYTES = 96 * 1024  # loads in flight that keep the memory of an SM busy
 MOST_TRIED = 32  # tiles of one shape
-H200_PROCESSORS = 132
 
 
 def cdiv(a: int, b: int) -> int:
@@ -44,7 +42,7 @@ def cdiv(a: int, b: int) -> int:
 
 def token_tiles_of(num_tokens: int) -> int:
     """The number of token tiles that a kernel is compiled for: a power of two."""
-    return 1 << max(0, cdiv(num_tokens, TOKENS) - 1).bit_length()
+    return bucket(cdiv(num_tokens, TOKENS))
 
 
 def tile_shape(rows: TiledRows, slots: int = 0) -> tuple[int, ...]:
@@ -136,7 +134,7 @@ def _small_group_rule(
 
 def num_staged(num_tokens: int) -> int:
     """The number of tokens that a kernel is compiled for: a power of two."""
-    return 1 << max(0, num_tokens - 1).bit_length()
+    return bucket(num_tokens)
 
 
 def has_room_for_norm(num_tokens: int, num_columns: int) -> bool:
@@ -204,7 +202,9 @@ def fits(tile: Tile, num_tokens: int, staged: int) -> bool:
     return shared_bytes(tile, token_tiles_of(num_tokens)) + staged <= SHARED
 
 
-def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+def candidates(
+    kernel: str, shape: tuple[int, ...], num_tokens: int, num_processors: int
+) -> list[Tile]:
     """The tiles that `penstock tune` measures for a `tile_shape`: those with most bytes in flight
     and fewest idle SMs.
     """
@@ -220,13 +220,13 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
         registers = 60 + row_tiles * (held * (2 * bits + 4) + 8 * token_tiles)
         most = min(REGISTERS // (32 * num_warps * registers), MAX_RESIDENT // num_warps)
         num_blocks = cdiv(num_rows, TILE_ROWS * row_tiles * row_warps) * max(1, slots)
-        share = num_blocks / _num_processors()
-        for blocks in {min(most, cdiv(num_blocks, _num_processors())), most, most - 1}:
+        share = num_blocks / num_processors
+        for blocks in {min(most, cdiv(num_blocks, num_processors)), most, most - 1}:
             tile = new_tile(*sizes, blocks)
             if blocks < 1 or not fits(tile, num_tokens, staged):
                 continue
             bytes_held = blocks * num_warps * held * row_tiles * step_bytes
-            busy = share / (blocks * cdiv(num_blocks, blocks * _num_processors()))
+            busy = share / (blocks * cdiv(num_blocks, blocks * num_processors))
             found[tuple(tile.values())] = min(1.0, bytes_held / BUSY_BYTES) * min(1.0, busy)
     best = sorted(found, key=lambda sizes: -found[sizes])
     return [new_tile(*sizes) for sizes in best[:MOST_TRIED]]
@@ -245,9 +245,3 @@ def _sizes(mode: int, slots: int, steps: int) -> Iterator[tuple[int, int, int, i
         splits = 1 if mode == DOWN_TOKEN else splits
         if not rest and 0 < splits <= steps and held <= cdiv(steps, splits):
             yield row_tiles, num_warps, row_warps, held
-
-
-def _num_processors() -> int:
-    if not torch.cuda.is_available():
-        return H200_PROCESSORS
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)

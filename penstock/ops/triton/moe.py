@@ -90,8 +90,10 @@ def sparse_mlp(
     plain = [_plain_values(weight, x.dtype) for weight in (shared_gate_up, shared_down)]
     shared = (shared_weight, plain[0], plain[1])
     if form == GROUPED_GEMM:  # which dequantizes experts itself, a few at a time
-        routed = (expert_ids, slots, gate_up, down)
-        moe_grouped_gemm.run(out, x, weights, *routed, residual, *shared, counters)
+        is_gathered = slots is not None and gate_up.parts and down.parts  # others are read in place
+        own_ids, own_slots = (expert_ids, slots) if is_gathered else (ids, None)
+        given = (gate_up, down, residual, *shared, num_experts, counters)
+        moe_grouped_gemm.run(out, x, weights, own_ids, own_slots, *given)
         return out
     values = [_plain_values(weight, x.dtype) for weight in (gate_up, down)]
     arguments = (out, x, weights, ids, values[0], values[1], residual, *shared)

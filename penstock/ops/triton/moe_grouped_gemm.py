@@ -49,17 +49,18 @@ def run(
     x: Tensor,  # [T, H]
     weights: Tensor,  # [T, k] float32
     ids: Tensor,  # [T, k]  those of a token differ, unless their weight is 0
-    slots: Tensor | None,  # [E]  index of each expert in the stacks; None: in order
+    slots: Tensor | None,  # [E]  index of each id's matrices in the stacks; None: in order
     gate_up: Weight,  # [E, 2I, H]
     down: Weight,  # [E, H, I]
     residual: Tensor,  # [T, H]
     shared_weight: Tensor | None,  # [T, 1] float32
     shared_gate_up: Tensor | None,  # [2I', H]
     shared_down: Tensor | None,  # [H, I']
+    num_experts: int,  # of the layer; the stacks may hold more or fewer
     counters: Tensor | None,  # [n] int32
 ) -> None:
     (num_tokens, k), (num_stacked, width, inner_width) = ids.shape, down.shape
-    num_experts = num_stacked if slots is None else len(slots)
+    num_ids = num_stacked if slots is None else len(slots)
     shared_width = 0 if shared_down is None else shared_down.shape[1]
     widest = max(inner_width, shared_width)
     num_rows = k + (shared_width > 0)  # per token
@@ -67,15 +68,13 @@ def run(
     rules = _rules(
         bucket(num_tokens) * k // num_experts, x.element_size(), has_dependent_launch(x.device)
     )
-    if slots is not None and not (gate_up.parts and down.parts):  # the kernel reads slots in place
-        num_experts, ids, slots = num_stacked, slots[ids.long()], None
 
     height = choose("moe_permute", shape, num_tokens, rules["list"], x.device)["BLOCK_M"]
-    order, tiles = list_pairs(ids, num_experts, num_rows, height, counters)
+    order, tiles = list_pairs(ids, num_ids, num_rows, height, counters)
     inner = x.new_empty(num_tokens * num_rows, widest)
     outputs = x.new_empty(num_tokens * num_rows, width)
     dims = {
-        "E": num_experts,
+        "E": num_ids,
         "SLOTS": num_rows,
         "H": width,
         "I": inner_width,
@@ -93,8 +92,8 @@ def run(
         constants = {**dims, "IS_DOWN": name == "down", **tile, **options}
         grid = (cdiv(num_columns, tile["BLOCK_N"]), len(tiles))
         for first, values in _groups(experts, slots, x.dtype):
-            last, is_part = first + len(values), len(values) < num_experts
-            last += last == num_experts  # including the shared one
+            last, is_part = first + len(values), len(values) < num_ids
+            last += last == num_ids  # including the shared one
             given = (source, order, tiles, values, values if shared is None else shared, result)
             grouped_kernel[grid](*given, first, last, IS_PART=is_part, **constants)
 
