@@ -233,7 +233,7 @@ def test_what_a_model_leaves_out_makes_it_no_smaller(
     needed = Engine.from_config(EngineConfig(model=str(quantized), **given)).info.weight_bytes
     for share, fits in ((1.1, True), (0.8, False)):
         memory = {"SC_PHYS_PAGES": int(share * needed), "SC_PAGE_SIZE": 1}
-        monkeypatch.setattr("penstock.weights.load.os.sysconf", memory.__getitem__)
+        monkeypatch.setattr("penstock.ops.cpu.memory.os.sysconf", memory.__getitem__)
         if fits:
             load_weights(quantized, with_drafting_head=False)
         else:
