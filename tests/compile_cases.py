@@ -556,25 +556,17 @@ def moe_route_cases() -> list[CompileCase]:
     constants = {"E": 256, "TOP_K": 8, "H": 2048, "BLOCK_E": 256}
     constants |= {"NORMALIZE": True, "HAS_SHARED": True, "HAS_SLOTS": False}
     cases: list[CompileCase] = []
+    warp = {"num_warps": 1, "num_stages": 3}
     for kernel, more, tile in (
         (moe_route._route_gemv_kernel, {"BLOCK_H": 2048}, moe_route._gemv_rule(2048)),
         (moe_route._route_logits_kernel, {}, moe_route.FIXED_TILE),
         (moe_route._route_logits_kernel, {}, moe_route._split_rule(64)),
-        (moe_route._choose_kernel, {"NUM_SPLITS": 8}, {"num_warps": 1, "num_stages": 3}),
+        (moe_route._choose_kernel, {"NUM_SPLITS": 8, "BLOCK_M": 1}, warp),
+        (moe_route._choose_kernel, {"NUM_SPLITS": 1, "BLOCK_M": moe_route.WARP_TOKENS}, warp),
         (
-            moe_route._route_whole_kernel,
+            moe_route._norm_and_gate_kernel,
             {"BLOCK_H": 2048},
-            moe_route._whole_rule(8192, (256, 2048), 2, False),
-        ),
-        (
-            moe_route._route_whole_kernel,
-            {"BLOCK_H": 2048},
-            moe_route._whole_rule(1024, (256, 2048), 2, True),
-        ),
-        (
-            moe_route._route_whole_kernel,
-            {"BLOCK_H": 2048},
-            moe_route._whole_rule(8192, (256, 2048), 2, True),
+            {"num_warps": 8, "num_stages": 3},
         ),
     ):
         options = {key: tile[key] for key in ("num_warps", "num_stages")}

@@ -10,7 +10,7 @@ from kernel_checks import INTERPRETED, ON_GPU
 from penstock.ops.cuda import fp8_experts
 from penstock.ops.float8 import can_take, round_tokens
 from penstock.ops.quantized import QuantizedRows
-from penstock.ops.tiles import tile
+from penstock.ops.tiles import _order, tile
 from penstock.ops.triton import fp8, moe_fp8_gemm
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.packing import pack
@@ -72,6 +72,20 @@ def test_tokens_become_codes_with_a_scale_for_each_128_columns(
     assert_near(seen.flatten(-2), x.double(), 2**-4)
     assert codes[2].float().abs().max() == 0
     assert (codes.float().unflatten(-1, (-1, 128)).abs().amax(-1)[:2] == 448).all()
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_codes_for_tiles_are_the_same_in_the_order_of_a_tile_s_row(
+    device: str, dtype: torch.dtype
+) -> None:
+    x = tokens(5, 384, device, dtype)
+    codes, scales, _ = fp8.quantize_tokens(x)
+    tiled, same_scales, _ = fp8.quantize_tokens(x, for_tiles=True)
+    order = _order(8, True, False, torch.device(device)).view(2, 16, 64)[:, 0].flatten()
+    expected = codes[:5].view(torch.uint8).unflatten(-1, (-1, 128))[..., order]
+    assert torch.equal(tiled[:5].view(torch.uint8).unflatten(-1, (-1, 128)), expected)
+    assert torch.equal(same_scales[:, :5], scales[:, :5])
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)

@@ -266,7 +266,7 @@ def route_inputs(
     return hidden, norm_weight, EPS, router
 
 
-@pytest.fixture(params=["whole", pytest.param("split", marks=pytest.mark.slow)])
+@pytest.fixture(params=["library", pytest.param("split", marks=pytest.mark.slow)])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the router takes hundreds of tokens: both forms, whatever their number. Everyday tests of
     the second have fewer tokens (`test_kernel_moe.py`).
@@ -304,7 +304,7 @@ def test_among_many_tokens_equal_experts_go_by_id_and_nan_spoils_no_other(
 ) -> None:
     hidden, norm_weight, eps, router = route_inputs(260, 6, device, dtype)
     hidden[7] = float("nan")
-    equal = Weight(router.values[:1].expand(6, H).contiguous())
+    equal = Weight(torch.zeros_like(router.values))  # a library may sum equal rows in two orders
     _, weights, ids, shared_weight = moe.norm_route(hidden, norm_weight, eps, equal, 2)
     assert shared_weight is None
     assert ids.tolist() == [[0, 1]] * 260

@@ -17,6 +17,7 @@ from penstock.layers.linear import Linear
 from penstock.ops import Weight, linear, norm_linear, sparse_mlp, swiglu_linear
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.tiles import TiledRows, can_tile, tile
+from penstock.ops.triton import matmul
 from penstock.ops.weight import Part, bytes_of
 from penstock.weights.packing import pack
 from quantized_codes import KINDS, WIDE_MOE, make_codes, write_quantized
@@ -86,6 +87,22 @@ def test_products_are_those_of_the_expanded_rows(
         assert_near(
             swiglu_linear(gate_up, weight), activated @ exact.T, dtype, is_rounded=is_rounded
         )
+
+
+@pytest.mark.parametrize("num_tokens", [100, 130, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["int8", "Q6_K", "fp8"])
+def test_logits_of_many_tokens_are_those_of_the_expanded_head(
+    dtype: torch.dtype, kind: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 128 tokens by the codes, more by pieces of the head; tokens are never rounded."""
+    monkeypatch.setattr(matmul, "PIECE_BYTES", 384 * 512 * 2)
+    rows = on_gpu(pack(make_codes(kind, 1000, 512)))
+    weight, norm = weight_of(rows, dtype=dtype), numbers(512, dtype=torch.float32, seed=4)
+    x = numbers(num_tokens, 512, dtype=dtype, seed=num_tokens)
+    normed = torch.nn.functional.rms_norm(x.double(), (512,), norm.double(), eps=1e-6)
+    seen = norm_linear(x, norm, 1e-6, weight, out_dtype=torch.float32)
+    assert_near(seen, normed @ weight.dequantize().double().T, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,8 +7,12 @@ import dataclasses
 import pytest
 import torch
 
+from penstock.ops import Weight
+from penstock.ops.cuda import quantized
+from penstock.ops.product import Product
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.tiles import TILE_ROWS, can_tile, tile
+from penstock.ops.triton import matmul
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.on_the_fly import SCHEMES, round_to
 from penstock.weights.packing import LAUNCH_BYTES, join_widened, pack
@@ -30,6 +34,40 @@ def test_tiles_are_lossless(kind: str, N: int, K: int) -> None:
         assert tiled.shape == (N, K)
         assert torch.equal(tiled.dequantize(), codes.dequantize())
         assert torch.equal(tiled.rows(ids), codes.dequantize()[ids])
+
+
+@pytest.mark.parametrize("keeps_rows", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "levels"])
+def test_a_slice_of_rows_has_their_numbers(kind: str, keeps_rows: bool) -> None:
+    whole = tile(pack(make_codes(kind, 300, 256)), keeps_rows=keeps_rows)
+    for first, last in ((0, 128), (128, 300), (256, 300), (0, 300)):
+        some = whole.row_slice(first, last)
+        assert some.shape == (last - first, 256)
+        assert some.codes.data_ptr() - whole.codes.data_ptr() == first * whole.codes[0].nbytes // 16
+        assert torch.equal(some.dequantize(), whole.dequantize()[first:last])
+
+
+@pytest.mark.parametrize("most", [128, 256, 1024])
+def test_logits_of_many_tokens_are_multiplied_in_pieces(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of three formats, the first of which is not quantized."""
+    parts = [
+        tile(pack(make_codes(kind, rows, 256))) for kind, rows in (("Q6_K", 520), ("int8", 300))
+    ]
+    plain, x = torch.randn(200, 256) / 20, torch.randn(5, 256).half()
+    head = Weight(torch.empty(1020, 256, dtype=torch.float16))
+    head.quantize((plain.half(), *parts))
+    monkeypatch.setattr(matmul, "PIECE_BYTES", most * 512)
+    pieces = list(quantized.expand_in_pieces(head.parts, torch.float16, most))
+    assert [own.start for own, _ in pieces[1:]] == [own.stop for own, _ in pieces[:-1]]
+    assert max(len(values) for _, values in pieces) <= most
+    bias = torch.randn(1020)
+    product = Product(x, head.values, torch.float32, bias=bias)
+    seen = matmul._multiply_in_pieces(product, head)
+    exact = x.double() @ head.dequantize().half().double().T + bias
+    assert seen.dtype == torch.float32
+    assert (seen - exact).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

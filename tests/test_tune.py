@@ -9,7 +9,12 @@ import torch
 
 from command_line import fails
 from compile_cases import CARDS
-from penstock.commands.tune import _candidates, _table_to_write, cut_layers
+from penstock.commands.tune import (
+    _candidates,
+    _require_some_kernel,
+    _table_to_write,
+    cut_layers,
+)
 from penstock.errors import ConfigError
 from penstock.models.source import find_model
 from penstock.ops import tuning
@@ -31,7 +36,6 @@ QUESTIONS = [
     ("delta_net_prepare", (16, 32, 128, 128)),
     ("delta_net_scan", (16, 32, 128, 128)),
     ("prefill_attention", (16, 2, 256, 64)),
-    ("route_whole", (256, 2048)),
     ("moe_permute", (256, 8, 512, 2048)),
     ("moe_gate_up_grouped_gemm", (256, 8, 512, 2048)),
     ("moe_down_grouped_gemm", (256, 8, 512, 2048)),
@@ -93,12 +97,22 @@ def test_a_dense_model_has_nothing_to_offload(capsys: pytest.CaptureFixture[str]
     assert "error: Qwen3.5-4B has no experts" in said
 
 
-@pytest.mark.parametrize("flag", ["--batch", "--context", "--layers"])
+@pytest.mark.parametrize("flag", ["--batch", "--context", "--layers", "--kernels"])
 def test_flags_of_kernels_are_not_swallowed_by_offload(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exit_code, said = fails(capsys, "tune", "offload", flag, "4")
     assert (exit_code, said.splitlines()[0]) == (2, f"error: tune offload has no flag {flag}")
+
+
+def test_names_of_kernels_that_no_step_uses_are_said_with_those_that_it_does() -> None:
+    used = {"quantized_linear", "route_gemv"}
+    for prefixes in (("",), ("quantized",), ("moe", "route")):
+        _require_some_kernel(prefixes, used)
+    with pytest.raises(ConfigError) as caught:
+        _require_some_kernel(("moe", "linear"), used)
+    assert "starts with moe or linear" in str(caught.value)
+    assert "quantized_linear, route_gemv" in str(caught.value)
 
 
 TILE = {"block_n": 4}

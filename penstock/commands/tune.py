@@ -26,6 +26,7 @@ from penstock.commands.flags import (
     read_count,
     read_counts,
     read_settings,
+    read_texts,
 )
 from penstock.commands.layouts import build_without_memory
 from penstock.commands.measure import Decoding, time_chain
@@ -51,13 +52,13 @@ DESCRIPTION = (
 )
 EXAMPLES = [
     "penstock tune -m Qwen3.5-35B-A3B --batch 1,2,4,8,16,32,64",
-    "penstock tune -m Qwen3.5-4B --quantization int4 --batch 1 --layers 8",
+    "penstock tune -m Qwen3.5-4B --quantization int4 --batch 1 --kernels quantized",
     "penstock tune -m Qwen3.5-122B-A10B --tp 4    the shapes of one rank",
     "penstock tune offload -m Qwen3.5-122B-A10B",
 ]
 COLUMNS = ["kernel/shape/tokens", "tile", "step before us", "after us"]
 GAIN = 0.995  # a step must be shorter than this share of the old one: less is noise
-KERNEL_DEFAULTS = {"batch": (1, 2, 4, 8), "context": 1536, "layers": 8}
+KERNEL_DEFAULTS = {"batch": (1, 2, 4, 8), "context": 1536, "layers": 8, "kernels": ("",)}
 REPLAYS, WARMUP = 40, 4
 ROUNDS = 5  # comparisons of the fastest tile with the one that it would replace
 
@@ -78,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--layers", type=read_count, metavar="N", help="layers of the model to use (default: 8)"
+    )
+    parser.add_argument(
+        "--kernels",
+        type=read_texts,
+        metavar="NAME,NAME",
+        help="tune only kernels whose names start with one of these (default: all)",
     )
     parser.set_defaults(**KERNEL_DEFAULTS)
     parser.add_argument(
@@ -114,17 +121,19 @@ def run(arguments: argparse.Namespace) -> int:
         # A rank of several has shapes of its own, and is tuned without the others.
         load = Engine.from_source if config.tp == 1 else Engine.of_share
         engine = load(cut_layers(find_model(config.model), arguments.layers), config, phases)
-        kept = []
+        kept, used = [], set[str]()
         for batch in arguments.batch:
             with timed(f"batch {batch}", phases) as report, tuning.trials() as trials:
                 for key, tile, before, after in tune_step(
-                    engine, batch, arguments.context, trials, report
+                    engine, batch, arguments.context, arguments.kernels, trials, report
                 ):
                     tiles[key] = dict(tile)
                     kept.append(
                         [key, json.dumps(tile), f"{before * 1e6:.1f}", f"{after * 1e6:.1f}"]
                     )
                     tuning.write_tiles(path, tiles)  # now: Ctrl-C may follow hours later
+                used |= {question.kernel for question in trials.questions.values()}
+    _require_some_kernel(arguments.kernels, used)
     if not kept:
         print("No tile is faster than those in use; nothing was written.")
         return 0
@@ -137,6 +146,15 @@ def _require_gpu(device: str) -> None:
     if not device.startswith("cuda"):
         raise ConfigError(
             "There is nothing to tune on a CPU", f"The device is {device}.", "Run this on a GPU."
+        )
+
+
+def _require_some_kernel(prefixes: tuple[str, ...], used: set[str]) -> None:
+    if not any(kernel.startswith(prefixes) for kernel in used):
+        raise ConfigError(
+            "There was nothing to tune",
+            f"No kernel of these steps has a name that starts with {' or '.join(prefixes)}.",
+            f"Their kernels are {', '.join(sorted(used))}.",
         )
 
 
@@ -162,12 +180,17 @@ def cut_layers(source: ModelSource, num_layers: int) -> ModelSource:
 
 
 def tune_step(
-    engine: Engine, batch: int, context: int, trials: Trials, report: Any
+    engine: Engine,
+    batch: int,
+    context: int,
+    kernels: tuple[str, ...],  # starts of names
+    trials: Trials,
+    report: Any,
 ) -> Iterator[tuple[str, Tile, float, float]]:
     """Yields the tiles to store: key, tile, and the step's seconds without and with it."""
     decoding = Decoding(engine, batch, context, 1, SamplingParams())
     answered: set[str] = set()
-    while question := _next_question(engine, decoding, trials, answered):
+    while question := _next_question(engine, decoding, kernels, trials, answered):
         answered.add(question.key)
         tiles = _candidates(question)
         report(Phase(f"batch {batch}", f"{question.key}, {len(tiles)} tiles"))
@@ -183,12 +206,17 @@ def tune_step(
 
 
 def _next_question(
-    engine: Engine, decoding: Decoding, trials: Trials, answered: set[str]
+    engine: Engine,
+    decoding: Decoding,
+    kernels: tuple[str, ...],
+    trials: Trials,
+    answered: set[str],
 ) -> Question | None:
     """The next tile to choose. Captures the step again: another tile may need other kernels."""
     trials.questions.clear()
     capture_step(engine, decoding)
-    return next((one for one in trials.questions.values() if one.key not in answered), None)
+    questions = [one for one in trials.questions.values() if one.kernel.startswith(kernels)]
+    return next((one for one in questions if one.key not in answered), None)
 
 
 def _compile_all(

@@ -107,6 +107,18 @@ class TiledRows:
         own_rows = chosen[torch.arange(len(flat), device=flat.device), flat % TILE_ROWS]
         return own_rows.view(*ids.shape, self.num_columns)
 
+    def row_slice(self, first: int, last: int) -> TiledRows:
+        """A matrix of some of the rows, without a copy. `first` is a multiple of 128."""
+        tiles = slice(first // TILE_ROWS, -(-last // TILE_ROWS))
+        blocks = slice(first // STEP, -(-last // STEP))
+        return replace(
+            self,
+            num_rows=last - first,
+            codes=self.codes[tiles],
+            records=self.records[tiles],
+            block_scales=None if self.block_scales is None else self.block_scales[blocks],
+        )
+
     @property
     def is_narrow(self) -> bool:
         return self.group == NARROW_GROUP

@@ -9,7 +9,7 @@ arithmetic is the bottleneck: rows are dequantized first, into memory that is fr
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_int, c_void_p
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ SOURCE = Path(__file__).with_name("quantized.cu")
 GEMM_SOURCE = Path(__file__).with_name("quantized_gemm.cu")
 EACH, SCANNED, LISTED = range(3)  # PAIRS
 MAX_TOKENS = 64  # per launch
-MAX_LOGITS = 256  # tokens: reading a head's codes again for each 64 costs less than expansion
+MAX_LOGITS = 128  # tokens: reading a head's codes again for each 64 costs less than expansion
 MAX_SCANNED, MAX_SCANNED_EXPERTS = 64, 512  # choices of experts that a warp can sort itself
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -132,6 +132,20 @@ def expand_parts(parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
     plain = [expand(part, dtype) if isinstance(part, TiledRows) else part for part in parts]
     assert all(isinstance(part, Tensor) for part in plain), "rows on a GPU are tiled"
     return plain[0] if len(plain) == 1 else torch.cat(plain, dim=-2)  # type: ignore[arg-type, return-value]
+
+
+def expand_in_pieces(
+    parts: tuple[Part, ...], dtype: torch.dtype, most: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """At most so many rows of a weight at a time, dequantized, and where they are in it."""
+    start = 0
+    for part in parts:
+        for first in range(0, part.shape[0], most):
+            last = min(first + most, part.shape[0])
+            assert isinstance(part, (TiledRows, Tensor)), "rows on a GPU are tiled"
+            some = part.row_slice(first, last) if isinstance(part, TiledRows) else part[first:last]
+            yield slice(start + first, start + last), expand_parts((some,), dtype)
+        start += part.shape[0]
 
 
 def multiply(

@@ -104,7 +104,7 @@ def mix_blocks(
     if num_parts > 1:
         _norm_kernel[num_heads, num_blocks](
             mixed, norm_weight, blocks.table, out, eps, mixed.stride(0),
-            **heads, PADDED_V=padded["PADDED_V"], num_warps=4, **options,
+            **heads, PADDED_V=padded["PADDED_V"], num_warps=8, **options,
         )  # fmt: skip
 
 

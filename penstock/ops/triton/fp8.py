@@ -60,12 +60,13 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
 
 
 def _multiply_plain(product: Product, out: Tensor) -> None:
-    """A few unquantized rows next to many quantized ones. For up to a batch of tokens this avoids
-    the copy into `out` that the library would need.
-    """
+    """A few unquantized rows next to many quantized ones."""
     if product.num_tokens <= PLAIN_TOKENS:
         rule = small_gemm_rule(product.shape, product.num_tokens, out.device)
         multiply_small_gemm(product, rule, out)
+        return
+    if product.bias is None and product.residual is None:
+        torch.mm(product.x, product.weight.t(), out=out)
         return
     found = F.linear(product.x, product.weight, product.bias)
     out.copy_(found if product.residual is None else found + product.residual)
@@ -166,6 +167,16 @@ def column_in_tile(places):
     return instructions // 2 * 32 + quarters * 8 + instructions % 2 * 4 + (places % 4 * 3 + 2) % 5
 
 
+@triton.jit
+def in_tile_order(values):
+    """[M, 128] -> the same, with the columns of each row in a tile's order (`column_in_tile`)."""
+    M: tl.constexpr = values.shape[0]
+    # In bits, the highest first, column a b cd e f g is at position a cd b e g (not f).
+    bits = tl.reshape(values, [M, 2, 2, 4, 2, 2, 2])
+    low, high = tl.split(tl.permute(bits, [0, 1, 3, 2, 4, 6, 5]))
+    return tl.reshape(tl.join(high, low), [M, 128])
+
+
 @triton.jit(do_not_specialize=["scale_stride"])
 def _quantize_kernel(
     x,
@@ -190,8 +201,7 @@ def _quantize_kernel(
     WIDTH: tl.constexpr = NUM_BLOCKS * STEP
     token = tl.program_id(0).to(tl.int64)
     blocks, lanes = tl.arange(0, BLOCKS), tl.arange(0, STEP)
-    places = blocks[:, None] * STEP + lanes[None, :]
-    columns = blocks[:, None] * STEP + (column_in_tile(lanes) if FOR_TILES else lanes)[None, :]
+    columns = blocks[:, None] * STEP + lanes[None, :]
     is_column = columns < WIDTH
     if HAS_NORM:
         b_weight = tl.load(norm_weight + columns, mask=is_column, other=0.0).to(tl.float32)
@@ -204,8 +214,10 @@ def _quantize_kernel(
     b_rounded = b_x.to(x.dtype.element_ty)  # rounded as a separate kernel would
     if KEEPS_VALUES:
         tl.store(values + token * WIDTH + columns, b_rounded, mask=is_column)
+    if FOR_TILES:  # after loads and before stores, which are of adjacent columns
+        b_rounded = in_tile_order(b_rounded)
     b_codes, b_scales = to_codes(b_rounded.to(tl.float32))
-    tl.store(codes + token * WIDTH + places, b_codes, mask=is_column)
+    tl.store(codes + token * WIDTH + columns, b_codes, mask=is_column)
     tl.store(scales + blocks * scale_stride + token, b_scales, mask=blocks < NUM_BLOCKS)
 
 

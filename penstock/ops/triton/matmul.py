@@ -33,6 +33,7 @@ from penstock.ops.cuda.skinny_gemm import (
 )
 from penstock.ops.float8 import rounds_tokens
 from penstock.ops.product import Product
+from penstock.ops.tiles import STEP
 from penstock.ops.triton import fp8
 from penstock.ops.triton.launch import (
     cdiv,
@@ -66,6 +67,7 @@ LARGE_N = 1 << 16
 SMALL_N = 1 << 12  # up to here K is split over programs
 SMALL_GEMM_TOKENS = 64  # above, CUBLAS is faster, unless N is small or that of a head
 SWIGLU_COLUMNS = 1024
+PIECE_BYTES = 32 << 20  # of dequantized rows: half of the L2 of a large GPU
 
 
 def linear(
@@ -117,6 +119,8 @@ def _multiply(kernel: str, product: Product, weight: Weight, deterministic: bool
             return fp8.multiply_parts(weight.parts, product)
         if not deterministic and quantized.can_multiply_parts(weight.parts, product):
             return _multiply_codes(product, weight)
+        if not deterministic and product.out_dtype != product.x.dtype:
+            return _multiply_in_pieces(_prepare(product), weight)
         product = replace(product, weight=quantized.expand_parts(weight.parts, product.x.dtype))
     if deterministic:
         return multiply_small_gemm(_prepare(product), FIXED_TILE)
@@ -138,6 +142,17 @@ def _multiply_codes(product: Product, weight: Weight) -> Tensor:
     if not quantized.can_stage(weight.parts, product):
         product = _prepare(product)
     return quantized.multiply_parts(weight.parts, product)
+
+
+def _multiply_in_pieces(product: Product, weight: Weight) -> Tensor:
+    """Logits: a head has so many rows that they leave L2 before the last one is dequantized."""
+    out, x = product.new_out(), product.x
+    most = max(STEP, PIECE_BYTES // (x.element_size() * x.shape[1]) // STEP * STEP)
+    for own, values in quantized.expand_in_pieces(weight.parts, x.dtype, most):
+        multiply_unrounded(x, values, out[:, own])
+    if product.bias is not None:
+        out += product.bias
+    return out
 
 
 @functools.cache
@@ -185,7 +200,8 @@ def _multiply_by_cublas(product: Product) -> Tensor:
     if product.out_dtype == product.x.dtype:
         out = F.linear(product.x, product.weight, product.bias)
     else:
-        out = _multiply_unrounded(product)
+        out = product.new_out()
+        multiply_unrounded(product.x, product.weight, out)
         if product.bias is not None:
             out += product.bias
     if product.residual is not None:
@@ -193,11 +209,12 @@ def _multiply_by_cublas(product: Product) -> Tensor:
     return out
 
 
-def _multiply_unrounded(product: Product) -> Tensor:
+def multiply_unrounded(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """cuBLAS with float32 output: rounded to the inputs' dtype, close logits would tie."""
-    if product.x.is_cuda:
-        return torch.mm(product.x, product.weight.t(), out_dtype=product.out_dtype)
-    return F.linear(product.x.to(product.out_dtype), product.weight.to(product.out_dtype))
+    if x.is_cuda and x.dtype == weight.dtype != out.dtype:
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(F.linear(x.to(out.dtype), weight.to(out.dtype)))
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

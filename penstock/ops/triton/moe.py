@@ -188,7 +188,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
             {"form": form}
             for form in ((GEMV, SMALL_GEMM) if num_tokens <= 64 else (SMALL_GEMM, GROUPED_GEMM))
         ]
-    if kernel in ("route_gemv", "route_split", "route_whole"):
+    if kernel in ("route_gemv", "route_split"):
         return moe_route.candidates(kernel, shape, num_tokens)
     if kernel in ("moe_gate_up_gemv", "moe_down_gemv"):
         return moe_gemv.candidates(kernel, shape, num_tokens)

@@ -4,9 +4,9 @@
 A few tokens use the GEMV form, one launch: a program loads a few router rows before the preceding
 kernel is complete, norms one token itself and multiplies; the last program of a token chooses its
 experts. A batch uses the split form, three launches: the norm, the logits on tensor cores with K
-split over programs so that each waits for memory once, and top-k, one warp per token. Many tokens
-use the whole form, one launch: a program holds all logits of its tokens in registers. In all forms
-the gate of the shared expert counts as a last group of router rows.
+split over programs so that each waits for memory once, and top-k, one warp per token. In both the
+gate of the shared expert counts as a last group of router rows. Many tokens use the library's GEMM
+between a norm, which computes that gate too, and top-k.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from torch import Tensor
 from penstock.ops.triton.launch import (
     arrives_last,
     cdiv,
-    has_dependent_launch,
     launch_options,
     let_next_start,
     next_power_of_2,
     prefetch_l2,
     wait_for_previous,
 )
+from penstock.ops.triton.matmul import multiply_unrounded
 from penstock.ops.triton.norm import rms_norm
 from penstock.ops.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
 GEMV_TOKENS = 16  # above, tokens share the router's rows
-SPLIT_TOKENS = 1536  # above, tokens alone give enough programs for all SMs
+SPLIT_TOKENS = 256  # above, the library is faster
+WARP_TOKENS, MANY_TOKENS = 4, 2048  # per warp, above so many: it works on one while another waits
 # Another tile sums in another order: with `deterministic` this one serves every number of tokens.
 FIXED_TILE: Tile = {
     "BLOCK_M": 16,
@@ -95,8 +96,7 @@ def norm_route(
     )
     shape = (num_experts, width)
     if num_tokens > SPLIT_TOKENS and not deterministic:
-        x = torch.empty_like(hidden)
-        _route_whole(given, x, chosen, eps, constants)
+        x = _route_by_library(given, chosen, eps, constants)
         return x, weights, ids, shared_weight
 
     if num_tokens > GEMV_TOKENS or deterministic:
@@ -107,7 +107,7 @@ def norm_route(
         _route_split(x, *given[2:], chosen, tile, constants)
         return x, weights, ids, shared_weight
     x = torch.empty_like(hidden)
-    logits = hidden.new_empty(num_tokens, num_experts + 1, dtype=torch.float32)
+    logits = hidden.new_empty(num_tokens, num_experts + has_shared, dtype=torch.float32)
     arrivals = zeroed(counters, GEMV_TOKENS, hidden.device)  # programs done with a token
     tile = choose("route_gemv", shape, num_tokens, _gemv_rule(width), hidden.device)
     grid = (cdiv(num_experts, tile["ROWS"]) + has_shared, num_tokens)
@@ -135,38 +135,69 @@ def _route_split(
 ) -> None:
     (num_tokens, width), num_experts = x.shape, constants["E"]
     num_splits = tile["NUM_SPLITS"]
+    has_shared = constants["HAS_SHARED"]
     logits = torch.empty(
-        num_splits, num_tokens, num_experts + 1, dtype=torch.float32, device=x.device
+        num_splits, num_tokens, num_experts + has_shared, dtype=torch.float32, device=x.device
     )
     options = launch_options(x.device)
     grid = (
-        cdiv(num_experts, tile["BLOCK_N"]) + constants["HAS_SHARED"],
+        cdiv(num_experts, tile["BLOCK_N"]) + has_shared,
         cdiv(num_tokens, tile["BLOCK_M"]),
         num_splits,
     )
     _route_logits_kernel[grid](
-        x, router, shared_gate, logits, num_tokens, E=num_experts, H=width, **tile, **options
+        x,
+        router,
+        shared_gate,
+        logits,
+        num_tokens,
+        E=num_experts,
+        H=width,
+        HAS_SHARED=has_shared,
+        **tile,
+        **options,
     )
-    choosing = {name: value for name, value in constants.items() if name != "H"}
-    _choose_kernel[(num_tokens,)](
-        logits, *chosen, num_tokens, NUM_SPLITS=num_splits, num_warps=1, **choosing
-    )
+    _choose(logits, chosen, constants)
 
 
-def _route_whole(
+def _choose(
+    logits: Tensor,  # [splits, T, E], or [splits, T, E + 1] with the shared expert's gate
+    chosen: tuple[Tensor, ...],
+    constants: dict[str, Any],
+) -> None:
+    num_splits, num_tokens, width = logits.shape
+    own = WARP_TOKENS if num_tokens > MANY_TOKENS else 1
+    more = {"HAS_SHARED": width > constants["E"], "NUM_SPLITS": num_splits, "BLOCK_M": own}
+    choosing = {name: value for name, value in constants.items() if name != "H"} | more
+    _choose_kernel[(cdiv(num_tokens, own),)](logits, *chosen, num_tokens, num_warps=1, **choosing)
+
+
+def _route_by_library(
     given: tuple[Tensor, ...],
-    x: Tensor,
     chosen: tuple[Tensor, ...],
     eps: float,
     constants: dict[str, Any],
-) -> None:
-    (num_tokens, width), num_experts = x.shape, constants["E"]
-    shape = (num_experts, width)
-    rule = _whole_rule(num_tokens, shape, x.element_size(), has_dependent_launch(x.device))
-    tile = choose("route_whole", shape, num_tokens, rule, x.device)
-    _route_whole_kernel[cdiv(num_tokens, tile["BLOCK_M"]),](
-        *given, x, *chosen, num_tokens, eps, **constants, BLOCK_H=next_power_of_2(width), **tile
+) -> Tensor:  # [T, H]
+    hidden, norm_weight, router, shared_gate = given
+    (num_tokens, width), block = hidden.shape, next_power_of_2(hidden.shape[1])
+    x = torch.empty_like(hidden)
+    _norm_and_gate_kernel[(num_tokens,)](
+        hidden,
+        norm_weight,
+        shared_gate,
+        x,
+        chosen[2],
+        eps,
+        H=width,
+        HAS_SHARED=constants["HAS_SHARED"],
+        BLOCK_H=block,
+        num_warps=max(1, min(block // 256, 16)),
+        **launch_options(hidden.device),
     )
+    logits = torch.empty(1, num_tokens, constants["E"], dtype=torch.float32, device=x.device)
+    multiply_unrounded(x, router, logits[0])
+    _choose(logits, chosen, constants)
+    return x
 
 
 def zeroed(counters: Tensor | None, num_needed: int, device: torch.device) -> Tensor:
@@ -188,23 +219,6 @@ def _split_rule(num_tokens: int) -> Tile:
     return {**FIXED_TILE, "BLOCK_M": max(32, min(bucket(num_tokens), 64))}
 
 
-def _whole_rule(
-    num_tokens: int, shape: tuple[int, int], element_size: int, is_hopper: bool
-) -> Tile:
-    """About 128 programs, one per SM of a large GPU, as long as their logits fit in registers."""
-    num_experts, width = (next_power_of_2(size) for size in shape)
-    height = max(16, min(bucket(num_tokens) // 128, 16384 // num_experts, 64))
-    block_k = (128 if num_experts <= 256 else 64) // element_size
-    stage_bytes = (height + num_experts) * block_k * element_size
-    return {
-        "BLOCK_M": height,
-        "BLOCK_K": block_k,
-        "NORM_TOKENS": max(1, min(16384 // width, height)),
-        "num_warps": 8,
-        "num_stages": max(2, min((200 if is_hopper else 96) * 1024 // stage_bytes, 4)),
-    }
-
-
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """The tiles that `penstock tune` tries for a kernel; shape is (E, H)."""
     if kernel == "route_gemv":
@@ -213,13 +227,6 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
             for rows in (1, 2, 4, 8)
             for warps in (1, 2, 4, 8)
             if rows <= 2 * warps
-        ]
-    if kernel == "route_whole":
-        return [
-            {"BLOCK_M": m, "BLOCK_K": k, "NORM_TOKENS": 8, "num_warps": warps, "num_stages": stages}
-            for m in ((16,) if num_tokens <= 2048 else (32, 64))
-            for k, stages in ((64, 3), (64, 4), (128, 2))
-            for warps in (4, 8)
         ]
     assert kernel == "route_split"
     heights = (16, 32) if num_tokens <= 32 else (16, 32, 64)
@@ -323,9 +330,11 @@ def _choose_from_memory(
     BLOCK_E: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """Logits come as NUM_SPLITS parts, [NUM_SPLITS, T, E + 1], which are added first."""
+    """Logits come as NUM_SPLITS parts, which are added first: [NUM_SPLITS, T, E], or [NUM_SPLITS,
+    T, E + 1] with the shared expert's gate.
+    """
     experts = tl.arange(0, BLOCK_E)[None, :]
-    own = logits + tokens * (E + 1)
+    own = logits + tokens * (E + HAS_SHARED)
     is_logit = is_token[:, None] & (experts < E)
     b_logits = tl.zeros([tokens.shape[0], BLOCK_E], tl.float32)
     gate = tl.zeros([tokens.shape[0]], tl.float32)
@@ -386,7 +395,7 @@ def _route_gemv_kernel(
         tl.store(x + own, b_x, mask=is_column)
 
     b_logits = tl.sum(b_router.to(tl.float32) * b_x.to(tl.float32)[None, :], axis=1)
-    tl.store(logits + i_token.to(tl.int64) * (E + 1) + rows, b_logits, mask=is_row)
+    tl.store(logits + i_token.to(tl.int64) * (E + HAS_SHARED) + rows, b_logits, mask=is_row)
     if arrives_last(arrivals + i_token, tl.num_programs(0)):
         tokens = i_token + tl.arange(0, 1).to(tl.int64)
         is_token = tokens == i_token
@@ -414,10 +423,11 @@ def _route_logits_kernel(
     x,
     router,
     shared_gate,
-    logits,  # [NUM_SPLITS, T, E + 1]
+    logits,  # [NUM_SPLITS, T, E], or [NUM_SPLITS, T, E + 1]
     num_tokens,
     E: tl.constexpr,
     H: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -453,13 +463,13 @@ def _route_logits_kernel(
         if b_router.dtype != b_x.dtype:
             b_router, b_x = b_router.to(tl.float32), b_x.to(tl.float32)
         b_logits = tl.dot(b_x, b_router, b_logits, input_precision="ieee")
-    places = (i_split * num_tokens + tokens)[:, None] * (E + 1) + rows[None, :]
+    places = (i_split * num_tokens + tokens)[:, None] * (E + HAS_SHARED) + rows[None, :]
     tl.store(logits + places, b_logits, mask=is_token[:, None] & is_row[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _choose_kernel(
-    logits,  # [NUM_SPLITS, T, E + 1]
+    logits,  # [NUM_SPLITS, T, E], or [NUM_SPLITS, T, E + 1]
     weights,
     ids,
     shared_weight,
@@ -472,12 +482,13 @@ def _choose_kernel(
     HAS_SLOTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program t: token t."""
+    """Program b: the b-th BLOCK_M tokens."""
     let_next_start(PDL)
     wait_for_previous(PDL)
-    tokens = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
+    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     _choose_from_memory(
         logits,
         weights,
@@ -486,7 +497,7 @@ def _choose_kernel(
         slots_of,
         tokens,
         tokens < num_tokens,
-        num_tokens.to(tl.int64) * (E + 1),
+        num_tokens.to(tl.int64) * (E + HAS_SHARED),
         E,
         TOP_K,
         NORMALIZE,
@@ -498,88 +509,34 @@ def _choose_kernel(
 
 
 @triton.jit
-def _norm_tokens(
-    hidden,
-    b_norm,
-    b_gate,
-    x,
-    shared_weight,
-    tokens,  # [M] int64
-    is_token,  # [M]
-    eps,
-    H: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-):
-    """The norm of whole tokens and, from the same registers, their weight of the shared expert."""
-    columns = tl.arange(0, b_norm.shape[0])
-    places = tokens[:, None] * H + columns[None, :]
-    is_own = is_token[:, None] & (columns < H)[None, :]
-    b_hidden = tl.load(hidden + places, mask=is_own, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(b_hidden * b_hidden, axis=1) / H + eps)
-    b_x = (b_hidden * scale[:, None] * b_norm[None, :]).to(x.dtype.element_ty)
-    tl.store(x + places, b_x, mask=is_own)
-    if HAS_SHARED:
-        gate = tl.sum(b_x.to(tl.float32) * b_gate[None, :], axis=1)
-        tl.store(shared_weight + tokens, 1.0 / (1.0 + tl.exp(-gate)), mask=is_token)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _route_whole_kernel(
+def _norm_and_gate_kernel(
     hidden,
     norm_weight,
-    router,
     shared_gate,
     x,
-    weights,
-    ids,
     shared_weight,
-    slots_of,
-    num_tokens,
     eps,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
     H: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NORM_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program b: the b-th BLOCK_M tokens, from their norm to their experts."""
+    """Program t: the norm of token t and, from the same registers, its weight of the shared
+    expert.
+    """
     let_next_start(PDL)
-    dims = tl.arange(0, BLOCK_H)
-    b_norm = tl.load(norm_weight + dims, mask=dims < H, other=0.0)
+    columns = tl.arange(0, BLOCK_H)
+    is_column = columns < H
+    b_norm = tl.load(norm_weight + columns, mask=is_column, other=0.0)
     b_gate = b_norm
     if HAS_SHARED:
-        b_gate = tl.load(shared_gate + dims, mask=dims < H, other=0.0).to(tl.float32)
+        b_gate = tl.load(shared_gate + columns, mask=is_column, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-
-    start = tl.program_id(0).to(tl.int64) * BLOCK_M
-    for first in range(0, BLOCK_M, NORM_TOKENS):
-        some = start + first + tl.arange(0, NORM_TOKENS)
-        _norm_tokens(
-            hidden, b_norm, b_gate, x, shared_weight, some, some < num_tokens, eps, H, HAS_SHARED
-        )
-    tl.debug_barrier()  # other threads of this program stored what is loaded next
-
-    tokens = start + tl.arange(0, BLOCK_M)
-    is_token = tokens < num_tokens
-    experts = tl.minimum(tl.arange(0, BLOCK_E), E - 1)
-    columns = tl.arange(0, BLOCK_K)
-    p_x = x + tokens[:, None] * H + columns[None, :]
-    p_router = router + experts[None, :] * H + columns[:, None]
-    b_logits = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for first in range(0, H, BLOCK_K):
-        is_column = first + columns < H
-        b_router = tl.load(p_router + first, mask=is_column[:, None], other=0.0)
-        b_x = tl.load(p_x + first, mask=is_token[:, None] & is_column[None, :], other=0.0)
-        if b_router.dtype != b_x.dtype:
-            b_router, b_x = b_router.to(tl.float32), b_x.to(tl.float32)
-        b_logits = tl.dot(b_x, b_router, b_logits, input_precision="ieee")
-    _choose_experts(
-        b_logits, weights, ids, slots_of, tokens, is_token, E, TOP_K, NORMALIZE, HAS_SLOTS
-    )
+    token = tl.program_id(0).to(tl.int64)
+    b_hidden = tl.load(hidden + token * H + columns, mask=is_column, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(b_hidden * b_hidden, axis=0) / H + eps)
+    b_x = (b_hidden * scale * b_norm).to(x.dtype.element_ty)
+    tl.store(x + token * H + columns, b_x, mask=is_column)
+    if HAS_SHARED:
+        gate = tl.sum(b_x.to(tl.float32) * b_gate, axis=0)
+        tl.store(shared_weight + token, 1.0 / (1.0 + tl.exp(-gate)))
