@@ -56,7 +56,7 @@ SOURCE = Path(__file__).with_name("quantized.cu")
 GEMM_SOURCE = Path(__file__).with_name("quantized_gemm.cu")
 EACH, SCANNED, LISTED = range(3)  # PAIRS
 MAX_TOKENS = 64  # per launch
-MAX_LOGITS = 128  # tokens: reading a head's codes again for each 64 costs less than expansion
+MAX_LOGITS = 256  # tokens: reading a head's codes again for each 64 costs less than expansion
 MAX_SCANNED, MAX_SCANNED_EXPERTS = 64, 512  # choices of experts that a warp can sort itself
 DTYPES = (torch.bfloat16, torch.float16)
 
