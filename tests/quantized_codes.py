@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,12 @@ import torch
 from torch import Tensor
 
 from packed_checkpoints import FORMATS, pack_state, plain_state, write
+from penstock.ops import Weight
+from penstock.ops.quantized import QuantizedRows
+from penstock.ops.tiles import TiledRows, can_tile, tile
+from penstock.ops.weight import Part
 from penstock.weights.codes import Codes, Scales
+from penstock.weights.packing import pack
 from small_models import HYBRID_MOE
 
 WIDE_MOE = HYBRID_MOE | dict.fromkeys(  # widths that are multiples of 128
@@ -83,3 +89,77 @@ def write_quantized(folder: Path, config: dict[str, Any], name: str) -> tuple[Pa
     quantization = {FORMATS[name].key: FORMATS[name].quantization}
     quantized = write(folder / "packed", packed, {**config, **quantization})
     return quantized, write(folder / "plain", expanded, config), num_bytes
+
+
+def tiled(rows: QuantizedRows, device: str = "cuda") -> Part:
+    """As a dense layer has them on a GPU, or a stack of experts."""
+    moved = rows.mapped(lambda tensor: tensor.to(device))
+    if not can_tile(moved):
+        return moved.dequantize().bfloat16()
+    return tile(moved, keeps_rows=moved.low.dim() == 2)
+
+
+def weight_of(*parts: Part, dtype: torch.dtype) -> Weight:
+    num_rows = sum(part.shape[-2] for part in parts)
+    weight = Weight(torch.empty(*parts[0].shape[:-2], num_rows, parts[0].shape[-1], dtype=dtype))
+    weight.quantize(parts)
+    return weight
+
+
+def experts_of(
+    kind: str, num_experts: int, N: int, K: int, dtype: torch.dtype, device: str = "cuda"
+) -> Weight:
+    stack = QuantizedRows.stack([pack(make_codes(kind, N, K)) for _ in range(num_experts)])
+    rows = tiled(stack, device)
+    assert isinstance(rows, TiledRows)
+    # The experts of a stack differ, although all have the same seed.
+    order = torch.arange(num_experts, device=device)
+    rows.codes.bitwise_xor_((order * 37 % 8).byte().view(-1, 1, 1, 1))
+    return weight_of(rows, dtype=dtype)
+
+
+def first_matrix(weight: Weight, dtype: torch.dtype) -> Weight:
+    (rows,) = weight.parts
+    assert isinstance(rows, TiledRows)
+    scales = None if rows.block_scales is None else rows.block_scales[0]
+    own = replace(rows, codes=rows.codes[0], records=rows.records[0], block_scales=scales)
+    return weight_of(own, dtype=dtype)
+
+
+def expert_inputs(
+    num_tokens: int, gate_up: Weight, dtype: torch.dtype, device: str = "cuda"
+) -> tuple[Tensor, Tensor]:
+    """Tokens whose gates are near one, and a residual that hides no expert."""
+    seeded = torch.Generator().manual_seed(num_tokens)
+    x, residual = torch.randn(2, num_tokens, gate_up.shape[-1], generator=seeded).to(device)
+    x /= (x @ gate_up.dequantize()[0].T).std()
+    return x.to(dtype), (residual / 50).to(dtype)
+
+
+def expected_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,  # [T, k] int64
+    gate_up: Weight,
+    down: Weight,
+    residual: Tensor,
+    shared_weight: Tensor | None,
+    shared_gate_up: Weight | None,
+    shared_down: Weight | None,
+) -> Tensor:
+    """`sparse_mlp` in double precision, with intermediate activations rounded once."""
+
+    def activated(both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return (torch.nn.functional.silu(gate) * up).to(x.dtype).double()
+
+    gates_ups, downs = (weight.dequantize().double()[ids] for weight in (gate_up, down))
+    inner = activated(torch.einsum("th,tkih->tki", x.double(), gates_ups))
+    outputs = torch.einsum("tki,tkhi->tkh", inner, downs)
+    expected = residual.double() + (outputs * weights.double()[..., None]).sum(1)
+    if shared_weight is not None:
+        assert shared_gate_up is not None
+        assert shared_down is not None
+        inner = activated(x.double() @ shared_gate_up.dequantize().double().T)
+        expected += inner @ shared_down.dequantize().double().T * shared_weight.double()
+    return expected

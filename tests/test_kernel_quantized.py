@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,23 @@ from kernel_checks import FULL_SIZE, ON_GPU
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.layers.linear import Linear
-from penstock.ops import Weight, linear, norm_linear, sparse_mlp, swiglu_linear
-from penstock.ops.quantized import QuantizedRows
-from penstock.ops.tiles import TiledRows, can_tile, tile
+from penstock.ops import linear, norm_linear, sparse_mlp, swiglu_linear
+from penstock.ops.tiles import TiledRows
 from penstock.ops.triton import matmul
-from penstock.ops.weight import Part, bytes_of
+from penstock.ops.weight import bytes_of
 from penstock.weights.packing import pack
-from quantized_codes import KINDS, WIDE_MOE, make_codes, write_quantized
+from quantized_codes import (
+    KINDS,
+    WIDE_MOE,
+    expected_experts,
+    expert_inputs,
+    experts_of,
+    first_matrix,
+    make_codes,
+    tiled,
+    weight_of,
+    write_quantized,
+)
 from small_models import LLAMA, logprobs_of, prompt, request, run
 
 DTYPES = [
@@ -28,21 +37,6 @@ DTYPES = [
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
 ]
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-def on_gpu(rows: QuantizedRows) -> Part:
-    """As a dense layer has them, or a stack of experts."""
-    moved = rows.mapped(lambda tensor: tensor.cuda())
-    if not can_tile(moved):
-        return moved.dequantize().bfloat16()
-    return tile(moved, keeps_rows=moved.low.dim() == 2)
-
-
-def weight_of(*parts: Part, dtype: torch.dtype) -> Weight:
-    num_rows = sum(part.shape[-2] for part in parts)
-    weight = Weight(torch.empty(*parts[0].shape[:-2], num_rows, parts[0].shape[-1], dtype=dtype))
-    weight.quantize(parts)
-    return weight
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -64,7 +58,7 @@ def assert_near(
 def test_products_are_those_of_the_expanded_rows(
     dtype: torch.dtype, kind: str, N: int, K: int
 ) -> None:
-    rows = on_gpu(pack(make_codes(kind, N, K)))
+    rows = tiled(pack(make_codes(kind, N, K)))
     assert isinstance(rows, TiledRows)
     plain = numbers(40, K, dtype=dtype) / 20
     weight = weight_of(rows, plain, dtype=dtype)
@@ -97,7 +91,7 @@ def test_logits_of_many_tokens_are_those_of_the_expanded_head(
 ) -> None:
     """Up to 256 tokens by the codes, more by pieces of the head; tokens are never rounded."""
     monkeypatch.setattr(matmul, "PIECE_BYTES", 384 * 512 * 2)
-    rows = on_gpu(pack(make_codes(kind, 1000, 512)))
+    rows = tiled(pack(make_codes(kind, 1000, 512)))
     weight, norm = weight_of(rows, dtype=dtype), numbers(512, dtype=torch.float32, seed=4)
     x = numbers(num_tokens, 512, dtype=dtype, seed=num_tokens)
     normed = torch.nn.functional.rms_norm(x.double(), (512,), norm.double(), eps=1e-6)
@@ -109,7 +103,7 @@ def test_logits_of_many_tokens_are_those_of_the_expanded_head(
 def test_rows_before_the_quantized_ones_and_several_kinds_are_one_weight(
     dtype: torch.dtype,
 ) -> None:
-    parts = [on_gpu(pack(make_codes(kind, 48, 512))) for kind in ("Q4_K", "Q6_K", "fp8")]
+    parts = [tiled(pack(make_codes(kind, 48, 512))) for kind in ("Q4_K", "Q6_K", "fp8")]
     plain = numbers(16, 512, dtype=dtype) / 20
     weight = weight_of(plain, parts[0], parts[1], plain, parts[2], dtype=dtype)
     exact = weight.dequantize().double()
@@ -121,22 +115,12 @@ def test_rows_before_the_quantized_ones_and_several_kinds_are_one_weight(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "fp8", "int8"])
 def test_an_embedding_gives_the_rows_of_its_tokens(dtype: torch.dtype, kind: str) -> None:
-    rows = on_gpu(pack(make_codes(kind, 1000, 512)))
+    rows = tiled(pack(make_codes(kind, 1000, 512)))
     weight = weight_of(rows, dtype=dtype)
     ids = torch.tensor([[3, 999, 3], [0, 17, 512]], device="cuda")
     exact = weight.dequantize()[ids]
     seen = weight.rows(ids).float()
     assert (seen - exact).abs().max() <= exact.abs().max() * TOLERANCE[dtype]
-
-
-def experts_of(kind: str, num_experts: int, N: int, K: int, dtype: torch.dtype) -> Weight:
-    stack = QuantizedRows.stack([pack(make_codes(kind, N, K)) for _ in range(num_experts)])
-    rows = on_gpu(stack)
-    assert isinstance(rows, TiledRows)
-    # The experts of a stack differ, although all have the same seed.
-    order = torch.arange(num_experts, device="cuda")
-    rows.codes.bitwise_xor_((order * 37 % 8).byte().view(-1, 1, 1, 1))
-    return weight_of(rows, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -150,27 +134,16 @@ def test_experts_are_those_of_the_expanded_rows(
     has_shared = shared_kind is not None
     own = kind if shared_kind in (None, "the same") else shared_kind
     shared = [experts_of(own, 1, *sizes, dtype) for sizes in ((2 * I, H), (H, I))]
-    stored = [_first_matrix(one, dtype) for one in shared] if has_shared else [None, None]
-    exact = [weight.dequantize().double() for weight in (gate_up, down)]
-    for num_tokens in (1, 3, 5, 8, 9, 30, 200):
-        x = numbers(num_tokens, H, dtype=dtype, seed=num_tokens) / 50  # products fit fp16
-        residual = numbers(num_tokens, H, dtype=dtype, seed=1)
+    stored = [first_matrix(one, dtype) for one in shared] if has_shared else [None, None]
+    for num_tokens in (1, 3, 5, 8, 9, 30, 60, 150, 200):
+        x, residual = expert_inputs(num_tokens, gate_up, dtype)
         seeded = torch.Generator().manual_seed(num_tokens)
         ids = torch.stack([torch.randperm(E, generator=seeded)[:k] for _ in range(num_tokens)])
         weights = torch.rand(num_tokens, k, generator=seeded).cuda()
         shared_weight = torch.rand(num_tokens, 1, generator=seeded).cuda() if has_shared else None
-        seen = sparse_mlp(
-            x, weights, ids.int().cuda(), gate_up, down, residual, shared_weight, *stored
-        )
-        inner = torch.einsum("th,tkih->tki", x.double(), exact[0][ids.cuda()])
-        gate, up = inner.chunk(2, dim=-1)
-        inner = (torch.nn.functional.silu(gate) * up).to(dtype).double()
-        outputs = torch.einsum("tki,tkhi->tkh", inner, exact[1][ids.cuda()])
-        expected = residual.double() + (outputs * weights.double()[..., None]).sum(1)
-        if shared_weight is not None:
-            gate, up = (x.double() @ stored[0].dequantize().double().T).chunk(2, dim=-1)
-            inner = (torch.nn.functional.silu(gate) * up).to(dtype).double()
-            expected += inner @ stored[1].dequantize().double().T * shared_weight.double()
+        given = (x, weights, ids.cuda(), gate_up, down, residual, shared_weight, *stored)
+        seen = sparse_mlp(*given[:2], given[2].int(), *given[3:])
+        expected = expected_experts(*given)
         is_rounded = kind == "fp8" and num_tokens * k > 8 * E
         assert_near(seen, expected, dtype, is_rounded=is_rounded)
 
@@ -187,8 +160,7 @@ def test_a_slot_of_zeros_may_be_chosen_any_number_of_times(
         (rows,) = weight.parts
         assert isinstance(rows, TiledRows)
         rows.records[-1].zero_()
-    x = numbers(num_tokens, H, dtype=dtype, seed=num_tokens) / 50
-    residual = numbers(num_tokens, H, dtype=dtype, seed=1)
+    x, residual = expert_inputs(num_tokens, gate_up, dtype)
     ids = torch.full((num_tokens, k), E - 1, dtype=torch.int32, device="cuda")
     weights = torch.zeros(num_tokens, k, device="cuda")
     ids[1:, 2], weights[1:, 2] = 4, 0.5
@@ -199,14 +171,6 @@ def test_a_slot_of_zeros_may_be_chosen_any_number_of_times(
     expected = residual.double()
     expected[1:] += 0.5 * (inner @ exact[1].T)[1:]
     assert_near(seen, expected, dtype)
-
-
-def _first_matrix(weight: Weight, dtype: torch.dtype) -> Any:
-    (rows,) = weight.parts
-    assert isinstance(rows, TiledRows)
-    scales = None if rows.block_scales is None else rows.block_scales[0]
-    own = replace(rows, codes=rows.codes[0], records=rows.records[0], block_scales=scales)
-    return weight_of(own, dtype=dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
