@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cuda_emulator import COMPILER, emulated
 from kernel_checks import HAS_GPU
-from penstock.ops.cuda import quantized, skinny_gemm
+from penstock.ops import Weight
+from penstock.ops.cuda import quantized, quantized_rules, skinny_gemm
 from penstock.ops.product import Product
 from penstock.ops.tiles import TiledRows
 from penstock.ops.triton import moe
@@ -24,7 +25,6 @@ from quantized_codes import (
     first_matrix,
     make_codes,
     tiled,
-    weight_of,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -62,35 +62,56 @@ def test_rows_are_dequantized(kind: str, dtype: torch.dtype) -> None:
     assert torch.equal(quantized.expand(rows, dtype, ids), seen[ids])
 
 
+def guarded(num_tokens: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """An output, and memory after it that no kernel may write."""
+    whole = torch.full((num_tokens + 1, num_rows), 7.0, dtype=dtype)
+    return whole[:-1], whole[-1]
+
+
+def use_tiles(monkeypatch: pytest.MonkeyPatch, **tiles: tuple[int, ...]) -> None:
+    """Row tiles, warps, warps with other rows, steps held and blocks, by the name of a kernel."""
+    own = {name: quantized_rules.new_tile(*sizes) for name, sizes in tiles.items()}
+    monkeypatch.setattr(quantized, "choose", lambda name, _, __, rule, ___: own.get(name, rule))
+
+
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", [1, 20])
+@pytest.mark.parametrize("num_tokens", [1, 2, 20])
+@pytest.mark.parametrize("sizes", [(1, 4, 1, 1, 1), (2, 4, 1, 2, 1), (1, 4, 2, 4, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_those_of_the_expanded_rows(
-    kind: str, num_tokens: int, dtype: torch.dtype
+    kind: str,
+    sizes: tuple[int, ...],
+    num_tokens: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a norm inside for one token, a residual for more; unquantized rows follow."""
-    N, K = 72, 512
+    """With a norm inside for one or two tokens, a residual for more; unquantized rows follow."""
+    N, K = 72, 768
+    use_tiles(monkeypatch, quantized_linear=sizes)
     rows, plain = tiled(pack(make_codes(kind, N, K)), "cpu"), numbers(24, K, dtype=dtype) / 20
-    weight = weight_of(rows, plain, dtype=dtype)
+    assert isinstance(rows, TiledRows)
     x, norm = numbers(num_tokens, K, dtype=dtype, seed=1), numbers(K, seed=2)
-    bias, residual = (numbers(n, N + 24, dtype=dtype, seed=n) for n in (3, num_tokens))
-    is_alone = num_tokens == 1
-    product = Product(
+    bias, residual = numbers(N + 24, dtype=dtype), numbers(num_tokens, N + 24, dtype=dtype)
+    has_norm = num_tokens <= quantized_rules.MAX_STAGED
+    out, after = guarded(num_tokens, N + 24, torch.float32 if has_norm else dtype)
+    quantized.multiply(
         x,
-        weight.values,
-        torch.float32 if is_alone else dtype,
-        bias=bias[0],
-        residual=None if is_alone else residual,
-        norm_weight=norm if is_alone else None,
+        rows,
+        out,
+        plain=plain,
+        bias=bias,
+        residual=None if has_norm else residual,
+        norm_weight=norm if has_norm else None,
         eps=1e-6,
     )
-    seen = quantized.multiply_parts(weight.parts, product)
     wide = x.double()
-    if is_alone:
+    if has_norm:
         wide = torch.nn.functional.rms_norm(wide, (K,), norm.double(), eps=1e-6)
-    expected = wide @ weight.dequantize().double().T + bias[0].double()
-    assert_near(seen, expected if is_alone else expected + residual.double(), dtype)
+    exact = torch.cat([rows.dequantize(), plain.float()]).double()
+    expected = wide @ exact.T + bias.double()
+    assert_near(out, expected if has_norm else expected + residual.double(), dtype)
+    assert (after == 7.0).all()
 
 
 @pytest.mark.thinned
@@ -99,43 +120,70 @@ def test_products_are_those_of_the_expanded_rows(
 def test_products_that_stage_tokens_are_those_of_the_expanded_rows(
     kind: str, dtype: torch.dtype
 ) -> None:
-    N, K, T = 160, 512, 40
+    N, K, T = 160, 768, 40
     rows, plain = tiled(pack(make_codes(kind, N, K)), "cpu"), numbers(16, K, dtype=dtype) / 20
     assert isinstance(rows, TiledRows)
     x, residual = numbers(T, K, dtype=dtype), numbers(T, N + 16, dtype=dtype, seed=1)
-    out = torch.empty(T, N + 16, dtype=dtype)
+    out, after = guarded(T, N + 16, dtype)
     quantized.multiply_gemm(x, rows, out, plain=plain, residual=residual)
     exact = torch.cat([rows.dequantize(), plain.float()]).double()
     assert_near(out, x.double() @ exact.T + residual.double(), dtype)
+    assert (after == 7.0).all()
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row_tiles", [1, 2])
 @pytest.mark.parametrize("num_tokens", [1, 3, 7, 22])  # each expert apart, scanned, listed
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_are_those_of_the_expanded_rows(
-    kind: str, num_tokens: int, dtype: torch.dtype
+    kind: str,
+    num_tokens: int,
+    row_tiles: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     E, k, I, H = 6, 2, 128, 256
+    slots = k + 1
+    use_tiles(monkeypatch, quantized_down_token=(row_tiles, slots, 1, 2, 1))
     gate_up = experts_of(kind, E, 2 * I, H, dtype, "cpu")
-    down = experts_of(kind, E, H, I, dtype, "cpu") if kind[0] != "Q" else None
-    down = down or experts_of("zeros", E, H, I, dtype, "cpu")
+    down = experts_of("zeros" if kind[0] == "Q" else kind, E, H, I, dtype, "cpu")
     shared = [first_matrix(one, dtype) for one in (gate_up, down)]
+    check_experts(num_tokens, k, gate_up, down, *shared, dtype=dtype)
+
+
+def test_few_of_many_experts_are_found_by_scanning() -> None:
+    """Seven choices among forty: a warp looks for them in two words of 32."""
+    kind, dtype = "int8", torch.bfloat16
+    gate_up, down = (experts_of(kind, 40, *sizes, dtype, "cpu") for sizes in ((64, 128), (128, 32)))
+    check_experts(7, 1, gate_up, down, None, None, dtype=dtype)
+
+
+def check_experts(
+    num_tokens: int,
+    k: int,
+    gate_up: Weight,
+    down: Weight,
+    shared_gate_up: Weight | None,
+    shared_down: Weight | None,
+    *,
+    dtype: torch.dtype,
+) -> None:
     x, residual = expert_inputs(num_tokens, gate_up, dtype, "cpu")
-    seeded = torch.Generator().manual_seed(num_tokens)
+    seeded, E = torch.Generator().manual_seed(num_tokens), gate_up.shape[0]
     ids = torch.stack([torch.randperm(E, generator=seeded)[:k] for _ in range(num_tokens)])
     weights = torch.rand(num_tokens, k, generator=seeded)
     shared_weight = torch.rand(num_tokens, 1, generator=seeded)
-    given = (x, weights, ids, gate_up, down, residual, shared_weight, *shared)
+    own = None if shared_down is None else shared_weight
+    given = (x, weights, ids, gate_up, down, residual, own, shared_gate_up, shared_down)
     seen = moe.sparse_mlp(*given[:2], ids.int(), *given[3:])
     assert_near(seen, expected_experts(*given), dtype)
 
 
-@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_skinny_products_are_those_of_float64(has_norm: bool, dtype: torch.dtype) -> None:
-    N, K = 40, 512
+    N, K = 40, 1024
     x, weight = numbers(3, K, dtype=dtype), numbers(N, K, dtype=dtype, seed=1)
     norm, residual = numbers(K, seed=2), numbers(3, N, dtype=dtype, seed=3)
     product = Product(x, weight, dtype, residual=residual, norm_weight=norm if has_norm else None)
