@@ -14,7 +14,7 @@ from kernel_checks import FULL_SIZE, PLACES, assert_near, random
 from penstock.layers.mlp import SparseMLP
 from penstock.ops.reference import moe as reference
 from penstock.ops.reference.moe import new_counters
-from penstock.ops.triton import moe, moe_route
+from penstock.ops.triton import moe, moe_grouped_gemm, moe_route
 from penstock.ops.tuning import Question, Tile, trials
 from penstock.ops.weight import Weight
 
@@ -288,6 +288,26 @@ def test_experts_are_the_weighted_sum_of_the_reference(
 ) -> None:
     experts = Experts(num_tokens, device, dtype)
     assert_near(moe.sparse_mlp(*experts.arguments()), experts.expected(), dtype)
+
+
+@pytest.mark.parametrize("width", [520, 1100])  # what one program adds up is 512, or 1,024
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_tokens_wider_than_a_program_get_all_their_columns(
+    device: str, dtype: torch.dtype, width: int
+) -> None:
+    num_tokens, k, inner = 6, 2, 16
+    x, residual = (random(num_tokens, width, dtype=dtype, device=device, seed=i) for i in range(2))
+    sizes = ((3, 2 * inner, width), (3, width, inner))
+    stacks = [random(*size, dtype=dtype, device=device, scale=size[-1] ** -0.5) for size in sizes]
+    weights = torch.rand(num_tokens, k, generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1]] * 2, dtype=torch.int32, device=device)
+    experts = [Weight(stack) for stack in stacks]
+    expected = reference.sparse_mlp(x, weights, ids.long(), *experts, residual)
+    assert_near(moe.sparse_mlp(x, weights, ids, *experts, residual), expected, dtype)
+    outputs, out = random(num_tokens * k, width, dtype=dtype, device=device), x.clone()
+    moe_grouped_gemm.add_pairs(out, outputs, weights, None, residual)
+    pairs = outputs.view(num_tokens, k, width).double() * weights.double()[..., None]
+    assert_near(out, (residual.double() + pairs.sum(1)).to(dtype), dtype)
 
 
 @pytest.mark.thinned

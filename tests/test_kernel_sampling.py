@@ -144,7 +144,7 @@ def test_the_last_kept_token_can_be_drawn_and_the_first_cut_cannot(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("vocab", [1, 5, 2048, 9000])
+@pytest.mark.parametrize("vocab", [1, 5, 2048, 12500])
 def test_without_filters_the_references_token_is_drawn(device: str, vocab: int) -> None:
     settings = [(temperature, 0, 1.0, 0.0) for temperature in (0.0, 0.3, 1.0, 5.0)]
     assert_same_draws(
@@ -153,7 +153,7 @@ def test_without_filters_the_references_token_is_drawn(device: str, vocab: int) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("vocab", [1, 5, 2048, 9000])
+@pytest.mark.parametrize("vocab", [1, 5, 2048, 12500])  # the last is two chunks of several blocks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_likeliest_token_is_the_first_of_the_largest_logits(
     device: str, vocab: int, dtype: torch.dtype
@@ -166,6 +166,13 @@ def test_the_likeliest_token_is_the_first_of_the_largest_logits(
     logits[2, vocab // 2 :] = 0.0
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert likeliest(logits).tolist() == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_filters_of_several_chunks_draw_the_references_tokens(device: str) -> None:
+    vocab = 9000  # three chunks of up to four rows
+    logits = random_logits(4, vocab, device, spread=0.5)
+    assert_same_draws(logits, knobs(SETTINGS[4:8], vocab, device))
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
