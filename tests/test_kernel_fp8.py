@@ -148,7 +148,8 @@ def test_experts_are_those_of_the_rounded_tokens(
         monkeypatch.setattr(fp8_experts, "can_multiply", lambda *_: False)
     elif channels or device == "cpu":
         pytest.skip("the kernel in CUDA C++ is for blocks, on a GPU")
-    check_experts(device, dtype, has_shared, num_tokens, channels)
+    width = 256 if by_cuda else 384  # a multiple of 256 there; here another number of blocks than I
+    check_experts(device, dtype, has_shared, num_tokens, channels, H=width)
 
 
 @pytest.mark.parametrize(("device", "dtype"), ON_HOPPER)

@@ -14,7 +14,7 @@ from kernel_checks import FULL_SIZE, PLACES, assert_near, random
 from penstock.layers.mlp import SparseMLP
 from penstock.ops.reference import moe as reference
 from penstock.ops.reference.moe import new_counters
-from penstock.ops.triton import moe, moe_grouped_gemm, moe_route
+from penstock.ops.triton import moe, moe_grouped_gemm, moe_route, moe_small_gemm
 from penstock.ops.tuning import Question, Tile, trials
 from penstock.ops.weight import Weight
 
@@ -288,6 +288,16 @@ def test_experts_are_the_weighted_sum_of_the_reference(
 ) -> None:
     experts = Experts(num_tokens, device, dtype)
     assert_near(moe.sparse_mlp(*experts.arguments()), experts.expected(), dtype)
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize(("device", "_"), PLACES[::2])
+def test_pairs_of_more_than_a_block_are_listed_by_expert(device: str, _: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 5, (700, 2), generator=generator, dtype=torch.int32)
+    order, starts = moe_small_gemm._list_pairs(ids.to(device), 5, ids.numel())
+    assert order.tolist() == ids.flatten().argsort(stable=True).tolist()
+    assert starts.diff().tolist() == ids.flatten().bincount(minlength=5).tolist()
 
 
 @pytest.mark.parametrize("width", [520, 1100])  # what one program adds up is 512, or 1,024

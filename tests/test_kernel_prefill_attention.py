@@ -257,8 +257,8 @@ def test_few_tokens_of_long_rows_are_the_same_in_splits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_processors(monkeypatch, 1000)
-    # Few at a time, as more splits than a longer context of these tests has would be.
-    monkeypatch.setattr(prefill, "MERGE_TILE", {**prefill.MERGE_TILE, "BLOCK_SPLITS": 2})
+    # One at a time: a longer context has more splits than are merged at once.
+    monkeypatch.setattr(prefill, "MERGE_TILE", {**prefill.MERGE_TILE, "BLOCK_SPLITS": 1})
     spans = [RowSpan(3, 1154), RowSpan(1, 9), RowSpan(5, 5)]
     step = make_step(spans, 1, 1, 16, dtype=dtype, device=device, num_pages=64, stored=stored)
     step.q.mul_(3)  # so that splits have different weights

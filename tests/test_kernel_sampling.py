@@ -164,6 +164,7 @@ def test_the_likeliest_token_is_the_first_of_the_largest_logits(
     logits[1] = float("-inf")
     logits[2] = -0.0
     logits[2, vocab // 2 :] = 0.0
+    logits[3, -1] = 99.0
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert likeliest(logits).tolist() == expected
 
