@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 
+from penstock.ops.cpu import library
 from penstock.ops.cuda import quantized, skinny_gemm
-from penstock.ops.cuda.program import read_source
+from penstock.ops.cuda.program import Program, read_source
 from penstock.ops.cuda.quantized_gemm import Card
 from penstock.ops.triton import moe
 
 HEADER = Path(__file__).with_name("cuda_emulator.h")
-COMPILER = shutil.which("g++")
-FOLDER = Path(tempfile.gettempdir()) / f"penstock-emulated-{os.getuid()}"
+COMPILER = library._compiler()
 PROCESSORS = 4  # few, so that small shapes have the tiles of large ones
 CARD = Card(PROCESSORS, 99 * 1024, 1)
 ASM = re.compile(r"\basm(?: volatile)?\(")
@@ -50,9 +46,7 @@ def emulated() -> Iterator[None]:
         yield
 
 
-class Emulated:
-    """In place of `program.Program`."""
-
+class Emulated(Program):
     def __init__(
         self,
         source: Path,
@@ -63,31 +57,23 @@ class Emulated:
     ) -> None:
         self._library = _library(source, name, constants)
 
-    def launch(
-        self, num_blocks: int | tuple[int, int], num_threads: int, stream: int, *arguments: Any
+    def _run(
+        self,
+        grid: tuple[int, int],
+        num_threads: int,
+        stream: int,
+        pointers: ctypes.Array[ctypes.c_void_p],
     ) -> None:
-        width, height = (num_blocks, 1) if isinstance(num_blocks, int) else num_blocks
-        pointers = (ctypes.c_void_p * len(arguments))(
-            *(ctypes.addressof(argument) for argument in arguments)
-        )
-        assert self._library.launch(width, height, num_threads, pointers), "threads wait forever"
+        assert self._library.launch(*grid, num_threads, pointers), "threads wait forever"
 
 
 @functools.cache
 def _library(source: Path, name: str, constants: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     assert COMPILER is not None
-    code = translate(read_source(source), name, dict(constants))
-    FOLDER.mkdir(mode=0o700, exist_ok=True)
-    path = FOLDER / f"{hashlib.blake2b(code.encode(), digest_size=12).hexdigest()}.so"
-    if not path.exists():
-        own = path.with_suffix(f".{os.getpid()}")
-        command = [COMPILER, "-x", "c++", "-", "-std=c++17", "-O1", "-w", "-fPIC", "-shared"]
-        done = subprocess.run(
-            [*command, "-o", str(own)], input=code, text=True, capture_output=True
-        )
-        assert done.returncode == 0, done.stderr[:3000]
-        own.replace(path)  # another process may do the same
-    return ctypes.CDLL(str(path))
+    with tempfile.TemporaryDirectory() as folder:
+        translated = Path(folder) / f"{name}.cpp"
+        translated.write_text(translate(read_source(source), name, dict(constants)))
+        return ctypes.CDLL(str(library._compiled(translated, COMPILER, ("-O1",))))
 
 
 def translate(source: str, name: str, constants: dict[str, int]) -> str:

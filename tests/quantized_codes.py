@@ -22,6 +22,7 @@ WIDE_MOE = HYBRID_MOE | dict.fromkeys(  # widths that are multiples of 128
     ("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 128
 )
 BYTE, SIGNED = torch.uint8, torch.int8
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the largest value
 
 
 def numbers(low: int, high: int, *shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -89,6 +90,15 @@ def write_quantized(folder: Path, config: dict[str, Any], name: str) -> tuple[Pa
     quantization = {FORMATS[name].key: FORMATS[name].quantization}
     quantized = write(folder / "packed", packed, {**config, **quantization})
     return quantized, write(folder / "plain", expanded, config), num_bytes
+
+
+def assert_near(
+    seen: Tensor, expected: Tensor, dtype: torch.dtype, *, is_rounded: bool = False
+) -> None:
+    """`is_rounded`: tokens were quantized too, by a few percent each."""
+    error = (seen.double() - expected).abs().max() / expected.abs().max()
+    most = 4e-2 if is_rounded else TOLERANCE[dtype]
+    assert error <= most, f"off by {error:.4f} of the largest"
 
 
 def tiled(rows: QuantizedRows, device: str = "cuda") -> Part:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from kernel_checks import FULL_SIZE, ON_GPU
+from kernel_checks import FULL_SIZE, ON_GPU, random
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.layers.linear import Linear
@@ -20,7 +20,9 @@ from penstock.ops.weight import bytes_of
 from penstock.weights.packing import pack
 from quantized_codes import (
     KINDS,
+    TOLERANCE,
     WIDE_MOE,
+    assert_near,
     expected_experts,
     expert_inputs,
     experts_of,
@@ -36,20 +38,7 @@ DTYPES = [
     pytest.param(dtype, marks=ON_GPU, id=name)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
 ]
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
-
-
-def assert_near(
-    seen: Tensor, expected: Tensor, dtype: torch.dtype, *, is_rounded: bool = False
-) -> None:
-    """`is_rounded`: tokens were quantized too, by a few percent each."""
-    error = (seen.double() - expected).abs().max() / expected.abs().max()
-    most = 4e-2 if is_rounded else TOLERANCE[dtype]
-    assert error <= most, f"off by {error:.4f} of the largest"
+numbers = partial(random, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

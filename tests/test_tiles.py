@@ -55,14 +55,16 @@ def test_logits_of_many_tokens_are_multiplied_in_pieces(
     parts = [
         tile(pack(make_codes(kind, rows, 256))) for kind, rows in (("Q6_K", 520), ("int8", 300))
     ]
-    plain, x = torch.randn(200, 256) / 20, torch.randn(5, 256).half()
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((200, 256), (5, 256), (1020,))
+    plain, x, bias = (torch.randn(size, generator=generator) for size in sizes)
+    plain, x = (plain / 20).half(), x.half()
     head = Weight(torch.empty(1020, 256, dtype=torch.float16))
-    head.quantize((plain.half(), *parts))
+    head.quantize((plain, *parts))
     monkeypatch.setattr(matmul, "PIECE_BYTES", most * 512)
     pieces = list(quantized.expand_in_pieces(head.parts, torch.float16, most))
     assert [own.start for own, _ in pieces[1:]] == [own.stop for own, _ in pieces[:-1]]
     assert max(len(values) for _, values in pieces) <= most
-    bias = torch.randn(1020)
     product = Product(x, head.values, torch.float32, bias=bias)
     seen = matmul._multiply_in_pieces(product, head)
     exact = x.double() @ head.dequantize().half().double().T + bias

@@ -106,17 +106,22 @@ class Program:
     def launch(
         self, num_blocks: int | tuple[int, int], num_threads: int, stream: int, *arguments: Any
     ) -> None:
-        width, height = (num_blocks, 1) if isinstance(num_blocks, int) else num_blocks
+        grid = (num_blocks, 1) if isinstance(num_blocks, int) else num_blocks
+        pointers = (c_void_p * len(arguments))(
+            *(ctypes.addressof(argument) for argument in arguments)
+        )
+        self._run(grid, num_threads, stream, pointers)
+
+    def _run(
+        self, grid: tuple[int, int], num_threads: int, stream: int, pointers: ctypes.Array[c_void_p]
+    ) -> None:
         launch = _Launch(
-            (c_uint * 3)(width, height, 1),
+            (c_uint * 3)(*grid, 1),
             (c_uint * 3)(num_threads, 1, 1),
             self._shared_bytes,
             stream,
             self._attributes,
             self._num_attributes,
-        )
-        pointers = (c_void_p * len(arguments))(
-            *(ctypes.addressof(argument) for argument in arguments)
         )
         self._check(self._driver.cuLaunchKernelEx(byref(launch), self._function, pointers, None))
 
