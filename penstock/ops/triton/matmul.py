@@ -67,7 +67,7 @@ LARGE_N = 1 << 16
 SMALL_N = 1 << 12  # up to here K is split over programs
 SMALL_GEMM_TOKENS = 64  # above, CUBLAS is faster, unless N is small or that of a head
 SWIGLU_COLUMNS = 1024
-PIECE_BYTES = 32 << 20  # of dequantized rows: half of the L2 of a large GPU
+PIECE_BYTES = 32 << 20  # of a head's rows, dequantized at a time
 
 
 def linear(
@@ -145,7 +145,7 @@ def _multiply_codes(product: Product, weight: Weight) -> Tensor:
 
 
 def _multiply_in_pieces(product: Product, weight: Weight) -> Tensor:
-    """Logits: a head has so many rows that they leave L2 before the last one is dequantized."""
+    """Logits: dequantized at once, a head would take a GB of temporary memory."""
     out, x = product.new_out(), product.x
     most = max(STEP, PIECE_BYTES // (x.element_size() * x.shape[1]) // STEP * STEP)
     for own, values in quantized.expand_in_pieces(weight.parts, x.dtype, most):
