@@ -28,7 +28,7 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.matmul import multiply_unrounded
-from penstock.ops.triton.norm import rms_norm
+from penstock.ops.triton.norm import rms_norm, rms_norm_and_gate
 from penstock.ops.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
@@ -179,22 +179,11 @@ def _route_by_library(
     constants: dict[str, Any],
 ) -> Tensor:  # [T, H]
     hidden, norm_weight, router, shared_gate = given
-    (num_tokens, width), block = hidden.shape, next_power_of_2(hidden.shape[1])
-    x = torch.empty_like(hidden)
-    _norm_and_gate_kernel[(num_tokens,)](
-        hidden,
-        norm_weight,
-        shared_gate,
-        x,
-        chosen[2],
-        eps,
-        H=width,
-        HAS_SHARED=constants["HAS_SHARED"],
-        BLOCK_H=block,
-        num_warps=max(1, min(block // 256, 16)),
-        **launch_options(hidden.device),
-    )
-    logits = torch.empty(1, num_tokens, constants["E"], dtype=torch.float32, device=x.device)
+    if constants["HAS_SHARED"]:
+        x = rms_norm_and_gate(hidden, norm_weight, eps, shared_gate, chosen[2])
+    else:
+        x = rms_norm(hidden, norm_weight, eps)
+    logits = torch.empty(1, len(x), constants["E"], dtype=torch.float32, device=x.device)
     multiply_unrounded(x, router, logits[0])
     _choose(logits, chosen, constants)
     return x
@@ -506,37 +495,3 @@ def _choose_kernel(
         BLOCK_E,
         NUM_SPLITS,
     )
-
-
-@triton.jit
-def _norm_and_gate_kernel(
-    hidden,
-    norm_weight,
-    shared_gate,
-    x,
-    shared_weight,
-    eps,
-    H: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program t: the norm of token t and, from the same registers, its weight of the shared
-    expert.
-    """
-    let_next_start(PDL)
-    columns = tl.arange(0, BLOCK_H)
-    is_column = columns < H
-    b_norm = tl.load(norm_weight + columns, mask=is_column, other=0.0)
-    b_gate = b_norm
-    if HAS_SHARED:
-        b_gate = tl.load(shared_gate + columns, mask=is_column, other=0.0).to(tl.float32)
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    b_hidden = tl.load(hidden + token * H + columns, mask=is_column, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(b_hidden * b_hidden, axis=0) / H + eps)
-    b_x = (b_hidden * scale * b_norm).to(x.dtype.element_ty)
-    tl.store(x + token * H + columns, b_x, mask=is_column)
-    if HAS_SHARED:
-        gate = tl.sum(b_x.to(tl.float32) * b_gate, axis=0)
-        tl.store(shared_weight + token, 1.0 / (1.0 + tl.exp(-gate)))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,17 +22,42 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     out = rows.new_empty(rows.shape)
+    _launch(rows, weight, eps, out)
+    return out.view(x.shape)
+
+
+def rms_norm_and_gate(
+    x: Tensor,  # [T, D]
+    weight: Tensor,  # [D] float32
+    eps: float,
+    gate: Tensor,  # [1, D]
+    gate_weight: Tensor,  # [T, 1] float32  written: the sigmoid of the normed tokens' gate
+) -> Tensor:  # [T, D]
+    out = torch.empty_like(x)
+    _launch(x, weight, eps, out, gate, gate_weight)
+    return out
+
+
+def _launch(
+    rows: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    gate: Tensor | None = None,
+    gate_weight: Tensor | None = None,
+) -> None:
     _rms_norm_kernel[(len(rows),)](
         rows,
         weight,
         out,
+        gate,
+        gate_weight,
         eps,
         rows.stride(0),
         DIM=rows.shape[1],
         **_tile(rows.shape[1]),
-        **launch_options(x.device),
+        **launch_options(rows.device),
     )
-    return out.view(x.shape)
 
 
 def _tile(dim: int) -> dict[str, int]:
@@ -47,6 +73,8 @@ def _rms_norm_kernel(
     p_x,
     p_weight,
     p_out,
+    p_gate,  # or None
+    p_gate_weight,
     eps,
     row_stride,
     DIM: tl.constexpr,
@@ -58,8 +86,14 @@ def _rms_norm_kernel(
     dims = tl.arange(0, BLOCK)
     is_inside = dims < DIM
     b_weight = tl.load(p_weight + dims, mask=is_inside, other=0.0).to(tl.float32)
+    b_gate = b_weight
+    if p_gate is not None:
+        b_gate = tl.load(p_gate + dims, mask=is_inside, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     b_x = tl.load(p_x + i_row * row_stride + dims, mask=is_inside, other=0.0).to(tl.float32)
     mean_square = tl.sum(b_x * b_x, axis=0) / DIM
-    b_out = b_x * tl.rsqrt(mean_square + eps) * b_weight
-    tl.store(p_out + i_row * DIM + dims, b_out.to(p_out.dtype.element_ty), mask=is_inside)
+    b_out = (b_x * tl.rsqrt(mean_square + eps) * b_weight).to(p_out.dtype.element_ty)
+    tl.store(p_out + i_row * DIM + dims, b_out, mask=is_inside)
+    if p_gate is not None:
+        gate = tl.sum(b_out.to(tl.float32) * b_gate, axis=0)
+        tl.store(p_gate_weight + i_row, 1.0 / (1.0 + tl.exp(-gate)))
