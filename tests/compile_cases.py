@@ -8,7 +8,7 @@ import torch
 
 from penstock.ops import tiles
 from penstock.ops.cuda import quantized
-from penstock.ops.cuda.quantized_gemm import MAX_CLUSTER, Card, gemm_rule
+from penstock.ops.cuda.quantized_gemm import MAX_CLUSTER, Card, experts_rule, gemm_rule
 from penstock.ops.product import Tile
 from penstock.ops.triton import (
     attention,
@@ -563,11 +563,6 @@ def moe_route_cases() -> list[CompileCase]:
         (moe_route._route_logits_kernel, {}, moe_route._split_rule(64)),
         (moe_route._choose_kernel, {"NUM_SPLITS": 8, "BLOCK_M": 1}, warp),
         (moe_route._choose_kernel, {"NUM_SPLITS": 1, "BLOCK_M": moe_route.WARP_TOKENS}, warp),
-        (
-            moe_route._norm_and_gate_kernel,
-            {"BLOCK_H": 2048},
-            {"num_warps": 8, "num_stages": 3},
-        ),
     ):
         options = {key: tile[key] for key in ("num_warps", "num_stages")}
         blocks = {key: value for key, value in tile.items() if key not in options}
@@ -628,7 +623,11 @@ def norm_cases() -> list[CompileCase]:
     tile = norm._tile(2560)
     constexprs = {"DIM": 2560, "BLOCK": tile["BLOCK"], "PDL": False}
     options = {"num_warps": tile["num_warps"], "num_stages": 1}
-    return [(norm._rms_norm_kernel, signature, constexprs, options)]
+    gate = {"p_gate": "*bf16", "p_gate_weight": "*fp32"}
+    return [
+        (norm._rms_norm_kernel, signature, {**constexprs, **dict.fromkeys(gate)}, options),
+        (norm._rms_norm_kernel, {**signature, **gate}, constexprs, options),
+    ]
 
 
 def prefill_attention_cases() -> list[CompileCase]:
@@ -783,6 +782,20 @@ def quantized_gemm_cases(capability: int) -> list[dict[str, int]]:
             switches = dict.fromkeys(quantized.GEMM_SWITCHES, 1)
             tile = gemm_rule(rows, 20, CARDS[capability], num_plain=16)
             cases.append(quantized.gemm_constants(rows, torch.float16, tile) | switches)
+    return cases
+
+
+def quantized_experts_cases(capability: int) -> list[dict[str, int]]:
+    """Constants of every kind of codes, for gates and down projections of 16 and 32 pairs."""
+    cases = []
+    for kind in ("zeros", "Q4_K", "Q6_K", "int8"):
+        for is_down, token_tiles in ((0, 2), (0, 4), (1, 4)):
+            N, K = (2048, 512) if is_down else (1024, 2048)
+            rows = tiles.tile(pack(make_codes(kind, N, K)))
+            tile = experts_rule(rows, token_tiles, CARDS[capability])
+            experts = {"NUM_EXPERTS": 256, "SLOTS": 9, "HAS_SHARED": 1, "NUM_TILES": N // 16}
+            constants = quantized.experts_constants(rows, torch.bfloat16, tile)
+            cases.append({**constants, **experts, "IS_DOWN": is_down})
     return cases
 
 

@@ -88,7 +88,8 @@ static int num_running() {
 static Warp& own_warp() { return warps[current->index.x / LANES]; }
 
 // The values of all lanes: [LANES][WORDS].
-template <int COUNT> static const word (*share(word mask, const word (&own)[COUNT]))[WORDS] {
+template <int COUNT>
+static const word (*share(word mask, const word (&own)[COUNT])) [WORDS] {
     Warp& warp = own_warp();
     Meeting& meeting = warp.meetings[mask];
     auto& values = warp.values[meeting.round % 2];
@@ -230,12 +231,20 @@ static u32 to_half(double v) {
 static void griddepcontrol_launch_dependents() {}
 static void griddepcontrol_wait() {}
 
-static void load_four(u32& a, u32& b, u32& c, u32& d, const void* p) {
-    u32 words[4];
+static void check_aligned(const void* p) {
     if ((uintptr_t)p % 16) {
-        fprintf(stderr, "a load of 16 bytes is not aligned\n");
+        fprintf(stderr, "a copy of 16 bytes is not aligned\n");
         abort();
     }
+}
+static void st_global_v4_u32_0_1_2_3_4(void* p, u32 a, u32 b, u32 c, u32 d) {
+    const u32 words[4] = {a, b, c, d};
+    check_aligned(p);
+    std::memcpy(p, words, 16);
+}
+static void load_four(u32& a, u32& b, u32& c, u32& d, const void* p) {
+    u32 words[4];
+    check_aligned(p);
     std::memcpy(words, p, 16);
     a = words[0], b = words[1], c = words[2], d = words[3];
 }
@@ -260,8 +269,8 @@ static void cvt_rn_f16x2_f32_0_1_2(u32& pair, float upper, float lower) {
 }
 static void fma_rn_bf16x2_0_1_2_3(u32& d, u32 a, u32 b, u32 c) {
     const auto one = [&](int shift) {
-        const double product = (double)from_bfloat(a >> shift & 0xffff) *
-                               from_bfloat(b >> shift & 0xffff);
+        const double product =
+            (double)from_bfloat(a >> shift & 0xffff) * from_bfloat(b >> shift & 0xffff);
         return to_bfloat(product + from_bfloat(c >> shift & 0xffff));
     };
     d = one(16) << 16 | one(0);
@@ -308,12 +317,17 @@ static void multiply_matrices(float* const (&sums)[4], const u32 (&own)[6], Conv
         *sums[i] = (float)sum;
     }
 }
+// The second form begins with a constant.
 #define MULTIPLY(name, from)                                                                       \
-    static void name(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3,   \
-                     u32 b0, u32 b1) {                                                             \
+    static void name##_0_1_2_3(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, \
+                               u32 a3, u32 b0, u32 b1) {                                           \
+        multiply_matrices({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3, b0, b1}, from);                   \
+    }                                                                                              \
+    static void name##_10_10_10_10(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1,     \
+                                   u32 a2, u32 a3, u32 b0, u32 b1, float c) {                      \
+        d0 = d1 = d2 = d3 = c;                                                                     \
         multiply_matrices({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3, b0, b1}, from);                   \
     }
-MULTIPLY(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32_0_1_2_3_4_5_6_7_8_9_0_1_2_3,
-         from_bfloat)
-MULTIPLY(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32_0_1_2_3_4_5_6_7_8_9_0_1_2_3, from_half)
+MULTIPLY(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32_0_1_2_3_4_5_6_7_8_9, from_bfloat)
+MULTIPLY(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32_0_1_2_3_4_5_6_7_8_9, from_half)
 } // namespace ptx

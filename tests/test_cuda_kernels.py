@@ -5,6 +5,7 @@ more shapes; these find a wrong index where there is none.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,8 +15,8 @@ from torch import Tensor
 from cuda_emulator import COMPILER, emulated
 from kernel_checks import HAS_GPU, random
 from penstock.ops import Weight
-from penstock.ops.cuda import quantized, quantized_rules, skinny_gemm
-from penstock.ops.product import Product
+from penstock.ops.cuda import quantized, quantized_gemm, quantized_rules, skinny_gemm
+from penstock.ops.product import Product, Tile
 from penstock.ops.tiles import TiledRows
 from penstock.ops.triton import moe
 from penstock.weights.packing import pack
@@ -53,6 +54,19 @@ def test_rows_are_dequantized(kind: str, dtype: torch.dtype) -> None:
     assert (seen.float() - exact).abs().max() <= exact.abs().max() * 2**-8
     ids = torch.tensor([39, 3, 3, 0])
     assert torch.equal(quantized.expand(rows, dtype, ids), seen[ids])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_are_dequantized_into_one_matrix(kind: str) -> None:
+    rows, plain = tiled(pack(make_codes(kind, 40, 768)), "cpu"), numbers(9, 768, dtype=DTYPES[0])
+    assert isinstance(rows, TiledRows)
+    columns = torch.randperm(768, generator=torch.Generator().manual_seed(0))
+    permuted = replace(rows, columns=columns.int())
+    parts = (plain, rows, permuted)
+    seen = quantized.expand_parts(parts, DTYPES[0])
+    own = quantized.expand(rows, DTYPES[0])
+    expected = torch.cat([plain, own, torch.empty_like(own).index_copy_(1, columns, own)])
+    assert torch.equal(seen, expected)
 
 
 def guarded(num_tokens: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -124,10 +138,19 @@ def test_products_that_stage_tokens_are_those_of_the_expanded_rows(
     assert (after == 7.0).all()
 
 
+# Each expert by itself, those of a few tokens by scanning, and listed: 8, 16 and 32 pairs a block.
+TOKENS = [1, 3, 7, 9, 22, 60]
+
+
+def test_every_height_of_a_block_of_pairs_is_met() -> None:
+    heights = [quantized_gemm.pair_tiles(2 * num_tokens / 6) for num_tokens in TOKENS]
+    assert heights == [1, 1, 1, 1, 2, 4]
+
+
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("row_tiles", [1, 2])
-@pytest.mark.parametrize("num_tokens", [1, 3, 7, 22])  # each expert apart, scanned, listed
+@pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_are_those_of_the_expanded_rows(
     kind: str,
@@ -139,10 +162,44 @@ def test_experts_are_those_of_the_expanded_rows(
     E, k, I, H = 6, 2, 128, 256
     slots = k + 1
     use_tiles(monkeypatch, quantized_down_token=(row_tiles, slots, 1, 2, 1))
+    down_kind = "zeros" if kind[0] == "Q" else kind
     gate_up = experts_of(kind, E, 2 * I, H, dtype, "cpu")
-    down = experts_of("zeros" if kind[0] == "Q" else kind, E, H, I, dtype, "cpu")
-    shared = [first_matrix(one, dtype) for one in (gate_up, down)]
+    down = experts_of(down_kind, E, H, I, dtype, "cpu")
+    shared = [
+        first_matrix(experts_of(own, 1, *sizes, dtype, "cpu", first=E), dtype)
+        for own, sizes in ((kind, (2 * I, H)), (down_kind, (H, I)))
+    ]
     check_experts(num_tokens, k, gate_up, down, *shared, dtype=dtype)
+
+
+# Row tiles, warps with other rows, warps that split K; stages; steps per warp and round.
+@pytest.mark.thinned
+@pytest.mark.parametrize("sizes", [(4, 1, 1, 2, 2), (2, 2, 2, 3, 1), (1, 8, 1, 4, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_arrangement_of_warps_gives_the_same_experts(
+    kind: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that fill no block of rows, columns that fill no step, and no expert shared."""
+    row_tiles, row_warps, column_warps, stages, warp_steps = sizes
+    E, k, I, H = 5, 2, 144, 256
+    dtype, token_tiles = torch.bfloat16, 4
+    own = quantized_gemm.gemm_tile(
+        *(row_tiles, row_warps, 1, column_warps),
+        token_tiles=token_tiles,
+        stages=stages,
+        warp_steps=warp_steps,
+    )
+    used = []
+
+    def chosen(name: str, _: object, __: object, rule: Tile, ___: object) -> Tile:
+        used.append(name)
+        return own if name == quantized_gemm.EXPERTS else rule
+
+    monkeypatch.setattr(quantized, "choose", chosen)
+    gate_up = experts_of(kind, E, 2 * I, H, dtype, "cpu")
+    down = experts_of("int8", E, H, I, dtype, "cpu")
+    check_experts(50, k, gate_up, down, None, None, dtype=dtype)
+    assert used == [quantized_gemm.EXPERTS] * 2
 
 
 def test_few_of_many_experts_are_found_by_scanning() -> None:

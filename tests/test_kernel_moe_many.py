@@ -161,6 +161,7 @@ def test_packed_experts_are_expanded_in_groups(
     device: str, dtype: torch.dtype, has_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose number changes no bit, down to one expert at a time."""
+    monkeypatch.setattr(moe, "MOST_PAIRS", 0)
     arguments = quantized_inputs(90, 5, device, dtype, has_shared=has_shared)
     whole, ids = moe.sparse_mlp(*arguments), arguments[2]
     x, weights, _, *rest = (
@@ -176,16 +177,23 @@ def test_packed_experts_are_expanded_in_groups(
 
 @pytest.mark.parametrize("num_tokens", [3, 20, 45, 90])
 @pytest.mark.parametrize("num_slots", [5, 14])
-@pytest.mark.parametrize("is_quantized", [True, False])
+@pytest.mark.parametrize("stored", ["as codes", "dequantized first", "plain"])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_experts_in_slots_give_the_bits_of_those_in_order(
-    device: str, dtype: torch.dtype, is_quantized: bool, num_slots: int, num_tokens: int
+    device: str,
+    dtype: torch.dtype,
+    stored: str,
+    num_slots: int,
+    num_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many slots there are, and whatever the others hold: layers share a pool of them, and
     a larger cache must not change a token.
     """
     num_experts = 5
-    if is_quantized:
+    if stored == "dequantized first":
+        monkeypatch.setattr(moe, "MOST_PAIRS", 0)
+    if stored != "plain":
         arguments = quantized_inputs(num_tokens, num_experts, device, dtype)
     else:
         ids = some_ids(num_tokens, num_experts, 2)

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernel_checks import FULL_SIZE, ON_GPU, random
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.layers.linear import Linear
 from penstock.ops import linear, norm_linear, sparse_mlp, swiglu_linear
+from penstock.ops.float8 import round_tokens, rounded_experts, rounds_tokens
 from penstock.ops.tiles import TiledRows
-from penstock.ops.triton import matmul
+from penstock.ops.triton import matmul, moe
 from penstock.ops.weight import bytes_of
 from penstock.weights.packing import pack
 from quantized_codes import (
@@ -51,25 +53,28 @@ def test_products_are_those_of_the_expanded_rows(
     assert isinstance(rows, TiledRows)
     plain = numbers(40, K, dtype=dtype) / 20
     weight = weight_of(rows, plain, dtype=dtype)
-    exact = torch.cat([rows.dequantize(), plain.float()]).double()
+    exact = rows.dequantize().double()
     bias, norm = numbers(N + 40, dtype=dtype, seed=3), numbers(K, dtype=torch.float32, seed=4)
     for num_tokens in (1, 3, 8, 13, 40, 64, 200):
-        is_rounded = kind == "fp8" and num_tokens > 64
         x = numbers(num_tokens, K, dtype=dtype, seed=num_tokens)
+        is_rounded = rounds_tokens(weight.parts, x, num_tokens)
+        assert is_rounded == (kind == "fp8" and num_tokens > 64 and N % 128 == 0)
+        check = partial(assert_near, dtype=dtype, is_rounded=is_rounded)
+
+        def product(tokens: Tensor, is_rounded: bool = is_rounded) -> Tensor:
+            taken = round_tokens(tokens.to(dtype)).double() if is_rounded else tokens
+            return torch.cat([taken @ exact.T, tokens @ plain.double().T], dim=-1)
+
         residual = numbers(num_tokens, N + 40, dtype=dtype, seed=2)
-        expected = x.double() @ exact.T + bias.double() + residual.double()
-        assert_near(
-            linear(x, weight, bias, residual.clone()), expected, dtype, is_rounded=is_rounded
-        )
+        expected = product(x.double()) + bias.double() + residual.double()
+        check(linear(x, weight, bias, residual.clone()), expected)
         normed = torch.nn.functional.rms_norm(x.double(), (K,), norm.double(), eps=1e-6)
-        seen = norm_linear(x, norm, 1e-6, weight, out_dtype=torch.float32)
-        assert_near(seen, normed @ exact.T, dtype, is_rounded=is_rounded)
+        check(norm_linear(x, norm, 1e-6, weight), product(normed))
+        logits = norm_linear(x, norm, 1e-6, weight, out_dtype=torch.float32)
+        assert_near(logits, product(normed, False), dtype)
         gate_up = numbers(num_tokens, 2 * K, dtype=dtype, seed=5)
         gate, up = gate_up.double().chunk(2, dim=-1)
-        activated = torch.nn.functional.silu(gate) * up
-        assert_near(
-            swiglu_linear(gate_up, weight), activated @ exact.T, dtype, is_rounded=is_rounded
-        )
+        check(swiglu_linear(gate_up, weight), product(torch.nn.functional.silu(gate) * up))
 
 
 @pytest.mark.parametrize("num_tokens", [100, 200, 300])
@@ -116,13 +121,15 @@ def test_an_embedding_gives_the_rows_of_its_tokens(dtype: torch.dtype, kind: str
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "zeros", "fp8", "int8"])
 @pytest.mark.parametrize("shared_kind", [None, "the same", "Q5_K"])
 def test_experts_are_those_of_the_expanded_rows(
-    dtype: torch.dtype, kind: str, shared_kind: str | None
+    dtype: torch.dtype, kind: str, shared_kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Up to 40 pairs of an expert by its codes, more after it was dequantized."""
+    monkeypatch.setattr(moe, "MOST_PAIRS", 40)
     E, k, I, H = 12, 4, 256, 512
     gate_up, down = experts_of(kind, E, 2 * I, H, dtype), experts_of(kind, E, H, I, dtype)
     has_shared = shared_kind is not None
     own = kind if shared_kind in (None, "the same") else shared_kind
-    shared = [experts_of(own, 1, *sizes, dtype) for sizes in ((2 * I, H), (H, I))]
+    shared = [experts_of(own, 1, *sizes, dtype, first=E) for sizes in ((2 * I, H), (H, I))]
     stored = [first_matrix(one, dtype) for one in shared] if has_shared else [None, None]
     for num_tokens in (1, 3, 5, 8, 9, 30, 60, 150, 200):
         x, residual = expert_inputs(num_tokens, gate_up, dtype)
@@ -132,9 +139,10 @@ def test_experts_are_those_of_the_expanded_rows(
         shared_weight = torch.rand(num_tokens, 1, generator=seeded).cuda() if has_shared else None
         given = (x, weights, ids.cuda(), gate_up, down, residual, shared_weight, *stored)
         seen = sparse_mlp(*given[:2], given[2].int(), *given[3:])
-        expected = expected_experts(*given)
-        is_rounded = kind == "fp8" and num_tokens * k > 8 * E
-        assert_near(seen, expected, dtype, is_rounded=is_rounded)
+        num_rounded = len(rounded_experts(x, num_tokens * k / E, (gate_up, down), stored))
+        assert (num_rounded > 0) == (kind == "fp8" and num_tokens > 9)
+        expected = expected_experts(*given, num_rounded)
+        assert_near(seen, expected, dtype, is_rounded=num_rounded > 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

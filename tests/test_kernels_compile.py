@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_cases import quantized_cases, quantized_gemm_cases, skinny_gemm_cases
+from compile_cases import (
+    quantized_cases,
+    quantized_experts_cases,
+    quantized_gemm_cases,
+    skinny_gemm_cases,
+)
 from penstock.ops.cuda import fp8_experts, host_calls, quantized, skinny_gemm
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc, read_source
 
@@ -132,6 +137,7 @@ def test_the_cuda_source_compiles_too(
         (skinny_gemm.SOURCE, skinny_gemm_cases()[::one_of]),
         (quantized.SOURCE, quantized_cases()[::one_of]),
         (quantized.GEMM_SOURCE, quantized_gemm_cases(capability)[::one_of]),
+        (quantized.EXPERTS_SOURCE, quantized_experts_cases(capability)[::one_of]),
         (host_calls.SOURCE, [host_calls.kernel_constants(torch.bfloat16)]),
     )
     for path, cases in sources:

@@ -74,6 +74,30 @@ def test_stages_of_more_tokens_fit_a_block(
             assert own["STAGES"] >= 2
 
 
+@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize("scheme", ["int4", "int4 of 32", "int8", "fp8"])
+@pytest.mark.parametrize("is_down", [False, True])
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(1024, 2048), (32, 16), (256, 128)])
+def test_blocks_of_experts_fit_an_sm(
+    capability: int, scheme: str, is_down: bool, num_rows: int, num_columns: int
+) -> None:
+    rows, card = rows_of(scheme, num_rows, num_columns), CARDS[capability]
+    for token_tiles in {tiles for _, tiles in quantized_gemm.PAIR_TILES} - {1}:
+        shape = quantized_gemm.experts_shape(rows, token_tiles, is_down)
+        tried = quantized_gemm.candidates(quantized_gemm.EXPERTS, shape, 1024, card)
+        assert tried[0] == quantized_gemm.experts_rule(rows, token_tiles, card)
+        for own in tried:
+            shared = quantized_gemm.gemm_shared_bytes(rows, own)
+            assert own["BLOCKS"] * shared <= card.shared_bytes
+            assert own["TOKEN_TILES"] == token_tiles
+            assert quantized_gemm.block_rows(own) % 32 == 0, "gates, and as many ups"
+
+
+def test_more_pairs_of_an_expert_have_more_of_them_in_a_block() -> None:
+    found = [quantized_gemm.pair_tiles(pairs) for pairs in (0.1, 4, 4.1, 16, 17, 10_000)]
+    assert found == [1, 1, 2, 2, 4, 4]
+
+
 def test_a_card_with_clusters_shares_the_columns_of_its_rows() -> None:
     """Else every multiprocessor would read all tokens for a few rows."""
     rows = rows_of("int4", 12288, 2048)

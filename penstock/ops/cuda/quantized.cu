@@ -17,12 +17,41 @@
 #include "quantized_rows.cu"
 
 #if MODE == EXPAND
-// out [n, COLUMNS]: block (n, s) writes step s of 16 rows or, with ids, of one row.
-extern "C" __global__ void __launch_bounds__(32)
+// A thread's two pieces of 4 adjacent columns, numbers 2 i and 2 i + 1 of its 8 in a step.
+__device__ __forceinline__ int expanded_column(int piece, int quarter) {
+    return IS_NARROW      ? 16 * piece + 4 * quarter
+           : IS_ROW_MAJOR ? piece / 4 * 64 + 16 * quarter + piece % 4 * 4
+                          : piece / 2 * 32 + 8 * quarter + piece % 2 * 4;
+}
+
+// 16 bytes in one instruction: the compiler would split a plain store.
+__device__ __forceinline__ void store_once(u16* p, const u32 (&v)[4]) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v[0]), "r"(v[1]),
+                 "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_pieces(u16* out, int column, int other,
+                                             const u32 (&pairs)[4]) {
+    constexpr bool ARE_ADJACENT = !IS_NARROW && COLUMNS % 8 == 0;
+    if (ARE_ADJACENT) { // 64 bytes of a row by four threads: whole sectors of memory
+        if (column < COLUMNS) store_once(out + column, pairs);
+        return;
+    }
+    u32 *first = (u32*)(out + column), *second = (u32*)(out + other);
+    if (column < COLUMNS) first[0] = pairs[0], first[1] = pairs[1];
+    if (other < COLUMNS) second[0] = pairs[2], second[1] = pairs[3];
+}
+
+// out [n, COLUMNS]: warp w of block (n, s) writes step s * WARPS + w of 16 rows or, with ids, of
+// one.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
     quantized(const u8* codes, const u8* records, const long long* ids, u16* out, int num_rows) {
     wait_for_previous();
     let_next_start();
-    const int lane = threadIdx.x, group = lane / 4, quarter = lane % 4, step = blockIdx.y;
+    const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+    const int step = blockIdx.y * WARPS + threadIdx.x / 32;
+    if (step >= STEPS) return;
     const long long wanted = ids ? ids[blockIdx.x] : 0;
     RowTiles rows;
     rows.point(0, codes, records, ids ? wanted / 16 : blockIdx.x);
@@ -33,23 +62,25 @@ extern "C" __global__ void __launch_bounds__(32)
         if (ids && wanted % 16 != 8 * half + group) continue;
         const long long row = ids ? blockIdx.x : blockIdx.x * 16ll + 8 * half + group;
         if (!ids && row >= num_rows) continue;
+        const Record& record = held.records[0][half];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int column = IS_NARROW      ? 16 * i + 4 * quarter
-                               : IS_ROW_MAJOR ? i / 4 * 64 + 16 * quarter + i % 4 * 4
-                                              : i / 2 * 32 + 8 * quarter + i % 2 * 4;
-            const int own_group = GROUP < STEP ? column / GROUP : 0;
-            const Record& record = held.records[0][half];
-            const float scale = scale_of(record, own_group);
-            const float offset = NEEDS_SUMS ? offset_of(record, own_group, scale) : 0.0f;
-            u32 first, second;
-            unpack(held.codes[0][half], i, first, second);
-            if (step * STEP + column >= COLUMNS) continue;
-            u32* target = (u32*)(out + row * COLUMNS + step * STEP + column);
-            target[0] = pack(fmaf(low(first) * RAISED, scale, offset),
-                             fmaf(high(first) * RAISED, scale, offset));
-            target[1] = pack(fmaf(low(second) * RAISED, scale, offset),
-                             fmaf(high(second) * RAISED, scale, offset));
+        for (int i = 0; i < 4; ++i) {
+            u32 pairs[4];
+#pragma unroll
+            for (int piece = 2 * i; piece < 2 * i + 2; ++piece) {
+                const int column = expanded_column(piece, quarter);
+                const int own_group = GROUP < STEP ? column / GROUP : 0;
+                const float scale = scale_of(record, own_group);
+                const float offset = NEEDS_SUMS ? offset_of(record, own_group, scale) : 0.0f;
+                u32 first, second;
+                unpack(held.codes[0][half], piece, first, second);
+                pairs[2 * (piece % 2)] = pack(fmaf(low(first) * RAISED, scale, offset),
+                                              fmaf(high(first) * RAISED, scale, offset));
+                pairs[2 * (piece % 2) + 1] = pack(fmaf(low(second) * RAISED, scale, offset),
+                                                  fmaf(high(second) * RAISED, scale, offset));
+            }
+            store_pieces(out + row * COLUMNS, step * STEP + expanded_column(2 * i, quarter),
+                         step * STEP + expanded_column(2 * i + 1, quarter), pairs);
         }
     }
 }

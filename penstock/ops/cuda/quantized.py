@@ -50,14 +50,16 @@ from penstock.ops.cuda.quantized_rules import (
 from penstock.ops.product import Product, Tile
 from penstock.ops.tiles import NO_TYPE, STEP, TILE_ROWS, TYPES, TiledRows
 from penstock.ops.tuning import choose
-from penstock.ops.weight import Part
+from penstock.ops.weight import Part, tensors_of
 
 SOURCE = Path(__file__).with_name("quantized.cu")
 GEMM_SOURCE = Path(__file__).with_name("quantized_gemm.cu")
+EXPERTS_SOURCE = Path(__file__).with_name("quantized_experts.cu")
 EACH, SCANNED, LISTED = range(3)  # PAIRS
 MAX_TOKENS = 64  # per launch
 MAX_LOGITS = 256  # tokens: reading a head's codes again for each 64 costs less than expansion
 MAX_SCANNED, MAX_SCANNED_EXPERTS = 64, 512  # choices of experts that a warp can sort itself
+EXPAND_WARPS = 4  # of a block that dequantizes, with a step each
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -129,9 +131,20 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
 
 def expand_parts(parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
     """All rows of a weight, dequantized into temporary memory."""
-    plain = [expand(part, dtype) if isinstance(part, TiledRows) else part for part in parts]
-    assert all(isinstance(part, Tensor) for part in plain), "rows on a GPU are tiled"
-    return plain[0] if len(plain) == 1 else torch.cat(plain, dim=-2)  # type: ignore[arg-type, return-value]
+    assert all(isinstance(part, (TiledRows, Tensor)) for part in parts), "rows on a GPU are tiled"
+    if len(parts) == 1 or len(parts[0].shape) > 2:
+        plain = [expand(part, dtype) if isinstance(part, TiledRows) else part for part in parts]
+        return plain[0] if len(plain) == 1 else torch.cat(plain, dim=-2)  # type: ignore[arg-type, return-value]
+    sizes = [part.shape[0] for part in parts]
+    out = torch.empty(
+        sum(sizes), parts[0].shape[1], dtype=dtype, device=tensors_of(parts[0])[0].device
+    )
+    for part, own in zip(parts, out.split(sizes)):
+        if isinstance(part, TiledRows):
+            expand(part, dtype, out=own)
+        else:
+            own.copy_(part)
+    return out
 
 
 def expand_in_pieces(
@@ -265,22 +278,31 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     return quantized_gemm.candidates(kernel, shape, num_tokens, card)
 
 
-def expand(rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
-    """Dequantizes all rows, or those with these ids, with columns in order: [..., N, K]."""
+def expand(
+    rows: TiledRows, dtype: torch.dtype, ids: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Dequantizes all rows, or those with these ids, with columns in order: [..., N, K]. `out`: of
+    all rows of one matrix.
+    """
+    if out is not None and rows.columns is not None:
+        return out.copy_(expand(rows, dtype))
     device, stack = rows.codes.device, rows.shape[:-2]
     is_whole = not stack or rows.num_rows % TILE_ROWS == 0
     if not is_available(device) or dtype not in DTYPES or not is_whole:
-        return (rows.dequantize() if ids is None else rows.rows(ids)).to(dtype)
+        found = (rows.dequantize() if ids is None else rows.rows(ids)).to(dtype)
+        return found if out is None else out.copy_(found)
     steps = cdiv(rows.num_columns, STEP)
     num_rows = rows.num_rows if not stack else rows.num_rows * stack[0]
     count = num_rows if ids is None else ids.numel()
-    out = torch.empty(count, rows.num_columns, dtype=dtype, device=device)
+    if out is None:
+        out = torch.empty(count, rows.num_columns, dtype=dtype, device=device)
     num_blocks = cdiv(num_rows, TILE_ROWS) if ids is None else count
     if count:
-        tile = new_tile(1, 1, 1, 1, 1)
+        tile = new_tile(1, min(EXPAND_WARPS, steps), 1, 1, 1)
         wanted = None if ids is None else ids.flatten().long()
         arguments = (rows.codes, rows.records, wanted, out, c_int(num_rows))
-        _launch(EXPAND, rows, out, (num_blocks, steps), tile, {}, *arguments)
+        grid = (num_blocks, cdiv(steps, tile["WARPS"]))
+        _launch(EXPAND, rows, out, grid, tile, {}, *arguments)
     out = out.view(*(ids.shape if ids is not None else rows.shape[:-1]), rows.num_columns)
     if rows.columns is None:
         return out
@@ -378,6 +400,17 @@ class Experts:
         self._multiply(GATE_UP, x, inner, *given)
         self._multiply(DOWN_PAIRS, inner, outputs, *given)
 
+    def run_many(
+        self, x: Tensor, order: Tensor, tiles: Tensor, outputs: Tensor, token_tiles: int
+    ) -> None:
+        """outputs [T * slots, H] like x, one per pair. A block computes up to TOKENS * token_tiles
+        of an expert.
+        """
+        inner = x.new_empty(len(outputs), self.inner_width)
+        given = (order, tiles, token_tiles, len(x))
+        self._multiply_many(x, self.gate_up, self.shared_gate_up, inner, *given, is_down=False)
+        self._multiply_many(inner, self.down, self.shared_down, outputs, *given, is_down=True)
+
     def _multiply(
         self, mode: int, source: Tensor, out: Tensor, num_tokens: int, count: int,
         ids: Tensor | None = None, order: Tensor | None = None, tiles: Tensor | None = None,
@@ -408,6 +441,32 @@ class Experts:
             out,
             c_int(num_tokens),
             c_int(num_tiles),
+        )
+
+    def _multiply_many(
+        self, source: Tensor, rows: TiledRows, shared: TiledRows | None, out: Tensor,
+        order: Tensor, tiles: Tensor, token_tiles: int, num_tokens: int, *, is_down: bool,
+    ) -> None:  # fmt: skip
+        device = source.device
+        rule = quantized_gemm.experts_rule(rows, token_tiles, card_of(device))
+        shape = quantized_gemm.experts_shape(rows, token_tiles, is_down)
+        tile = choose(quantized_gemm.EXPERTS, shape, num_tokens, rule, device)
+        constants = experts_constants(rows, source.dtype, tile) | {
+            "IS_DOWN": int(is_down),
+            "NUM_TILES": rows.num_rows // TILE_ROWS,
+            "NUM_EXPERTS": self.num_experts,
+            "SLOTS": self.slots,
+            "HAS_SHARED": int(self.has_shared),
+        }
+        row_blocks = cdiv(rows.num_rows, quantized_gemm.block_rows(tile))
+        pointers = (source, order, tiles, rows.codes, rows.records)
+        shared_pointers = (shared and shared.codes, shared and shared.records, out)
+        kernel = (EXPERTS_SOURCE, "quantized_experts", tuple(constants.items()), device)
+        program(*kernel, constants["SHARED_BYTES"]).launch(
+            (row_blocks, len(tiles)),
+            32 * quantized_gemm.num_warps(tile),
+            current_stream(device),
+            *(_argument(one) for one in (*pointers, *shared_pointers)),
         )
 
     def _tile_of(self, mode: int, rows: TiledRows, num_tokens: int) -> Tile:
@@ -450,6 +509,12 @@ def gemm_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str,
     """Compile-time constants of `quantized_gemm.cu`, besides switches."""
     shared = {"SHARED_BYTES": quantized_gemm.gemm_shared_bytes(rows, tile)}
     return {**GEMM_SWITCHES, **_kind_constants(rows, dtype), **tile, **shared}
+
+
+def experts_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
+    """Compile-time constants of `quantized_experts.cu`, besides which experts there are."""
+    shared = {"SHARED_BYTES": quantized_gemm.gemm_shared_bytes(rows, tile)}
+    return {"IS_OUT_FLOAT": 0, **_kind_constants(rows, dtype), **tile, **shared}
 
 
 def _kind_constants(rows: TiledRows, dtype: torch.dtype) -> dict[str, int]:

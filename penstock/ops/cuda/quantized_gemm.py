@@ -1,14 +1,16 @@
-"""Chooses tiles for `quantized_gemm.cu`: GEMMs of 17 to 64 tokens with tiled rows. Launches
-nothing.
+"""Chooses tiles for `quantized_gemm.cu`, GEMMs of 17 to 64 tokens with tiled rows, and for
+`quantized_experts.cu`, experts of prompts. Launches nothing.
 
-A block computes some rows for all tokens, over some of the columns. A cost model estimates its time
-from what it multiplies, unpacks and reads from L2; the tile with the fastest grid is chosen.
+A block of a GEMM computes some rows for all tokens, over some of the columns. A cost model
+estimates its time from what it multiplies, unpacks and reads from L2; the tile with the fastest
+grid is chosen. A block of experts computes some rows for the pairs of one expert.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import astuple, dataclass
+from itertools import product
 
 import torch
 
@@ -43,6 +45,14 @@ LEAST_BUSY = 0.4  # with fewer SMs at work than this share, each reads no faster
 START, MEET = 1500, 1000  # a block's first columns; sums of the other blocks of its cluster
 KERNEL, FORM = "quantized_gemm", "quantized_form"  # names of its tile, and of whether to use it
 MOST_TRIED = 16  # tiles of one shape
+
+EXPERTS = "quantized_experts"
+# Pairs of a token and an expert, per expert on average, and the token tiles of a block: most
+# experts should need one block for each of their rows, which then reads them once.
+PAIR_TILES = ((4, 1), (16, 2), (float("inf"), 4))
+PAIR_WARPS = 4  # per block: small blocks wait less for each other
+# Accumulators per thread, by bits of a code; with few, three blocks fit an SM, not two.
+MAX_PAIR_SUMS, FEW_PAIR_SUMS = {4: 128, 8: 96}, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +116,44 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int, card: Card)
     """What `penstock tune` tries: both forms, or the tiles that the cost model likes best."""
     if kernel == FORM:
         return [{"is_gemm": 0}, {"is_gemm": 1}] if num_tokens > TOKENS else []
+    if kernel == EXPERTS:
+        token_tiles, _, *sizes = shape
+        found = _experts_tiles(Rows(*sizes), token_tiles, card)  # type: ignore[arg-type]
+        return [dict(tile) for tile in found]
     token_tiles, *sizes = shape
     ranked = _ranked(Rows(*sizes), token_tiles, card)  # type: ignore[arg-type]
     return [dict(tile) for tile in ranked[:MOST_TRIED]]
+
+
+def pair_tiles(pairs_per_expert: float) -> int:
+    """1: `quantized.cu` multiplies them."""
+    return next(tiles for most, tiles in PAIR_TILES if pairs_per_expert <= most)
+
+
+def experts_rule(rows: TiledRows, token_tiles: int, card: Card) -> Tile:
+    return dict(_experts_tiles(Rows.of(rows), token_tiles, card)[0])
+
+
+def experts_shape(rows: TiledRows, token_tiles: int, is_down: bool) -> tuple[int, ...]:
+    return token_tiles, int(is_down), *map(int, astuple(Rows.of(rows)))
+
+
+@functools.cache
+def _experts_tiles(rows: Rows, token_tiles: int, card: Card) -> list[Tile]:
+    """All that fit, the best first: many rows per warp, which then reads tokens from shared memory
+    less often, but several blocks per SM.
+    """
+    found = []
+    for row_tiles, stages in product((4, 2, 1), (3, 2)):
+        num_sums = 4 * token_tiles * (row_tiles * rows.sums + rows.has_offsets)
+        if num_sums > MAX_PAIR_SUMS[rows.bits] or stages > rows.steps + 1:
+            continue
+        shape = (row_tiles, PAIR_WARPS, 1, 1)
+        for blocks in range(3 if num_sums <= FEW_PAIR_SUMS else 2, 0, -1):
+            tile = gemm_tile(*shape, token_tiles=token_tiles, stages=stages, blocks=blocks)
+            if blocks * _shared_bytes(rows, tile) <= card.shared_bytes:
+                found.append(tile)
+    return sorted(found, key=lambda tile: tile["BLOCKS"] == 1)
 
 
 def _token_tiles(num_tokens: int) -> int:

@@ -6,8 +6,8 @@
 typedef unsigned int u32;
 typedef unsigned short u16;
 
-struct Four {
-    u32 part[4]; // two elements each
+struct __align__(16) Four { // aligned, so that a copy is one instruction
+    u32 part[4];            // two elements each
 };
 
 #define LOAD(name, instruction)                                                                    \
@@ -65,18 +65,23 @@ __device__ __forceinline__ u32 pack(float first, float second) {
     return pair;
 }
 
-// sums [16 rows, 8 tokens] += a product over 16 columns. The thread passes two registers for each
-// of its two rows (a0 and a2, a1 and a3) and two for its token.
+// sums [16 rows, 8 tokens] += a product over 16 columns, or = the first product. The thread passes
+// two registers for each of its two rows (a0 and a2, a1 and a3) and two for its token.
 __device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
-                                         u32 b1) {
+                                         u32 b1, bool is_first = false) {
 #if IS_BFLOAT
 #define INSTRUCTION "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #else
 #define INSTRUCTION "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
 #endif
-    asm(INSTRUCTION "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    if (is_first) // zeros take no registers
+        asm(INSTRUCTION "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+            : "=f"(sums[0]), "=f"(sums[1]), "=f"(sums[2]), "=f"(sums[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
+    else
+        asm(INSTRUCTION "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ float add_squares(float sum, const Four& token) {

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from penstock.ops.cuda import quantized
 from penstock.ops.cuda.program import is_available
-from penstock.ops.float8 import FEW_PAIRS, rounded_experts
+from penstock.ops.cuda.quantized_gemm import pair_tiles
+from penstock.ops.float8 import rounded_experts
 from penstock.ops.triton import moe_fp8_gemm, moe_gemv, moe_grouped_gemm, moe_route, moe_small_gemm
 from penstock.ops.triton.matmul import linear, swiglu_linear
 from penstock.ops.triton.moe_own import own_experts
@@ -24,6 +25,7 @@ GEMV, SMALL_GEMM, GROUPED_GEMM = 0, 1, 2  # the "form" field of a tile
 
 # With more tokens, so many share experts that reading those once is faster.
 GEMV_TOKENS = quantized.PAIR_TOKENS
+MOST_PAIRS = 192  # per quantized expert, on average: with more, dequantizing it once is faster
 SMALL_GEMM_PAIRS = 16  # per expert, on average: with more, tall tiles are full
 MAX_TOKENS = 32768  # at a time: intermediate activations stay below two GB
 
@@ -84,7 +86,8 @@ def sparse_mlp(
             if experts is None:
                 moe_fp8_gemm.run(out, x, weights, ids, rounded, residual, shared_weight, counters)
             else:
-                _run_quantized(out, experts, x, weights, ids, residual, shared_weight, counters)
+                pairs = (x, weights, ids, residual, shared_weight, counters)
+                _run_quantized(out, experts, pairs_per_expert, *pairs)
             return out
     form = SMALL_GEMM if deterministic else _choose_form(x, ids, num_experts, down)
     plain = [_plain_values(weight, x.dtype) for weight in (shared_gate_up, shared_down)]
@@ -132,7 +135,7 @@ def _quantized_experts(
     many tokens or an expert's rows have several formats.
     """
     num_tokens, k = ids.shape
-    if num_tokens * k > FEW_PAIRS * num_experts or x.dtype not in quantized.DTYPES:
+    if num_tokens * k > MOST_PAIRS * num_experts or x.dtype not in quantized.DTYPES:
         return None
     routed = [one.parts[0] for one in (gate_up, down) if len(one.parts) == 1]
     if len(routed) < 2 or not is_available(x.device):
@@ -145,6 +148,7 @@ def _quantized_experts(
 def _run_quantized(
     out: Tensor,
     experts: quantized.Experts,
+    pairs_per_expert: float,
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
@@ -155,13 +159,19 @@ def _run_quantized(
     if len(x) <= GEMV_TOKENS:
         experts.run_pairs(out, x, weights, ids, residual, shared_weight)
         return
-    slots, num_experts = experts.slots, experts.num_experts
-    outputs = torch.empty(len(x) * slots, experts.width, dtype=torch.float32, device=x.device)
+    slots, num_stacked = experts.slots, experts.num_experts
+    token_tiles = pair_tiles(pairs_per_expert)
+    dtype = torch.float32 if token_tiles == 1 else x.dtype  # of a prompt's pairs: half the bytes
+    outputs = torch.empty(len(x) * slots, experts.width, dtype=dtype, device=x.device)
     if experts.can_scan(ids):
         experts.run_scanned(x, ids, outputs)
     else:
-        order, tiles = list_pairs(ids, num_experts, slots, quantized.TOKENS, counters)
-        experts.run_listed(x, order, tiles, outputs)
+        height = quantized.TOKENS * token_tiles
+        order, tiles = list_pairs(ids, num_stacked, slots, height, counters)
+        if token_tiles == 1:
+            experts.run_listed(x, order, tiles, outputs)
+        else:
+            experts.run_many(x, order, tiles, outputs, token_tiles)
     moe_grouped_gemm.add_pairs(out, outputs, weights, shared_weight, residual)
 
 
