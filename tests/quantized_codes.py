@@ -179,27 +179,30 @@ def expected_experts(
     shared_down: Weight | None,
     num_rounded: int = 0,
 ) -> Tensor:
-    """`sparse_mlp` in double precision, with intermediate activations rounded once. Tokens of the
-    first `num_rounded` of the four weights are quantized.
+    """`sparse_mlp` in double precision, with intermediate activations rounded once: to the dtype of
+    x or, for the first `num_rounded` of the four weights, to E4M3, as their tokens.
     """
 
     def taken(tokens: Tensor, *, is_rounded: bool) -> Tensor:
         return round_tokens(tokens).double() if is_rounded else tokens.double()
 
-    def activated(both: Tensor) -> Tensor:
+    def activated(both: Tensor, *, is_rounded: bool) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
-        return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+        inner = torch.nn.functional.silu(gate) * up
+        return inner if is_rounded else inner.to(x.dtype)
 
     gates_ups, downs = (weight.dequantize().double()[ids] for weight in (gate_up, down))
-    own = taken(x, is_rounded=num_rounded >= 2)
-    inner = activated(torch.einsum("th,tkih->tki", own, gates_ups))
-    outputs = torch.einsum("tki,tkhi->tkh", taken(inner, is_rounded=num_rounded >= 2), downs)
+    is_rounded = num_rounded >= 2
+    both = torch.einsum("th,tkih->tki", taken(x, is_rounded=is_rounded), gates_ups)
+    inner = taken(activated(both, is_rounded=is_rounded), is_rounded=is_rounded)
+    outputs = torch.einsum("tki,tkhi->tkh", inner, downs)
     expected = residual.double() + (outputs * weights.double()[..., None]).sum(1)
     if shared_weight is not None:
         assert shared_gate_up is not None
         assert shared_down is not None
-        own = taken(x, is_rounded=num_rounded == 4)
-        inner = activated(own @ shared_gate_up.dequantize().double().T)
-        output = taken(inner, is_rounded=num_rounded == 4) @ shared_down.dequantize().double().T
+        is_rounded = num_rounded == 4
+        both = taken(x, is_rounded=is_rounded) @ shared_gate_up.dequantize().double().T
+        inner = taken(activated(both, is_rounded=is_rounded), is_rounded=is_rounded)
+        output = inner @ shared_down.dequantize().double().T
         expected += output * shared_weight.double()
     return expected
