@@ -786,10 +786,12 @@ def quantized_gemm_cases(capability: int) -> list[dict[str, int]]:
 
 
 def quantized_experts_cases(capability: int) -> list[dict[str, int]]:
-    """Constants of every kind of codes, for gates and down projections of 16 and 32 pairs."""
+    """Constants of every kind of codes; of the first for gates, down projections, 16 and 32
+    pairs.
+    """
     cases = []
     for kind in ("zeros", "Q4_K", "Q6_K", "int8"):
-        for is_down, token_tiles in ((0, 2), (0, 4), (1, 4)):
+        for is_down, token_tiles in ((0, 4), (0, 2), (1, 4)) if kind == "zeros" else ((0, 4),):
             N, K = (2048, 512) if is_down else (1024, 2048)
             rows = tiles.tile(pack(make_codes(kind, N, K)))
             tile = experts_rule(rows, token_tiles, CARDS[capability])

@@ -192,6 +192,8 @@ def test_experts_in_slots_give_the_bits_of_those_in_order(
     """
     num_experts = 5
     if stored == "dequantized first":
+        if device == "cpu":
+            pytest.skip("there, codes are always dequantized first")
         monkeypatch.setattr(moe, "MOST_PAIRS", 0)
     if stored != "plain":
         arguments = quantized_inputs(num_tokens, num_experts, device, dtype)
