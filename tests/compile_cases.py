@@ -796,7 +796,7 @@ def quantized_experts_cases(capability: int) -> list[dict[str, int]]:
             rows = tiles.tile(pack(make_codes(kind, N, K)))
             tile = experts_rule(rows, token_tiles, CARDS[capability])
             experts = {"NUM_EXPERTS": 256, "SLOTS": 9, "HAS_SHARED": 1, "NUM_TILES": N // 16}
-            constants = quantized.experts_constants(rows, torch.bfloat16, tile)
+            constants = quantized.stage_constants(rows, torch.bfloat16, tile)
             cases.append({**constants, **experts, "IS_DOWN": is_down})
     return cases
 

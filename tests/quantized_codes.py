@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from packed_checkpoints import FORMATS, pack_state, plain_state, write
 from penstock.ops import Weight
-from penstock.ops.float8 import round_tokens
+from penstock.ops.float8 import round_tokens, rounded_experts
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.tiles import TiledRows, can_tile, tile
 from penstock.ops.weight import Part
@@ -165,6 +166,33 @@ def expert_inputs(
     x, residual = torch.randn(2, num_tokens, gate_up.shape[-1], generator=seeded).to(device)
     x /= (x @ gate_up.dequantize()[0].T).std()
     return x.to(dtype), (residual / 50).to(dtype)
+
+
+def check_experts(
+    sparse_mlp: Callable[..., Tensor],
+    num_tokens: int,
+    k: int,
+    gate_up: Weight,
+    down: Weight,
+    shared: tuple[Weight, Weight] | None,
+    dtype: torch.dtype,
+    device: str = "cuda",
+) -> int:
+    """Compares experts of random tokens. Returns for how many of the weights tokens are
+    quantized.
+    """
+    x, residual = expert_inputs(num_tokens, gate_up, dtype, device)
+    seeded, E = torch.Generator().manual_seed(num_tokens), gate_up.shape[0]
+    ids = torch.stack([torch.randperm(E, generator=seeded)[:k] for _ in range(num_tokens)])
+    weights = torch.rand(num_tokens, k, generator=seeded).to(device)
+    shared_weight = torch.rand(num_tokens, 1, generator=seeded).to(device) if shared else None
+    stored = shared or (None, None)
+    given = (x, weights, ids.to(device), gate_up, down, residual, shared_weight, *stored)
+    seen = sparse_mlp(*given[:2], given[2].int(), *given[3:])
+    num_rounded = len(rounded_experts(x, num_tokens * k / E, (gate_up, down), stored))
+    expected = expected_experts(*given, num_rounded)
+    assert_near(seen, expected, dtype, is_rounded=num_rounded > 0)
+    return num_rounded
 
 
 def expected_experts(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from cuda_emulator import COMPILER, emulated
 from kernel_checks import HAS_GPU, random
-from penstock.ops import Weight
 from penstock.ops.cuda import quantized, quantized_gemm, quantized_rules, skinny_gemm
 from penstock.ops.product import Product, Tile
 from penstock.ops.tiles import TiledRows
@@ -22,8 +21,7 @@ from penstock.ops.triton import moe
 from penstock.weights.packing import pack
 from quantized_codes import (
     assert_near,
-    expected_experts,
-    expert_inputs,
+    check_experts,
     experts_of,
     first_matrix,
     make_codes,
@@ -165,11 +163,11 @@ def test_experts_are_those_of_the_expanded_rows(
     down_kind = "zeros" if kind[0] == "Q" else kind
     gate_up = experts_of(kind, E, 2 * I, H, dtype, "cpu")
     down = experts_of(down_kind, E, H, I, dtype, "cpu")
-    shared = [
-        first_matrix(experts_of(own, 1, *sizes, dtype, "cpu", first=E), dtype)
-        for own, sizes in ((kind, (2 * I, H)), (down_kind, (H, I)))
-    ]
-    check_experts(num_tokens, k, gate_up, down, *shared, dtype=dtype)
+    shared = (
+        first_matrix(experts_of(kind, 1, 2 * I, H, dtype, "cpu", first=E), dtype),
+        first_matrix(experts_of(down_kind, 1, H, I, dtype, "cpu", first=E), dtype),
+    )
+    check_experts(moe.sparse_mlp, num_tokens, k, gate_up, down, shared, dtype, "cpu")
 
 
 # Row tiles, warps with other rows, warps that split K; stages; steps per warp and round.
@@ -198,7 +196,7 @@ def test_every_arrangement_of_warps_gives_the_same_experts(
     monkeypatch.setattr(quantized, "choose", chosen)
     gate_up = experts_of(kind, E, 2 * I, H, dtype, "cpu")
     down = experts_of("int8", E, H, I, dtype, "cpu")
-    check_experts(50, k, gate_up, down, None, None, dtype=dtype)
+    check_experts(moe.sparse_mlp, 50, k, gate_up, down, None, dtype, "cpu")
     assert used == [quantized_gemm.EXPERTS] * 2
 
 
@@ -206,28 +204,7 @@ def test_few_of_many_experts_are_found_by_scanning() -> None:
     """Seven choices among forty: a warp looks for them in two words of 32."""
     kind, dtype = "int8", torch.bfloat16
     gate_up, down = (experts_of(kind, 40, *sizes, dtype, "cpu") for sizes in ((64, 128), (128, 32)))
-    check_experts(7, 1, gate_up, down, None, None, dtype=dtype)
-
-
-def check_experts(
-    num_tokens: int,
-    k: int,
-    gate_up: Weight,
-    down: Weight,
-    shared_gate_up: Weight | None,
-    shared_down: Weight | None,
-    *,
-    dtype: torch.dtype,
-) -> None:
-    x, residual = expert_inputs(num_tokens, gate_up, dtype, "cpu")
-    seeded, E = torch.Generator().manual_seed(num_tokens), gate_up.shape[0]
-    ids = torch.stack([torch.randperm(E, generator=seeded)[:k] for _ in range(num_tokens)])
-    weights = torch.rand(num_tokens, k, generator=seeded)
-    shared_weight = torch.rand(num_tokens, 1, generator=seeded)
-    own = None if shared_down is None else shared_weight
-    given = (x, weights, ids, gate_up, down, residual, own, shared_gate_up, shared_down)
-    seen = moe.sparse_mlp(*given[:2], ids.int(), *given[3:])
-    assert_near(seen, expected_experts(*given), dtype)
+    check_experts(moe.sparse_mlp, 7, 1, gate_up, down, None, dtype, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,7 @@ from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.layers.linear import Linear
 from penstock.ops import linear, norm_linear, sparse_mlp, swiglu_linear
-from penstock.ops.float8 import round_tokens, rounded_experts, rounds_tokens
+from penstock.ops.float8 import round_tokens, rounds_tokens
 from penstock.ops.tiles import TiledRows
 from penstock.ops.triton import matmul, moe
 from penstock.ops.weight import bytes_of
@@ -25,7 +25,7 @@ from quantized_codes import (
     TOLERANCE,
     WIDE_MOE,
     assert_near,
-    expected_experts,
+    check_experts,
     expert_inputs,
     experts_of,
     first_matrix,
@@ -127,22 +127,16 @@ def test_experts_are_those_of_the_expanded_rows(
     monkeypatch.setattr(moe, "MOST_PAIRS", 40)
     E, k, I, H = 12, 4, 256, 512
     gate_up, down = experts_of(kind, E, 2 * I, H, dtype), experts_of(kind, E, H, I, dtype)
-    has_shared = shared_kind is not None
-    own = kind if shared_kind in (None, "the same") else shared_kind
-    shared = [experts_of(own, 1, *sizes, dtype, first=E) for sizes in ((2 * I, H), (H, I))]
-    stored = [first_matrix(one, dtype) for one in shared] if has_shared else [None, None]
+    shared = None
+    if shared_kind is not None:
+        own = kind if shared_kind == "the same" else shared_kind
+        shared = (
+            first_matrix(experts_of(own, 1, 2 * I, H, dtype, first=E), dtype),
+            first_matrix(experts_of(own, 1, H, I, dtype, first=E), dtype),
+        )
     for num_tokens in (1, 3, 5, 8, 9, 30, 60, 150, 200):
-        x, residual = expert_inputs(num_tokens, gate_up, dtype)
-        seeded = torch.Generator().manual_seed(num_tokens)
-        ids = torch.stack([torch.randperm(E, generator=seeded)[:k] for _ in range(num_tokens)])
-        weights = torch.rand(num_tokens, k, generator=seeded).cuda()
-        shared_weight = torch.rand(num_tokens, 1, generator=seeded).cuda() if has_shared else None
-        given = (x, weights, ids.cuda(), gate_up, down, residual, shared_weight, *stored)
-        seen = sparse_mlp(*given[:2], given[2].int(), *given[3:])
-        num_rounded = len(rounded_experts(x, num_tokens * k / E, (gate_up, down), stored))
+        num_rounded = check_experts(sparse_mlp, num_tokens, k, gate_up, down, shared, dtype)
         assert (num_rounded > 0) == (kind == "fp8" and num_tokens > 9)
-        expected = expected_experts(*given, num_rounded)
-        assert_near(seen, expected, dtype, is_rounded=num_rounded > 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -308,10 +308,7 @@ def _candidates(question: Question) -> list[Tile]:
     from penstock.ops.triton import attention, delta_net, matmul, moe, sampling
 
     modules = {
-        (
-            *quantized.KERNELS.values(),
-            *("quantized_gemm", "quantized_form", "quantized_experts"),
-        ): quantized,
+        quantized.TUNED: quantized,
         ("linear", "norm_linear", "swiglu_linear"): matmul,
         ("rope_and_store", "paged_attention", "merge_splits", "prefill_attention"): attention,
         ("gated_delta_net", "delta_net_convolve", "delta_net_prepare", "delta_net_scan"): delta_net,

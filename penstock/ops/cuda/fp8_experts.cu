@@ -140,12 +140,6 @@ __device__ __forceinline__ u32 to_codes(float first, float second, float third, 
     return codes;
 }
 
-__device__ __forceinline__ void store(void* p, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c),
-                 "r"(d)
-                 : "memory");
-}
-
 struct Given {
     const unsigned char* source;  // [T, K] or [pairs, K] codes
     const float* source_scales;   // [STEPS, source_count]
@@ -239,8 +233,9 @@ __device__ __forceinline__ void store_pair(const Given& given, const Piece& piec
 #pragma unroll
             for (int i = 0; i < 64; i += 16) {
                 const float* own = &sums[half][i + first];
-                store(out + half * HALF_ROWS + 2 * i, pack(own[0], own[1]), pack(own[4], own[5]),
-                      pack(own[8], own[9]), pack(own[12], own[13]));
+                store_16_bytes(out + half * HALF_ROWS + 2 * i, pack(own[0], own[1]),
+                               pack(own[4], own[5]), pack(own[8], own[9]),
+                               pack(own[12], own[13]));
             }
     } else {
         float most = LEAST;
@@ -267,7 +262,7 @@ __device__ __forceinline__ void store_pair(const Given& given, const Piece& piec
                 codes[j] = to_codes(own[0] * inverse, own[1] * inverse, own[4] * inverse,
                                     own[5] * inverse);
             }
-            store(out + i / 2, codes[0], codes[1], codes[2], codes[3]);
+            store_16_bytes(out + i / 2, codes[0], codes[1], codes[2], codes[3]);
         }
         if (quarter == 0) given.result_scales[(u64)piece_id * given.num_pairs + row] = scale;
     }

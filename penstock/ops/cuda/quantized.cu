@@ -24,18 +24,11 @@ __device__ __forceinline__ int expanded_column(int piece, int quarter) {
                           : piece / 2 * 32 + 8 * quarter + piece % 2 * 4;
 }
 
-// 16 bytes in one instruction: the compiler would split a plain store.
-__device__ __forceinline__ void store_once(u16* p, const u32 (&v)[4]) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v[0]), "r"(v[1]),
-                 "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
-
 __device__ __forceinline__ void store_pieces(u16* out, int column, int other,
                                              const u32 (&pairs)[4]) {
     constexpr bool ARE_ADJACENT = !IS_NARROW && COLUMNS % 8 == 0;
     if (ARE_ADJACENT) { // 64 bytes of a row by four threads: whole sectors of memory
-        if (column < COLUMNS) store_once(out + column, pairs);
+        if (column < COLUMNS) store_16_bytes(out + column, pairs[0], pairs[1], pairs[2], pairs[3]);
         return;
     }
     u32 *first = (u32*)(out + column), *second = (u32*)(out + other);

@@ -1,9 +1,10 @@
 """GEMMs with tiled quantized rows: chooses kernel and tile for a shape, and launches. Knows no
 checkpoint format.
 
-The kernels are in `quantized.cu` and, for more than a few tokens, `quantized_gemm.cu` (tiles:
-`quantized_gemm.py`). Up to MAX_TOKENS tokens are multiplied with the codes directly. With more,
-arithmetic is the bottleneck: rows are dequantized first, into memory that is freed after the GEMM.
+The kernels are in `quantized.cu` and, for more than a few tokens, `quantized_gemm.cu` and
+`quantized_experts.cu` (tiles: `quantized_gemm.py`). Up to MAX_TOKENS tokens, and many more per
+expert, are multiplied with the codes directly. Beyond, arithmetic is the bottleneck: rows are
+dequantized first, into memory that is freed after the GEMM.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ MAX_LOGITS = 256  # tokens: reading a head's codes again for each 64 costs less 
 MAX_SCANNED, MAX_SCANNED_EXPERTS = 64, 512  # choices of experts that a warp can sort itself
 EXPAND_WARPS = 4  # of a block that dequantizes, with a step each
 DTYPES = (torch.bfloat16, torch.float16)
+TUNED = (*KERNELS.values(), quantized_gemm.KERNEL, FORM, quantized_gemm.EXPERTS)
 
 
 def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
@@ -245,12 +247,14 @@ def multiply_gemm(
     block_rows = quantized_gemm.block_rows(tile)
     row_blocks = cdiv(rows.num_rows, block_rows) + cdiv(num_plain, block_rows)
     pointers = (x, rows.codes, rows.records, plain, bias, residual, out)
-    kernel = (GEMM_SOURCE, "quantized_gemm", tuple(constants.items()), x.device)
-    program(*kernel, constants["SHARED_BYTES"]).launch(
+    _launch_program(
+        GEMM_SOURCE,
+        "quantized_gemm",
+        constants,
+        x.device,
         row_blocks * tile["CLUSTER"],
-        32 * quantized_gemm.num_warps(tile),
-        current_stream(x.device),
-        *(_argument(one) for one in pointers),
+        quantized_gemm.num_warps(tile),
+        *pointers,
         c_int(num_tokens),
         c_int(rows.num_rows),
         c_int(num_plain),
@@ -367,7 +371,7 @@ class Experts:
             x,
             (cdiv(self.width, TILE_ROWS * tile["ROW_TILES"]), num_tokens),
             tile,
-            self._constants(EACH),
+            self._constants() | {"PAIRS": EACH},
             inner,
             weights,
             ids,
@@ -421,15 +425,14 @@ class Experts:
         tile = self._tile_of(mode, rows, num_tokens)
         num_tiles = rows.num_rows // TILE_ROWS
         pairs = LISTED if tiles is not None else EACH if num_tokens <= PAIR_TOKENS else SCANNED
-        constants = self._constants(pairs)
-        constants["IS_OUT_FLOAT"] = int(out.dtype == torch.float32)
+        own = {"PAIRS": pairs, "IS_OUT_FLOAT": int(out.dtype == torch.float32)}
         _launch(
             mode,
             rows,
             source,
             (cdiv(num_tiles, tile["ROW_TILES"]), count),
             tile,
-            constants,
+            self._constants() | own,
             source,
             ids,
             order,
@@ -451,22 +454,22 @@ class Experts:
         rule = quantized_gemm.experts_rule(rows, token_tiles, card_of(device))
         shape = quantized_gemm.experts_shape(rows, token_tiles, is_down)
         tile = choose(quantized_gemm.EXPERTS, shape, num_tokens, rule, device)
-        constants = experts_constants(rows, source.dtype, tile) | {
-            "IS_DOWN": int(is_down),
-            "NUM_TILES": rows.num_rows // TILE_ROWS,
-            "NUM_EXPERTS": self.num_experts,
-            "SLOTS": self.slots,
-            "HAS_SHARED": int(self.has_shared),
-        }
-        row_blocks = cdiv(rows.num_rows, quantized_gemm.block_rows(tile))
-        pointers = (source, order, tiles, rows.codes, rows.records)
-        shared_pointers = (shared and shared.codes, shared and shared.records, out)
-        kernel = (EXPERTS_SOURCE, "quantized_experts", tuple(constants.items()), device)
-        program(*kernel, constants["SHARED_BYTES"]).launch(
-            (row_blocks, len(tiles)),
-            32 * quantized_gemm.num_warps(tile),
-            current_stream(device),
-            *(_argument(one) for one in (*pointers, *shared_pointers)),
+        own = {"IS_DOWN": int(is_down), "NUM_TILES": rows.num_rows // TILE_ROWS}
+        _launch_program(
+            EXPERTS_SOURCE,
+            "quantized_experts",
+            stage_constants(rows, source.dtype, tile) | own | self._constants(),
+            device,
+            (cdiv(rows.num_rows, quantized_gemm.block_rows(tile)), len(tiles)),
+            quantized_gemm.num_warps(tile),
+            source,
+            order,
+            tiles,
+            rows.codes,
+            rows.records,
+            shared and shared.codes,
+            shared and shared.records,
+            out,
         )
 
     def _tile_of(self, mode: int, rows: TiledRows, num_tokens: int) -> Tile:
@@ -474,12 +477,11 @@ class Experts:
         device, shape = rows.codes.device, tile_shape(rows, self.slots)
         return choose(KERNELS[mode], shape, num_tokens, rule, device)
 
-    def _constants(self, pairs: int) -> dict[str, int]:
+    def _constants(self) -> dict[str, int]:
         return {
             "NUM_EXPERTS": self.num_experts,
             "SLOTS": self.slots,
             "HAS_SHARED": int(self.has_shared),
-            "PAIRS": pairs,
         }
 
 
@@ -507,12 +509,11 @@ def kernel_constants(mode: int, rows: TiledRows, dtype: torch.dtype) -> dict[str
 
 def gemm_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
     """Compile-time constants of `quantized_gemm.cu`, besides switches."""
-    shared = {"SHARED_BYTES": quantized_gemm.gemm_shared_bytes(rows, tile)}
-    return {**GEMM_SWITCHES, **_kind_constants(rows, dtype), **tile, **shared}
+    return GEMM_SWITCHES | stage_constants(rows, dtype, tile)
 
 
-def experts_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
-    """Compile-time constants of `quantized_experts.cu`, besides which experts there are."""
+def stage_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
+    """Compile-time constants of `quantized_stages.cu`, but for a dtype of outputs of its own."""
     shared = {"SHARED_BYTES": quantized_gemm.gemm_shared_bytes(rows, tile)}
     return {"IS_OUT_FLOAT": 0, **_kind_constants(rows, dtype), **tile, **shared}
 
@@ -549,10 +550,23 @@ def _launch(
     *arguments: Any,
 ) -> None:
     constants = {**kernel_constants(mode, rows, like.dtype), **tile, **switches}
-    device = like.device
-    stream = current_stream(device)
-    program(SOURCE, "quantized", tuple(constants.items()), device).launch(
-        num_blocks, 32 * tile["WARPS"], stream, *(_argument(one) for one in arguments)
+    _launch_program(
+        SOURCE, "quantized", constants, like.device, num_blocks, tile["WARPS"], *arguments
+    )
+
+
+def _launch_program(
+    source: Path,
+    name: str,
+    constants: dict[str, int],
+    device: torch.device,
+    num_blocks: int | tuple[int, int],
+    num_warps: int,
+    *arguments: Any,
+) -> None:
+    kernel = (source, name, tuple(constants.items()), device)
+    program(*kernel, constants.get("SHARED_BYTES", 0)).launch(
+        num_blocks, 32 * num_warps, current_stream(device), *map(_argument, arguments)
     )
 
 

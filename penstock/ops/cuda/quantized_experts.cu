@@ -21,8 +21,6 @@ static_assert(CLUSTER == 1 && TILES % 2 == 0, "a block has gates and their ups")
 constexpr int OUT_ROWS = IS_DOWN ? ROWS : ROWS / 2; // columns of `out` per block
 constexpr int WIDTH = NUM_TILES * (IS_DOWN ? 16 : 8);
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
-
 // Four adjacent rows of a token, added up over the warps that split K.
 __device__ __forceinline__ void whole_sums(float (&sums)[4], const float* shared, int token,
                                            int row) {

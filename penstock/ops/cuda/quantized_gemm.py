@@ -145,7 +145,7 @@ def _experts_tiles(rows: Rows, token_tiles: int, card: Card) -> list[Tile]:
     """
     found = []
     for row_tiles, stages in product((4, 2, 1), (3, 2)):
-        num_sums = 4 * token_tiles * (row_tiles * rows.sums + rows.has_offsets)
+        num_sums = _num_sums(rows, row_tiles, token_tiles)
         if num_sums > MAX_PAIR_SUMS[rows.bits] or stages > rows.steps + 1:
             continue
         shape = (row_tiles, PAIR_WARPS, 1, 1)
@@ -207,9 +207,13 @@ def _ranked(rows: Rows, token_tiles: int, card: Card) -> list[Tile]:
 
 def _has_registers(rows: Rows, shape: tuple[int, int, int, int], token_tiles: int) -> bool:
     row_tiles, _, token_warps, column_warps = shape
-    num_sums = 4 * token_tiles // token_warps * (row_tiles * rows.sums + rows.has_offsets)
     most = FEWER_SUMS if column_warps >= MANY_COLUMN_WARPS else rows.max_sums
-    return num_sums <= most
+    return _num_sums(rows, row_tiles, token_tiles // token_warps) <= most
+
+
+def _num_sums(rows: Rows, row_tiles: int, token_tiles: int) -> int:
+    """Accumulators of a thread whose warp has so many tiles."""
+    return 4 * token_tiles * (row_tiles * rows.sums + rows.has_offsets)
 
 
 def _fitting(

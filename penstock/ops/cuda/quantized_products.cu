@@ -61,8 +61,6 @@ struct Tokens {
     }
 };
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
-
 // Multiplies by 2^60, exactly.
 __device__ __forceinline__ u32 raised(u32 pair) { return fma_pair(pair, 0x5d805d80u, 0x80008000u); }
 

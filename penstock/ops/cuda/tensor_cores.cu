@@ -23,6 +23,12 @@ struct __align__(16) Four { // aligned, so that a copy is one instruction
 LOAD(load_once, "ld.global.L1::no_allocate.v4.u32")
 LOAD(load_again, "ld.global.v4.u32")
 
+// 16 bytes in one instruction: the compiler may split the store of a struct.
+__device__ __forceinline__ void store_16_bytes(void* p, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
 __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -83,6 +89,8 @@ __device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a
             : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
 __device__ __forceinline__ float add_squares(float sum, const Four& token) {
 #pragma unroll
