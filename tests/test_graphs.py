@@ -386,6 +386,43 @@ def test_prompts_in_steps_of_a_fixed_size_give_what_plain_steps_give(
         assert tokens_of(seen[id]) == tokens_of(expected[id])
 
 
+@pytest.mark.parametrize(
+    ("lengths", "num_decodes", "found"),
+    [
+        ([1024], 0, 1024),
+        ([1025], 0, None),  # a graph of 2,048 would take twice as long
+        ([1792], 0, 2048),
+        ([1791], 0, None),
+        ([1024] * 8, 0, 8192),
+        ([1024] * 7, 0, 8192),
+        ([1024] * 6 + [1023], 0, None),
+        ([900] * 8, 0, 8192),
+        ([910] * 9, 0, None),  # more prompts than any graph has
+        ([8193], 0, None),
+        ([1024] * 8, 1, None),  # decodes are in short prefills only
+    ],
+)
+def test_a_long_prefill_is_captured_if_it_fills_a_size(
+    lengths: list[int], num_decodes: int, found: int | None
+) -> None:
+    runner = make_engine(SHALLOW_FAMILIES["llama"], max_rows=20).runner
+    graphs = PrefillGraphs(runner.model, runner.caches, runner.rows, True, max_step_tokens=32768)
+    rows = [RowPlan(row, 0, (1,) * length, True) for row, length in enumerate(lengths)]
+    rows += [RowPlan.decode(len(rows) + row) for row in range(num_decodes)]
+    size = graphs.size_for(rows)
+    assert (None if size is None else size.num_prompt_tokens) == found
+
+
+def test_small_steps_have_no_long_graphs() -> None:
+    """On a small GPU their memory would be missing elsewhere."""
+    longest = {most: prefill_sizes(64, most)[-1].num_tokens for most in (4096, 16384, 32768)}
+    assert longest == {4096: 1024 + 32, 16384: 4096, 32768: 8192}
+    runner = make_engine(SHALLOW_FAMILIES["llama"], max_rows=2).runner
+    graphs = PrefillGraphs(runner.model, runner.caches, runner.rows, True, max_step_tokens=32768)
+    last = graphs.warmup.after[-1]
+    assert last.args[0].size.num_tokens == 8192  # type: ignore[attr-defined]
+
+
 def test_sizes_are_tried_from_the_cheapest_on() -> None:
     sizes = prefill_sizes(max_rows=64, max_step_tokens=512)
     assert sizes == sorted(sizes, key=lambda size: (size.num_prompt_tokens, size.num_decodes))

@@ -24,6 +24,7 @@ def pools(specs: list[CacheSpec], budget_gb: float, **changes: Any) -> PoolSizes
         "state_bytes": 4,
         "page_size": 64,
         "max_rows": 64,
+        "are_rows_asked_for": False,
         "max_model_len": None,
         "max_position": 262_144,
         "prefix_cache": True,
@@ -75,6 +76,35 @@ def test_few_rows_still_have_many_checkpoints_and_scarce_slots_are_shared() -> N
     scarce = pools(HYBRID, 2)
     assert 0 < scarce.max_checkpoints <= scarce.max_rows
     assert pools(HYBRID, 2, prefix_cache=False).max_rows == scarce.max_rows + scarce.max_checkpoints
+
+
+def test_rows_that_were_asked_for_may_take_three_quarters() -> None:
+    """1,000 rows of Qwen3.5-35B-A3B take 64.4 GB; by default slots stop at half of 92."""
+    asked = {"max_rows": 1000, "are_rows_asked_for": True}
+    assert pools(HYBRID, 92, max_rows=1000).max_rows < 500
+    sizes = pools(HYBRID, 92, **asked)
+    assert (sizes.max_rows, sizes.max_checkpoints) == (1000, 64)
+    assert sizes.num_slots * SLOT_BYTES <= 69e9
+    assert pools(HYBRID, 92, **asked, prefix_cache=False).num_slots == 1 + 1000
+    for budget_gb in (1, 2, 8, 30, 60):
+        sizes = pools(HYBRID, budget_gb, **asked)
+        assert sizes.num_slots * sizes.slot_bytes <= budget_gb * 1e9 * 3 / 4
+        assert sizes.max_rows > pools(HYBRID, budget_gb, max_rows=1000).max_rows
+        assert sizes.max_checkpoints > 0
+
+
+def test_rows_that_were_asked_for_leave_room_for_the_longest_context() -> None:
+    asked = {"max_rows": 1000, "are_rows_asked_for": True}
+    length = pools(HYBRID, 8).max_model_len // 64 * 64
+    sizes = pools(HYBRID, 8, max_model_len=length, **asked)
+    assert sizes.max_model_len == length
+    assert sizes.num_slots * sizes.slot_bytes > 8e9 / 2 - 2 * SLOT_BYTES
+
+
+def test_few_rows_that_were_asked_for_get_what_they_would_by_default() -> None:
+    for max_rows in (1, 8, 64):
+        asked = pools(HYBRID, 60, max_rows=max_rows, are_rows_asked_for=True)
+        assert asked == pools(HYBRID, 60, max_rows=max_rows)
 
 
 def test_checkpoints_follow_their_own_budget() -> None:

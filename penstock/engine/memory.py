@@ -52,6 +52,7 @@ class MemoryPlan:
     reserve_bytes: int = 0
     lane_bytes: int = 0  # buffers for experts in RAM, for prefill
     kv_dtype: str = "auto"
+    asked_rows: int | None = None
 
     @property
     def uses(self) -> list[tuple[str, int, str]]:
@@ -78,7 +79,10 @@ class MemoryPlan:
     def __str__(self) -> str:
         """A headline and a table, for the start-up log."""
         pools = self.pools
-        lines = [f"{pools.max_rows} requests of up to {pools.max_model_len:,} tokens"]
+        headline = f"{pools.max_rows} requests of up to {pools.max_model_len:,} tokens"
+        if (self.asked_rows or 0) > pools.max_rows:
+            headline += f" (memory is too small for --max-rows {self.asked_rows})"
+        lines = [headline]
         lines += [
             f"{name:<12} {_amount(num_bytes):>11}  {holds}".rstrip()
             for name, num_bytes, holds in self.uses
@@ -133,6 +137,7 @@ def plan_memory(
             num_tokens,
             num_tokens,
             kv_dtype=config.kv_dtype,
+            asked_rows=config.max_rows,
         )
         return plan, pools
     ranks: Ranks = model.ranks  # all plan with the smallest memory of any rank
@@ -170,6 +175,7 @@ def plan_memory(
         reserve_bytes=reserve,
         lane_bytes=_lane_bytes(model),
         kv_dtype=config.kv_dtype,
+        asked_rows=config.max_rows,
     )
     return plan, draft
 
@@ -210,6 +216,7 @@ def estimate_memory(
         shared_step_tokens=most,
         reserve_bytes=max(left - budget, 0) if is_gpu else 0,
         kv_dtype=config.kv_dtype,
+        asked_rows=config.max_rows,
     )
 
 
@@ -257,6 +264,7 @@ def _size(model: Any, config: EngineConfig, budget: int, max_rows: int | None = 
             state_bytes=config.state_bytes,
             page_size=config.page_size,
             max_rows=max_rows,
+            are_rows_asked_for=config.max_rows is not None,
             max_model_len=config.max_model_len,
             max_position=model.max_position,
             prefix_cache=config.prefix_cache,

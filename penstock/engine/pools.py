@@ -1,7 +1,8 @@
 """How many pages and slots fit a memory budget, and how many requests that serves. No tensors.
 
 A sequence of a hybrid model needs a slot, whatever its length, and pages for its length. Slots are
-sized first, because no sequence runs without one, but they take at most half of the budget.
+sized first, because no sequence runs without one, but they take at most half of the budget. Rows
+that were asked for may take three quarters of it, if the longest context still fits.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def size_pools(
     state_bytes: int,  # per element of a recurrent state
     page_size: int,
     max_rows: int,
+    are_rows_asked_for: bool,  # rather than a default
     max_model_len: int | None,
     max_position: int,
     prefix_cache: bool,
@@ -72,9 +74,15 @@ def size_pools(
                 # 3 digits may round down
                 f"Use at least --memory-gb {1.005 * 4 * slot_bytes / GB:.3g}.",
             )
+        # Slots without which the prefix cache of a hybrid model would find nothing.
         num_kept = (
             affordable // CHECKPOINT_SHARE if prefix_cache and checkpoint_bytes is None else 0
         )
+        if are_rows_asked_for:
+            num_kept = min(num_kept, GOOD_CHECKPOINTS)
+            longest = -(-(max_model_len or page_size) // page_size) + 1
+            most_bytes = min(budget_bytes * 3 // 4, budget_bytes - longest * page_bytes)
+            affordable = max(affordable, min(most_bytes // slot_bytes - 1, max_rows + num_kept))
         max_rows = min(max_rows, affordable - num_kept)
         if prefix_cache:
             wanted = max(max_rows, GOOD_CHECKPOINTS)

@@ -1,8 +1,8 @@
-"""Short prefills, with decodes or alone, as CUDA graphs of a few fixed sizes.
+"""Prefills as CUDA graphs of a few fixed sizes: short ones with decodes or alone, longer ones alone.
 
-A layer of a prefill is a dozen launches. In a long prefill each of them keeps the device busy for
-longer than the host needs for the next launch; in a short one, as after a cached prefix, the host
-would be the bottleneck.
+A layer of a prefill is a dozen launches. In a very long prefill each of them keeps the device busy
+for longer than the host needs for the next launch. In a short one, as after a cached prefix, the
+host would be the bottleneck; a slow host is one for thousands of tokens.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ from penstock.types import RowPlan
 PROMPT_TOKENS = (64, 128, 256, 512, 1024)
 DECODES = (0, 1, 4, 16, 32, 64)
 MAX_PROMPTS = 8
+# Without decodes, and only in steps that fill a size up to an eighth: padding would take longer
+# than most hosts. They take memory, so none is longer than a quarter of the largest step.
+LONG_PROMPT_TOKENS = (2048, 3072, 4096, 6144, 8192)
+PADDING_SHARE, LONG_SHARE = 8, 4
 # Sizes of prefills that are launched eagerly; together they use every kernel.
 LONG_TOKENS = (2048, 4096, 8192, 16384, 32768)
 THREAD_TOKENS = 8192  # longest prefill that several threads may launch concurrently
@@ -156,7 +160,8 @@ class PrefillGraphs:
         """Launches every kernel, see `DecodeGraphs`; memory suffices for one of the longest
         prefills at a time.
         """
-        sizes = [*self._long_sizes, *self._sizes]
+        eager = [size for size in self._long_sizes if size not in self._sizes]
+        sizes = [*eager, *self._sizes]  # the largest one that is captured is the last
         by_bucket = {
             ((size.num_tokens - 1).bit_length(), size.num_decodes.bit_length()): size
             for size in sizes
@@ -181,7 +186,7 @@ class PrefillGraphs:
             return None
         counts = RowCounts.of(rows)
         sizes = self._sizes if self._captures else ()
-        return next((size for size in sizes if size.holds(counts)), None)
+        return next((size for size in sizes if size.holds(counts) and _is_worth(size, counts)), None)
 
     def replay(self, rows: Sequence[RowPlan], size: StepSize) -> Tensor:  # [L, vocab] float32
         """The logits of the sampling rows, in the order of the plan."""
@@ -207,13 +212,26 @@ def _launch_all(step: PrefillStep) -> None:
 
 def prefill_sizes(max_rows: int, max_step_tokens: int) -> list[StepSize]:
     """In the order to try them: the least work first."""
-    return [
+    short = [
         StepSize(num_decodes, _num_prompts(num_tokens, max_rows), num_tokens)
         for num_tokens in PROMPT_TOKENS
         if num_tokens <= max_step_tokens
         for num_decodes in DECODES
         if num_decodes < max_rows
     ]
+    long = [
+        StepSize(0, _num_prompts(num_tokens, max_rows), num_tokens)
+        for num_tokens in LONG_PROMPT_TOKENS
+        if num_tokens * LONG_SHARE <= max_step_tokens
+    ]
+    return short + long
+
+
+def _is_worth(size: StepSize, counts: RowCounts) -> bool:
+    """Whether replaying it, with its padding, takes no longer than an eager launch."""
+    num_padding = size.num_prompt_tokens - counts.num_prompt_tokens
+    is_long = size.num_prompt_tokens > PROMPT_TOKENS[-1]
+    return not is_long or num_padding * PADDING_SHARE <= size.num_prompt_tokens
 
 
 def _num_prompts(num_tokens: int, max_rows: int) -> int:

@@ -432,6 +432,8 @@ def _norm_kernel(
     i_v = tl.arange(0, PADDED_V)
     mask = (i_v < VALUE_DIM)[:, None] & (i_t < num_tokens)[None, :]
     wait_for_previous(PDL)
+    if num_tokens == 0:
+        return
     p_out = out + (first_token + i_t)[None, :] * (NUM_VALUE_HEADS * VALUE_DIM)
     p_out += i_head * VALUE_DIM + i_v[:, None]
     b_read = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)

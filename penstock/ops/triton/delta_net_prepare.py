@@ -85,6 +85,8 @@ def prepare_kernel(
     p_queries = p_tokens + i_head // HEADS_A_KEY * KEY_DIM
     p_w, p_u, p_attn = scratch_of(prepared, i_block, i_head, NUM_VALUE_HEADS, BLOCK_K, PADDED_V)
     wait_for_previous(PDL)
+    if num_tokens == 0:  # a padding block, which nothing reads
+        return
 
     queries = _load_parts(p_queries, KEY_DIM, BLOCK_K)
     keys = _load_parts(p_queries + KEY_SIZE, KEY_DIM, BLOCK_K)
