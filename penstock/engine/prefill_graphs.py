@@ -1,4 +1,4 @@
-"""Prefills as CUDA graphs of a few fixed sizes: short ones with decodes or alone, longer ones alone.
+"""Prefills as CUDA graphs of a few sizes: short ones with decodes or alone, longer ones alone.
 
 A layer of a prefill is a dozen launches. In a very long prefill each of them keeps the device busy
 for longer than the host needs for the next launch. In a short one, as after a cached prefix, the
@@ -186,7 +186,9 @@ class PrefillGraphs:
             return None
         counts = RowCounts.of(rows)
         sizes = self._sizes if self._captures else ()
-        return next((size for size in sizes if size.holds(counts) and _is_worth(size, counts)), None)
+        return next(
+            (size for size in sizes if size.holds(counts) and _is_worth(size, counts)), None
+        )
 
     def replay(self, rows: Sequence[RowPlan], size: StepSize) -> Tensor:  # [L, vocab] float32
         """The logits of the sampling rows, in the order of the plan."""
