@@ -413,6 +413,74 @@ def test_a_long_prefill_is_captured_if_it_fills_a_size(
     assert (None if size is None else size.num_prompt_tokens) == found
 
 
+LONG_SETTINGS: dict[str, Any] = {
+    "max_rows": 4,
+    "deterministic": True,
+    "max_step_tokens": 8192,
+    "max_model_len": 2304,
+    "memory_gb": 0.2,
+}
+
+
+def long_replies(engine: Any) -> list[list[int]]:
+    """Of a prompt that nearly fills 2,048 tokens, of two that do together, and of the first and
+    more, which begins with cached pages.
+    """
+    first = request("first", prompt(1900, 1), max_tokens=6)
+    two = [request(f"two {n}", prompt(n, n), max_tokens=6) for n in (950, 1001)]
+    later = request("later", (*first.token_ids, *prompt(250, 2)), max_tokens=6)
+    replies = [run(engine, first), run(engine, *two), run(engine, later)]
+    return [tokens_of(reply[id]) for reply in replies for id in sorted(reply)]
+
+
+class Sized(PrefillGraphs):
+    """What `PrefillGraphs` is on a GPU, without the graphs; remembers the sizes of its steps."""
+
+    def __init__(self, engine: Any) -> None:
+        runner = engine.runner
+        given = (runner.model, runner.caches, runner.rows, runner.deterministic)
+        super().__init__(*given, max_step_tokens=LONG_SETTINGS["max_step_tokens"])
+        self.replayed: list[int] = []
+
+    def replay(self, rows: Any, size: StepSize) -> torch.Tensor:
+        self.replayed.append(size.num_prompt_tokens)
+        step = self._new_step(size=size)
+        step.load(rows)
+        wanted = [place for place, row in zip(size.place_of(rows), rows) if row.samples]
+        return step.run()[wanted]
+
+
+@pytest.mark.bitwise
+def test_long_prompts_in_steps_of_a_fixed_size_give_what_plain_steps_give() -> None:
+    config = SHALLOW_FAMILIES["hybrid_moe"]
+    engine = make_engine(config, **LONG_SETTINGS)
+    engine.runner.prefill_graphs = sized = Sized(engine)
+    assert long_replies(engine) == long_replies(make_engine(config, **LONG_SETTINGS))
+    assert [size for size in sized.replayed if size > 1024] == [2048, 2048]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_prompts_with_graphs_on_and_off_give_the_same_tokens(
+    config: dict[str, Any], dtype: str
+) -> None:
+    settings = {**LONG_SETTINGS, "device": "cuda", "dtype": dtype}
+    expected = long_replies(make_engine(config, graphs=False, **settings))
+    engine = make_engine(config, graphs=True, **settings)
+    graphs, replayed = engine.runner.prefill_graphs, []
+    assert graphs is not None
+    replay = graphs.replay
+
+    def count(rows: Any, size: StepSize) -> torch.Tensor:
+        replayed.append(size.num_prompt_tokens)
+        return replay(rows, size)
+
+    graphs.replay = count  # type: ignore[method-assign]
+    assert long_replies(engine) == expected
+    assert [size for size in replayed if size > 1024] == [2048, 2048]
+
+
 def test_small_steps_have_no_long_graphs() -> None:
     """On a small GPU their memory would be missing elsewhere."""
     longest = {most: prefill_sizes(64, most)[-1].num_tokens for most in (4096, 16384, 32768)}

@@ -158,6 +158,14 @@ def test_a_plan_prints_every_use_of_the_memory(monkeypatch: pytest.MonkeyPatch) 
     assert "state slots" not in str(plan_for(9.2, monkeypatch, LLAMA_8B))
 
 
+def test_a_plan_says_when_memory_is_too_small_for_the_rows_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    headline = str(plan_for(9.2, monkeypatch, max_rows=4000)).splitlines()[0]
+    assert headline.endswith("tokens (memory is too small for --max-rows 4000)")
+    assert str(plan_for(9.2, monkeypatch, max_rows=4)).startswith("4 requests of up to")
+
+
 def test_inspect_estimates_the_same_plan_for_a_model_that_is_not_loaded() -> None:
     memory = inspect_model(EngineConfig(model="Qwen3.5-0.8B"))["memory"]
     names = [name for name, _, _ in memory["uses"]]

@@ -34,8 +34,8 @@ from penstock.types import RowPlan
 PROMPT_TOKENS = (64, 128, 256, 512, 1024)
 DECODES = (0, 1, 4, 16, 32, 64)
 MAX_PROMPTS = 8
-# Without decodes, and only in steps that fill a size up to an eighth: padding would take longer
-# than most hosts. They take memory, so none is longer than a quarter of the largest step.
+# Without decodes, for steps that leave at most an eighth of a size empty: more padding would take
+# longer than the launches. Graphs take memory: none has more than a quarter of the largest step.
 LONG_PROMPT_TOKENS = (2048, 3072, 4096, 6144, 8192)
 PADDING_SHARE, LONG_SHARE = 8, 4
 # Sizes of prefills that are launched eagerly; together they use every kernel.
