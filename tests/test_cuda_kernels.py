@@ -147,7 +147,7 @@ def test_every_height_of_a_block_of_pairs_is_met() -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("row_tiles", [1, 2])
+@pytest.mark.parametrize("row_tiles", [1, 3])
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_are_those_of_the_expanded_rows(
