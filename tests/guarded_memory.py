@@ -8,11 +8,9 @@ read whatever is behind an array, and a value that no result uses changes nothin
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,18 +20,11 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 COMPILER = library._compiler() if sys.platform == "linux" else None
 
 
-@functools.cache
-def guard() -> Path:
-    assert COMPILER is not None
-    path = Path(tempfile.mkdtemp()) / "guarded_memory.so"
-    options = ["-O2", "-std=c++17", "-shared", "-fPIC"]
-    subprocess.run([COMPILER, *options, str(SOURCE), "-o", str(path), "-ldl"], check=True)
-    return path
-
-
 def run_guarded(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Python with these arguments."""
-    environment = {**os.environ, "LD_PRELOAD": str(guard()), "OMP_NUM_THREADS": "1"}
+    assert COMPILER is not None
+    guard = library._compiled(SOURCE, COMPILER, ("-O2",))
+    environment = {**os.environ, "LD_PRELOAD": str(guard), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-X", "faulthandler", *arguments],
         env=environment,

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from eager_prompts import EagerPrompts
 from penstock.engine.draft_graphs import DraftGraphs, places_of
 from penstock.engine.draft_step import DraftStep
 from penstock.engine.engine import Engine
 from penstock.engine.graph_sizes import DraftLimits, DraftSize, draft_sizes
 from penstock.engine.graphs import DecodeStep, warm_up
-from penstock.engine.prefill_graphs import PrefillGraphs
-from penstock.engine.step_inputs import StepSize
 from penstock.engine.step_times import measure_steps
 from penstock.layers.inputs import StateCache
 from penstock.types import KeptState, RowPlan, StepPlan
@@ -139,28 +138,6 @@ def test_fixed_steps_draft_what_the_head_drafts(num_drafts: int, overlap: bool) 
     assert counts[0][0].num_drafted > 20
 
 
-class EagerPrompts(PrefillGraphs):
-    """What `PrefillGraphs` is on a GPU, without the graphs."""
-
-    def __init__(self, engine: Engine) -> None:
-        runner = engine.runner
-        given = (runner.model, runner.caches, runner.rows, runner.deterministic)
-        super().__init__(*given, max_step_tokens=256, drafter=runner.drafter)
-        self.num_replayed = 0
-
-    def replay(self, rows: Any, size: StepSize) -> torch.Tensor:
-        self.num_replayed += 1
-        self._step = self._new_step(size=size)
-        self._step.load(rows)
-        logits, self._followed = self._step.compute()
-        return logits[[place for place, row in zip(size.place_of(rows), rows) if row.samples]]
-
-    def follow(self, rows: Any, size: StepSize, sampled: Any) -> None:
-        self._step.set_next_ids(rows, sampled)
-        assert self._followed is not None
-        self._step.follow(self._followed)
-
-
 @pytest.mark.bitwise
 @pytest.mark.parametrize("speculate", ["mtp:2", "ngram:2"])
 def test_prompts_of_fixed_steps_beside_rows_that_draft(speculate: str) -> None:
@@ -191,13 +168,13 @@ def test_prompts_of_fixed_steps_beside_rows_that_draft(speculate: str) -> None:
         drafts = with_fixed_steps(engine)
         engine.policy.speculator.most_drafts = DraftLimits(drafts.sizes).most
         if is_fixed:
-            engine.runner.prefill_graphs = prompts = EagerPrompts(engine)
+            engine.runner.prefill_graphs = prompts = EagerPrompts(engine, max_step_tokens=256)
         assert_same(plain, replies(engine))
         engine.policy.cache.check()
         stats = engine.stats().drafts
         assert stats is not None
         counts.append(stats.counts)
-    assert prompts.num_replayed > 3
+    assert len(prompts.replayed) > 3
     assert counts[0] == counts[1]
 
 

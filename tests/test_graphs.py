@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+from eager_prompts import EagerPrompts
 from penstock import ops
 from penstock.config import EngineConfig
 from penstock.engine import runner as runner_module
@@ -33,7 +34,7 @@ from penstock.engine.graphs import (
 from penstock.engine.prefill_graphs import PrefillGraphs, PrefillStep, prefill_sizes
 from penstock.engine.row_table import SamplingNeeds
 from penstock.engine.runner import WAYS
-from penstock.engine.step_inputs import RowCounts, StepSize
+from penstock.engine.step_inputs import StepSize
 from penstock.errors import ConfigError
 from penstock.types import (
     PooledChunk,
@@ -361,27 +362,10 @@ def test_prompts_in_steps_of_a_fixed_size_give_what_plain_steps_give(
     expected = run(make_engine(config, **settings), *requests)
 
     engine = make_engine(config, **settings)
-    runner = engine.runner
     size = StepSize(num_decodes, 2, 128)
-    step = PrefillStep(runner.model, runner.caches, runner.rows, size, deterministic=True)
-    num_replayed = 0
-
-    class Eager:
-        """What `PrefillGraphs` is on a GPU, without the graphs."""
-
-        def size_for(self, rows: Any) -> StepSize | None:
-            return size if size.holds(RowCounts.of(rows)) else None
-
-        def replay(self, rows: Any, size: StepSize) -> torch.Tensor:
-            nonlocal num_replayed
-            num_replayed += 1
-            step.load(rows)
-            wanted = [place for place, row in zip(size.place_of(rows), rows) if row.samples]
-            return step.run()[wanted]
-
-    runner.prefill_graphs = Eager()  # type: ignore[assignment]
+    engine.runner.prefill_graphs = eager = EagerPrompts(engine, 128, [size])
     seen = run(engine, *requests)
-    assert num_replayed > 3
+    assert len(eager.replayed) > 3
     for id in expected:
         assert tokens_of(seen[id]) == tokens_of(expected[id])
 
@@ -433,30 +417,17 @@ def long_replies(engine: Any) -> list[list[int]]:
     return [tokens_of(reply[id]) for reply in replies for id in sorted(reply)]
 
 
-class Sized(PrefillGraphs):
-    """What `PrefillGraphs` is on a GPU, without the graphs; remembers the sizes of its steps."""
-
-    def __init__(self, engine: Any) -> None:
-        runner = engine.runner
-        given = (runner.model, runner.caches, runner.rows, runner.deterministic)
-        super().__init__(*given, max_step_tokens=LONG_SETTINGS["max_step_tokens"])
-        self.replayed: list[int] = []
-
-    def replay(self, rows: Any, size: StepSize) -> torch.Tensor:
-        self.replayed.append(size.num_prompt_tokens)
-        step = self._new_step(size=size)
-        step.load(rows)
-        wanted = [place for place, row in zip(size.place_of(rows), rows) if row.samples]
-        return step.run()[wanted]
+def long_sizes(replayed: list[StepSize]) -> list[int]:
+    return [size.num_prompt_tokens for size in replayed if size.num_prompt_tokens > 1024]
 
 
 @pytest.mark.bitwise
 def test_long_prompts_in_steps_of_a_fixed_size_give_what_plain_steps_give() -> None:
     config = SHALLOW_FAMILIES["hybrid_moe"]
     engine = make_engine(config, **LONG_SETTINGS)
-    engine.runner.prefill_graphs = sized = Sized(engine)
+    engine.runner.prefill_graphs = eager = EagerPrompts(engine, LONG_SETTINGS["max_step_tokens"])
     assert long_replies(engine) == long_replies(make_engine(config, **LONG_SETTINGS))
-    assert [size for size in sized.replayed if size > 1024] == [2048, 2048]
+    assert long_sizes(eager.replayed) == [2048, 2048]
 
 
 @pytest.mark.gpu
@@ -468,17 +439,17 @@ def test_long_prompts_with_graphs_on_and_off_give_the_same_tokens(
     settings = {**LONG_SETTINGS, "device": "cuda", "dtype": dtype}
     expected = long_replies(make_engine(config, graphs=False, **settings))
     engine = make_engine(config, graphs=True, **settings)
-    graphs, replayed = engine.runner.prefill_graphs, []
+    graphs = engine.runner.prefill_graphs
     assert graphs is not None
-    replay = graphs.replay
+    replay, replayed = graphs.replay, list[StepSize]()
 
     def count(rows: Any, size: StepSize) -> torch.Tensor:
-        replayed.append(size.num_prompt_tokens)
+        replayed.append(size)
         return replay(rows, size)
 
     graphs.replay = count  # type: ignore[method-assign]
     assert long_replies(engine) == expected
-    assert [size for size in replayed if size > 1024] == [2048, 2048]
+    assert long_sizes(replayed) == [2048, 2048]
 
 
 def test_small_steps_have_no_long_graphs() -> None:

@@ -38,7 +38,7 @@ MAX_PROMPTS = 8
 # longer than the launches. Graphs take memory: none has more than a quarter of the largest step.
 LONG_PROMPT_TOKENS = (2048, 3072, 4096, 6144, 8192)
 PADDING_SHARE, LONG_SHARE = 8, 4
-# Sizes of prefills that are launched eagerly; together they use every kernel.
+# Tokens of long prefills that a warmup launches, captured or not; together they use every kernel.
 LONG_TOKENS = (2048, 4096, 8192, 16384, 32768)
 THREAD_TOKENS = 8192  # longest prefill that several threads may launch concurrently
 
@@ -144,7 +144,7 @@ class PrefillGraphs:
         if not captures:  # decodes in mixed steps need no other kernels
             self._sizes = [size for size in self._sizes if not size.num_decodes]
         self._long_sizes = [
-            StepSize(0, _num_prompts(num_tokens, rows.max_rows), num_tokens)
+            _size_of(num_tokens, rows.max_rows)
             for num_tokens in LONG_TOKENS
             if num_tokens <= max_step_tokens
         ]
@@ -215,14 +215,14 @@ def _launch_all(step: PrefillStep) -> None:
 def prefill_sizes(max_rows: int, max_step_tokens: int) -> list[StepSize]:
     """In the order to try them: the least work first."""
     short = [
-        StepSize(num_decodes, _num_prompts(num_tokens, max_rows), num_tokens)
+        _size_of(num_tokens, max_rows, num_decodes)
         for num_tokens in PROMPT_TOKENS
         if num_tokens <= max_step_tokens
         for num_decodes in DECODES
         if num_decodes < max_rows
     ]
     long = [
-        StepSize(0, _num_prompts(num_tokens, max_rows), num_tokens)
+        _size_of(num_tokens, max_rows)
         for num_tokens in LONG_PROMPT_TOKENS
         if num_tokens * LONG_SHARE <= max_step_tokens
     ]
@@ -236,6 +236,7 @@ def _is_worth(size: StepSize, counts: RowCounts) -> bool:
     return not is_long or num_padding * PADDING_SHARE <= size.num_prompt_tokens
 
 
-def _num_prompts(num_tokens: int, max_rows: int) -> int:
+def _size_of(num_tokens: int, max_rows: int, num_decodes: int = 0) -> StepSize:
     """Steps with many prompts shorter than a block are rare, so they are launched eagerly."""
-    return min(num_tokens // BLOCK_TOKENS, MAX_PROMPTS, max_rows)
+    num_prompts = min(num_tokens // BLOCK_TOKENS, MAX_PROMPTS, max_rows)
+    return StepSize(num_decodes, num_prompts, num_tokens)

@@ -364,7 +364,6 @@ class Experts:
         inner = x.new_empty(num_tokens * self.slots, self.inner_width)
         self._multiply(GATE_UP, x, inner, num_tokens, num_tokens * self.slots, ids)
         tile = self._tile_of(DOWN_TOKEN, self.down, num_tokens)
-        shared = self.shared_down
         _launch(
             DOWN_TOKEN,
             self.down,
@@ -375,10 +374,7 @@ class Experts:
             inner,
             weights,
             ids,
-            self.down.codes,
-            self.down.records,
-            shared and shared.codes,
-            shared and shared.records,
+            *_matrices(self.down, self.shared_down),
             shared_weight,
             residual,
             out,
@@ -437,10 +433,7 @@ class Experts:
             ids,
             order,
             tiles,
-            rows.codes,
-            rows.records,
-            shared and shared.codes,
-            shared and shared.records,
+            *_matrices(rows, shared),
             out,
             c_int(num_tokens),
             c_int(num_tiles),
@@ -465,10 +458,7 @@ class Experts:
             source,
             order,
             tiles,
-            rows.codes,
-            rows.records,
-            shared and shared.codes,
-            shared and shared.records,
+            *_matrices(rows, shared),
             out,
         )
 
@@ -483,6 +473,12 @@ class Experts:
             "SLOTS": self.slots,
             "HAS_SHARED": int(self.has_shared),
         }
+
+
+def _matrices(rows: TiledRows, shared: TiledRows | None) -> tuple[Tensor | None, ...]:
+    """Of all experts and of the shared one, as every kernel of experts takes them."""
+    own = (None, None) if shared is None else (shared.codes, shared.records)
+    return rows.codes, rows.records, *own
 
 
 SWITCHES = {  # defaults
