@@ -552,7 +552,7 @@ def moe_route_cases() -> list[CompileCase]:
     halves = dict.fromkeys(("hidden", "router", "shared_gate", "x"), "*bf16")
     floats = dict.fromkeys(("norm_weight", "logits", "weights", "shared_weight"), "*fp32")
     signature = {**halves, **floats, "eps": "fp32", "num_tokens": "i32"}
-    signature |= dict.fromkeys(("arrivals", "ids", "slots_of"), "*i32")
+    signature |= dict.fromkeys(("ids", "slots_of"), "*i32")
     constants = {"E": 256, "TOP_K": 8, "H": 2048, "BLOCK_E": 256}
     constants |= {"NORMALIZE": True, "HAS_SHARED": True, "HAS_SLOTS": False}
     cases: list[CompileCase] = []
@@ -567,6 +567,8 @@ def moe_route_cases() -> list[CompileCase]:
         options = {key: tile[key] for key in ("num_warps", "num_stages")}
         blocks = {key: value for key, value in tile.items() if key not in options}
         types = {key: value for key, value in signature.items() if key in kernel.arg_names}
+        if kernel is moe_route._route_gemv_kernel:
+            types["logits"] = "*i32"  # or zero, while there are none
         own = {key: value for key, value in constants.items() if key in kernel.arg_names}
         cases.append((kernel, types, {**own, **more, **blocks, "PDL": False}, options))
     return cases

@@ -97,6 +97,22 @@ def test_of_equal_experts_the_lowest_are_chosen(
     assert_near(weights, torch.full_like(weights, 1 / K), dtype)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 16])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_logits_of_zero_are_logits(device: str, dtype: torch.dtype, num_tokens: int) -> None:
+    """A program waits until the logits of its token are not zero bits."""
+    hidden, *given = router_inputs(num_tokens, device, dtype)
+    counters = new_counters(E, device)
+    shared_gate = Weight(torch.ones(1, H, dtype=dtype, device=device))
+    route = (hidden.zero_(), *given, K, True, shared_gate, counters)
+    _, weights, ids, shared_weight = moe.norm_route(*route)
+    assert ids.tolist() == [list(range(K))] * num_tokens
+    assert_near(weights, torch.full_like(weights, 1 / K), dtype)
+    assert shared_weight is not None
+    assert (shared_weight == 0.5).all()
+    assert not counters.any()
+
+
 @pytest.mark.bitwise
 @pytest.mark.parametrize("num_tokens", [3, 18])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

@@ -21,7 +21,8 @@ from penstock.ops.tiles import TiledRows
 from penstock.ops.weight import Weight
 
 GATHERED_BYTES = 256 * 2**20  # of expert weights copied at a time
-NUM_COUNTERS = 4096  # at least one per expert, per token, or per tile of 16 tokens of a step
+NUM_COUNTERS = 4096  # at least one per token, or per tile of 16 tokens of a step
+ROUTED_TOKENS = 16  # at a time by a kernel that has a counter for each of their logits
 
 
 def new_counters(num_experts: int, device: torch.device | str) -> Tensor:  # [n] int32
@@ -30,7 +31,8 @@ def new_counters(num_experts: int, device: torch.device | str) -> Tensor:  # [n]
     Every layer has its own, because launches that may overlap, such as those of two engines, must
     not share them.
     """
-    return torch.zeros(max(NUM_COUNTERS, num_experts + 1), dtype=torch.int32, device=device)
+    count = max(NUM_COUNTERS, ROUTED_TOKENS * (num_experts + 1))
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def norm_route(

@@ -2,11 +2,12 @@
 """Norm, router and top-k. Knows nothing of what the experts do.
 
 A few tokens use the GEMV form, one launch: a program loads a few router rows before the preceding
-kernel is complete, norms one token itself and multiplies; the last program of a token chooses its
-experts. A batch uses the split form, three launches: the norm, the logits on tensor cores with K
-split over programs so that each waits for memory once, and top-k, one warp per token. In both the
-gate of the shared expert counts as a last group of router rows. Many tokens use the library's GEMM
-between a norm, which computes that gate too, and top-k.
+kernel is complete, norms one token itself and multiplies. One more program per token reads the
+logits from memory until all are there, and chooses its experts. A batch uses the split form, three
+launches: the norm, the logits on tensor cores with K split over programs so that each waits for
+memory once, and top-k, one warp per token. In both the gate of the shared expert counts as a last
+group of router rows. Many tokens use the library's GEMM between a norm, which computes that gate
+too, and top-k.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.launch import (
-    arrives_last,
     cdiv,
     launch_options,
     let_next_start,
@@ -46,6 +46,7 @@ FIXED_TILE: Tile = {
 }
 
 LOWEST_RANK = tl.constexpr(-(1 << 31))
+MINUS_ZERO = tl.constexpr(-(1 << 31))  # its bits
 LOWEST = tl.constexpr(-3.0e38)  # stands for NaN, so that such a token gets valid experts
 
 
@@ -107,15 +108,13 @@ def norm_route(
         _route_split(x, *given[2:], chosen, tile, constants)
         return x, weights, ids, shared_weight
     x = torch.empty_like(hidden)
-    logits = hidden.new_empty(num_tokens, num_experts + has_shared, dtype=torch.float32)
-    arrivals = zeroed(counters, GEMV_TOKENS, hidden.device)  # programs done with a token
+    logits = zeroed(counters, num_tokens * (num_experts + has_shared), hidden.device)
     tile = choose("route_gemv", shape, num_tokens, _gemv_rule(width), hidden.device)
-    grid = (cdiv(num_experts, tile["ROWS"]) + has_shared, num_tokens)
+    grid = (cdiv(num_experts, tile["ROWS"]) + has_shared + 1, num_tokens)
     _route_gemv_kernel[grid](
         *given,
         x,
         logits,
-        arrivals,
         *chosen,
         eps,
         **constants,
@@ -282,7 +281,8 @@ def _choose_experts(
     chosen_logits = tl.full([NUM_TOKENS, BLOCK_TOP_K], float("-inf"), tl.float32)
     # As integers of the same order, a warp finds the largest in one instruction.
     ranks = _ordered(left + 0.0)  # -0 becomes 0
-    for slot in range(TOP_K):
+    # A bound that the compiler does not know: unrolled, the loop would wait for its instructions.
+    for slot in range(TOP_K + tl.program_id(2)):
         best = tl.max(ranks, axis=1)
         expert = tl.min(tl.where(ranks == best[:, None], experts, left.shape[1]), axis=1)
         logit = _ordered(best).to(tl.float32, bitcast=True)
@@ -347,8 +347,7 @@ def _route_gemv_kernel(
     router,
     shared_gate,
     x,
-    logits,
-    arrivals,
+    logits,  # [T, E] int32, or [T, E + 1]  zeros before and after
     weights,
     ids,
     shared_weight,
@@ -365,9 +364,45 @@ def _route_gemv_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (g, t): the g-th ROWS rows of the router, token t."""
+    """Program (g, t): the g-th ROWS rows of the router, token t. The last one of a token, which
+    starts after the others, waits for them and chooses.
+    """
     let_next_start(PDL)
     i_group, i_token = tl.program_id(0), tl.program_id(1)
+    own_logits = logits + i_token.to(tl.int64) * (E + HAS_SHARED)
+    if i_group < tl.num_programs(0) - 1:
+        given = (hidden, norm_weight, router, shared_gate, x, own_logits, i_group, i_token, eps)
+        _send_logits(*given, E, H, BLOCK_H, ROWS, PDL)
+    else:
+        wait_for_previous(PDL)
+        tokens = i_token + tl.arange(0, 1).to(tl.int64)
+        is_token = tokens == i_token
+        experts = tl.arange(0, BLOCK_E)
+        left = _receive(own_logits + experts, experts < E)[None, :]
+        chosen = (weights, ids, slots_of)
+        _choose_experts(left, *chosen, tokens, is_token, E, TOP_K, NORMALIZE, HAS_SLOTS)
+        if HAS_SHARED:
+            gate = _receive(own_logits + E + tl.arange(0, 1), is_token)
+            tl.store(shared_weight + tokens, 1.0 / (1.0 + tl.exp(-gate)), mask=is_token)
+
+
+@triton.jit
+def _send_logits(
+    hidden,
+    norm_weight,
+    router,
+    shared_gate,
+    x,
+    own_logits,
+    i_group,
+    i_token,
+    eps,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     start, rows, is_row = _router_rows(router, shared_gate, i_group, E, H, ROWS)
     columns = tl.arange(0, BLOCK_H)
     is_column = columns < H
@@ -380,31 +415,27 @@ def _route_gemv_kernel(
     b_hidden = tl.load(hidden + own, mask=is_column, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(b_hidden * b_hidden, axis=0) / H + eps)
     b_x = (b_hidden * scale * b_norm).to(x.dtype.element_ty)
+    b_logits = tl.sum(b_router.to(tl.float32) * b_x.to(tl.float32)[None, :], axis=1)
+    _send(own_logits + rows, b_logits, is_row)
     if i_group == 0:
         tl.store(x + own, b_x, mask=is_column)
 
-    b_logits = tl.sum(b_router.to(tl.float32) * b_x.to(tl.float32)[None, :], axis=1)
-    tl.store(logits + i_token.to(tl.int64) * (E + HAS_SHARED) + rows, b_logits, mask=is_row)
-    if arrives_last(arrivals + i_token, tl.num_programs(0)):
-        tokens = i_token + tl.arange(0, 1).to(tl.int64)
-        is_token = tokens == i_token
-        _choose_from_memory(
-            logits,
-            weights,
-            ids,
-            shared_weight,
-            slots_of,
-            tokens,
-            is_token,
-            0,
-            E,
-            TOP_K,
-            NORMALIZE,
-            HAS_SHARED,
-            HAS_SLOTS,
-            BLOCK_E,
-            1,
-        )
+
+@triton.jit
+def _send(pointers, values, mask):
+    """Float32 as bits that are not all zero: zeros mean that nothing is there yet."""
+    bits = values.to(tl.int32, bitcast=True)
+    tl.store(pointers, tl.where(bits == 0, MINUS_ZERO, bits), mask=mask)
+
+
+@triton.jit
+def _receive(pointers, mask):
+    """What other programs of this launch send, as soon as all of it is there. Leaves zeros."""
+    bits = tl.load(pointers, mask=mask, other=1, volatile=True)
+    while tl.sum((bits == 0).to(tl.int32), axis=0) > 0:
+        bits = tl.load(pointers, mask=mask, other=1, volatile=True)
+    tl.store(pointers, tl.zeros_like(bits), mask=mask)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
