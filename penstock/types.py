@@ -506,6 +506,9 @@ class StateSpec:
     value_dim: int
     conv_channels: int
     conv_width: int  # entries of the ring buffer; at least the number of taps
+    num_late: int = (
+        0  # tokens that S may lack; they are stored beside it (`ops/reference/backlog.py`)
+    )
 
     @property
     def num_recurrent_elements(self) -> int:
@@ -517,7 +520,14 @@ class StateSpec:
 
     def num_bytes(self, element_bytes: int, state_bytes: int) -> int:
         """The ring buffer has the model's dtype; S has its own."""
-        return state_bytes * self.num_recurrent_elements + element_bytes * self.num_conv_elements
+        rings = element_bytes * self.num_conv_elements
+        return state_bytes * self.num_recurrent_elements + rings + self.backlog_bytes
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Per head a count and, for every token, a key, a correction and a decay in float32."""
+        entry = self.key_dim + self.value_dim + 1
+        return 4 * self.num_value_heads * (1 + self.num_late * entry) if self.num_late else 0
 
 
 CacheSpec = KVSpec | StateSpec

@@ -42,6 +42,7 @@ from penstock.weights.packing import pack
 from quantized_codes import make_codes
 
 E4M3_KERNELS = {fp8.__name__: 89, moe_fp8_gemm.__name__: 89}  # module: lowest compute capability
+LATE_FLOATS = ("late_keys", "late_corrections", "late_decays")
 EXPERT_MODES = (quantized.GATE_UP, quantized.DOWN_PAIRS, quantized.DOWN_TOKEN)
 # Kernel, argument types, constexpr values, compile options.
 CompileCase = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
@@ -264,8 +265,11 @@ def delta_net_cases() -> list[CompileCase]:
         "initial_slots": "*i64",
         "out": "*bf16",
     }
+    pointers |= {**dict.fromkeys(LATE_FLOATS, "*fp32"), "late_counts": "*i32"}
     strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
     constexprs = {
+        "MOST_LATE": 3,
+        "BLOCK_LATE": 4,
         "NUM_KEY_HEADS": 16,
         "NUM_VALUE_HEADS": 32,
         "KEY_DIM": 128,
@@ -288,7 +292,7 @@ def delta_net_cases() -> list[CompileCase]:
     numbers = ("query_start", "rows", "num_accepted", "keep_at", "keep_slots")
     journal |= dict.fromkeys(numbers, "*i64")
     with_drafts = {**constexprs, "NUM_ENTRIES": 3, "RING": 7}
-    del with_drafts["BLOCK_RING"]
+    del with_drafts["BLOCK_RING"], with_drafts["BLOCK_LATE"]
     decodes += [
         (
             delta_net_drafts.drafts_kernel,
@@ -311,13 +315,14 @@ def delta_net_blocks_cases() -> list[CompileCase]:
         "BLOCK_C": 128,
         "PDL": False,
     }
-    constants |= {"NUM_TAPS": 4, "RING": 4, "BLOCK_RING": 4}
+    constants |= {"NUM_TAPS": 4, "RING": 4, "BLOCK_RING": 4, "MOST_LATE": 3}
     halves = dict.fromkeys(
         ("mixed", "conv_weight", "conv", "convolved", "prepared", "out"), "*bf16"
     )
     floats = dict.fromkeys(("a_log", "dt_bias", "log_decays", "norm_weight", "recurrent"), "*fp32")
+    floats |= dict.fromkeys(LATE_FLOATS, "*fp32")
     numbers = dict.fromkeys(("query_start", "context_lens", "state_slots", "initial_slots"), "*i64")
-    numbers |= {"blocks": "*i32", "row_blocks": "*i32"}
+    numbers |= dict.fromkeys(("blocks", "row_blocks", "late_counts"), "*i32")
     strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
     types = {**halves, **floats, **numbers, **strides, "eps": "fp32"}
     small, large = (

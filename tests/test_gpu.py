@@ -96,6 +96,35 @@ def test_restored_prefix_equals_fresh_prefill_on_a_gpu(config: dict[str, Any]) -
     assert tokens_of(restored) == tokens_of(fresh)
 
 
+DEVICE = "cuda"
+
+
+@pytest.mark.parametrize("speculate", ["off", "ngram:3"])
+def test_second_turns_read_states_that_were_not_written_at_every_token(speculate: str) -> None:
+    """Replies of all lengths across a page, then turns that go on from what those have left, where
+    a CPU, which writes every state, gives the same tokens.
+    """
+    settings: dict[str, Any] = {"dtype": "float32", "memory_gb": 0.2, "deterministic": False}
+    settings["speculate"] = speculate
+    engines = [make_engine(HYBRID_MOE, device=device, **settings) for device in ("cpu", DEVICE)]
+    engines[1].runner.model.load_state_dict(engines[0].runner.model.state_dict())  # type: ignore[attr-defined]
+    first = {f"r{n}": prompt(40 + n, seed=n) for n in range(8)}
+    lengths = {id: 30 + 3 * n for n, id in enumerate(first)}
+    turns = [request(id, tokens, max_tokens=lengths[id]) for id, tokens in first.items()]
+    expected, seen = (run(engine, *turns) for engine in engines)
+    assert {id: tokens_of(own) for id, own in seen.items()} == {
+        id: tokens_of(own) for id, own in expected.items()
+    }
+    again = [
+        request(f"{id} again", (*tokens, *tokens_of(expected[id]), *prompt(5, seed=99)))
+        for id, tokens in first.items()
+    ]
+    expected, seen = (run(engine, *again) for engine in engines)
+    for id, own in seen.items():
+        assert tokens_of(own) == tokens_of(expected[id])
+        assert own[0].num_cached_tokens >= 64, "its prefix is a reply's, not only a prompt's"
+
+
 def prefill_rows(engine: Engine, num_rows: int, length: int) -> list[RowPlan]:
     """Prefills rows by hand and returns the plans of their first decode."""
     page_size = engine.info.page_size

@@ -195,15 +195,19 @@ def _compare_rope(check: OpCheck, reference: Run, run: Run, given: Given) -> Any
 
 def _compare_delta_net(check: OpCheck, reference: Run, run: Run, given: Given) -> Any:
     """Also compares the states, which both start from the same values."""
-    slots, pools = given["state_slots"], (given["conv"], given["recurrent"])
+    from penstock.ops import whole_states
+
+    slots, backlog = given["state_slots"], given["backlog"]
+    pools = (given["conv"], given["recurrent"], *(() if backlog is None else backlog[:1]))
     before = [pool[slots] for pool in pools]
     expected = _expected(reference, given)
-    states = given["recurrent"][slots]
+    states = whole_states(given["recurrent"], backlog, slots)
     for pool, was in zip(pools, before):
         pool[slots] = was
     seen = run(**given)
     check.record("gated_delta_net", seen, expected)
-    check.record("gated_delta_net states", given["recurrent"][slots], states)
+    written = whole_states(given["recurrent"], backlog, slots)
+    check.record("gated_delta_net states", written, states)
     return seen
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from penstock.config import Speculation
+from penstock.config import EngineConfig
 from penstock.layers.inputs import KVCache, LayerCache, StateCache
-from penstock.ops import Journal
+from penstock.ops import MOST_LATE, Backlog, Journal
 from penstock.ops.cpu.memory import zeros_on_demand
 from penstock.types import CacheSpec, KVSpec, StateSpec
 
@@ -29,12 +29,17 @@ def find_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
     return model_dtype if name == "auto" else _KV_DTYPES[name]
 
 
-def cache_specs(model: Any, speculation: Speculation) -> list[CacheSpec]:
+def cache_specs(model: Any, config: EngineConfig) -> list[CacheSpec]:
     """The caches of the model's layers, then of its drafting head if that drafts. Draft tokens need
-    extra entries in the convolutions' ring buffers.
+    extra entries in the convolutions' ring buffers. On a GPU states lack up to a few tokens, unless
+    their bits must not depend on when they are written.
     """
+    speculation = config.speculation
+    num_late = MOST_LATE if model.device.type == "cuda" and not config.deterministic else 0
     specs = [
-        dataclasses.replace(spec, conv_width=spec.conv_width + speculation.num_drafts)
+        dataclasses.replace(
+            spec, conv_width=spec.conv_width + speculation.num_drafts, num_late=num_late
+        )
         if isinstance(spec, StateSpec)
         else spec
         for spec in model.cache_specs()
@@ -82,11 +87,13 @@ def allocate_caches(
         else:
             state_shape = (num_slots, spec.num_value_heads, spec.key_dim, spec.value_dim)
             conv_shape = (num_slots, spec.conv_width, spec.conv_channels)
+            backlog = Backlog.empty(*state_shape, spec.num_late, device) if spec.num_late else None
             caches.append(
                 StateCache(
                     recurrent=zeros(state_shape, dtype=state_dtype),
                     conv=zeros(conv_shape, dtype=dtype),
                     journal=_new_journal(spec, num_rows, num_drafts, device),
+                    backlog=backlog,
                 )
             )
     return caches

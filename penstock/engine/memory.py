@@ -252,7 +252,7 @@ def _draft_pools(model: Any, config: EngineConfig, name: str, free: int) -> Pool
 
 
 def _size(model: Any, config: EngineConfig, budget: int, max_rows: int | None = None) -> PoolSizes:
-    specs = cache_specs(model, config.speculation)
+    specs = cache_specs(model, config)
     most_rows = max_rows or config.max_rows or _most_rows(model.device.type == "cuda")
 
     def size(budget: int, max_rows: int) -> PoolSizes:

@@ -213,7 +213,7 @@ class Runner:
         num_drafts = config.speculation.num_drafts
         rows = RowTable.for_pools(pools, model, config.page_size, num_drafts)
         caches = allocate_caches(
-            cache_specs(model, config.speculation),
+            cache_specs(model, config),
             num_pages=pools.num_pages,
             page_size=config.page_size,
             num_slots=pools.num_slots,

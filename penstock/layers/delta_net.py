@@ -108,6 +108,7 @@ class DeltaNet(nn.Module):
             self.num_key_heads,
             cache.journal,
             inputs.replay,
+            cache.backlog,
             deterministic=deterministic,
         )
         return self.out(read_out, hidden, deterministic=deterministic)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.ops import Journal, Replay, TokenBlocks
+from penstock.ops import Backlog, Journal, Replay, TokenBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +129,13 @@ class StateCache:
     recurrent: Tensor  # [slots, Hv, K, V] float32 or float16
     conv: Tensor  # [slots, W, C]  ring buffer: the input of position p is at p % W
     journal: Journal | None = None  # None: nothing drafts
+    backlog: Backlog | None = None  # None: states are written at every token
 
     def zero_padding(self) -> None:
         self.recurrent[0].zero_()
         self.conv[0].zero_()
+        if self.backlog is not None:
+            self.backlog.counts[0].zero_()
 
 
 LayerCache = KVCache | StateCache

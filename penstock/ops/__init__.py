@@ -27,6 +27,7 @@ from penstock.ops.reference import (
     sampling,
 )
 from penstock.ops.reference import decode_rows as _decode_rows
+from penstock.ops.reference.backlog import MOST_LATE, Backlog, whole_states
 from penstock.ops.reference.decode_rows import PlacedDrafts
 from penstock.ops.reference.expert_cache import copy_table
 from penstock.ops.reference.journal import Journal, Replay
@@ -61,6 +62,8 @@ sample = op(sampling.sample)
 __all__ = [
     "BLOCK_TOKENS",
     "LEAST_KEYS",
+    "MOST_LATE",
+    "Backlog",
     "Journal",
     "PlacedDrafts",
     "Replay",
@@ -94,4 +97,5 @@ __all__ = [
     "swiglu_linear",
     "take_slots",
     "token_logprobs",
+    "whole_states",
 ]

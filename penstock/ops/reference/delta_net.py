@@ -14,6 +14,8 @@ With a journal, a decode may have drafts after its token, and entries of earlier
 before it. State and ring stay in one slot: the slot gets the state after the decode's own token,
 the journal gets what its drafts add, and a ring of W >= Kc + n entries has room for the inputs of n
 drafts. Every token is computed as if it were a decode of its own.
+
+With a backlog (`backlog.py`), slots may lack their last tokens. Here that is made up for first.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from penstock.ops.cpu import decode, few_tokens
 from penstock.ops.reference.activation import sigmoid, silu, softplus
+from penstock.ops.reference.backlog import Backlog, whole_states
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rows import BLOCK_TOKENS, Span, TokenBlocks, cut_rows
@@ -52,9 +55,12 @@ def gated_delta_net(
     num_key_heads: int,
     journal: Journal | None = None,
     replay: Replay | None = None,  # None: nothing to replay, and no drafts
+    backlog: Backlog | None = None,  # None: all states are whole
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
+    if backlog is not None:
+        _end_backlog(recurrent, backlog, state_slots, initial_slots, spans, replay)
     position = spans[0].context_len - spans[0].num_tokens if len(spans) == 1 else 0
     is_one_row = len(spans) == 1 and not spans[0].checkpoints  # a decode, or a short prefill
     are_few = is_one_row and few_tokens.are_few(mixed, deterministic)
@@ -144,6 +150,24 @@ def gated_delta_net(
             conv[slot] = _add_to_rings(rings, inputs[:, :num_tokens], starts[rows])[0]
     z = z.unflatten(-1, (-1, value_dim))
     return gated_rms_norm(out, z, norm_weight, eps, deterministic=deterministic).flatten(1)
+
+
+def _end_backlog(
+    recurrent: Tensor,
+    backlog: Backlog,
+    state_slots: Tensor,
+    initial_slots: Tensor,
+    spans: Sequence[Span],
+    replay: Replay | None,
+) -> None:
+    """Makes the states that a step reads whole; those that it writes will be."""
+    whole = whole_states(recurrent, backlog, initial_slots)
+    recurrent[initial_slots] = _rounded(whole, recurrent.dtype)
+    checkpoints = [slot for span in spans for _, slot in span.checkpoints]
+    written = [initial_slots, state_slots, initial_slots.new_tensor(checkpoints)]
+    if replay is not None:
+        written.append(replay.keep_slots.to(initial_slots.dtype))
+    backlog.counts[torch.cat(written)] = 0
 
 
 def _numbers_of(replay: Replay | None) -> tuple[int, ...]:

@@ -4,10 +4,12 @@ others.
 
 A program computes one value head of one row with its whole state [K, V], 64 KB in registers for K =
 V = 128: it is read once and written once, nearly all of the traffic. Each warp has its own columns,
-so warps synchronize only for the norm at the end. The program prefetches the state and the ring
-before the preceding projection is complete, since no other kernel of a step writes them; the rows'
-slots and lengths, which determine their addresses, must be written before a step's first layer is
-launched.
+so warps synchronize only for the norm at the end. With a backlog (`reference/backlog.py`) it is
+written only at every fourth token, and what a token adds is written otherwise: the reads of a token
+are those of the stored state and of the backlog, added. The program prefetches the state and the
+ring before the preceding projection is complete, since no other kernel of a step writes them; the
+rows' slots and lengths, which determine their addresses, must be written before a step's first
+layer is launched.
 
 A row's bits depend only on the tile, never on what else is in the step. A single token always uses
 the recurrence here, even where the deterministic reference would start a block with it.
@@ -22,12 +24,20 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import delta_net as reference
+from penstock.ops.reference.backlog import Backlog
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.rows import Span, TokenBlocks, decode_runs
 from penstock.ops.triton import delta_net_blocks, delta_net_drafts
 from penstock.ops.triton.activation import silu, softplus
+from penstock.ops.triton.delta_net_backlog import (
+    backlog_of,
+    end_backlog,
+    entry_of,
+    late_tokens,
+    most_late,
+)
 from penstock.ops.triton.delta_net_blocks import rounded
-from penstock.ops.triton.delta_net_sums import add_pairs, add_triples
+from penstock.ops.triton.delta_net_sums import add_pairs, add_triples, multiply
 from penstock.ops.triton.launch import (
     launch_options,
     let_next_start,
@@ -59,6 +69,7 @@ def gated_delta_net(
     num_key_heads: int,
     journal: Journal | None = None,
     replay: Replay | None = None,  # None: nothing to replay, and no drafts
+    backlog: Backlog | None = None,  # None: all states are whole
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
@@ -77,11 +88,13 @@ def gated_delta_net(
                 num_key_heads,
                 journal,
                 replay.part(rows),
-                _choose_tile(recurrent, rows.stop - rows.start, deterministic),
+                backlog,
+                _rule(*recurrent.shape[2:]),
             )
             continue
         places = (context_lens[rows], state_slots[rows], initial_slots[rows])
-        _decode(out[tokens], mixed[tokens], *weights, *places, num_key_heads, deterministic)
+        given = (*weights, *places, backlog, num_key_heads, deterministic)
+        _decode(out[tokens], mixed[tokens], *given)
     delta_net_blocks.mix_blocks(
         out,
         mixed,
@@ -92,6 +105,7 @@ def gated_delta_net(
         initial_slots,
         blocks,
         num_key_heads,
+        backlog,
         num_tokens=len(mixed),
         deterministic=deterministic,
     )
@@ -111,6 +125,7 @@ def _decode(
     context_lens: Tensor,
     state_slots: Tensor,
     initial_slots: Tensor,
+    backlog: Backlog | None,
     num_key_heads: int,
     deterministic: bool,
 ) -> None:
@@ -128,11 +143,14 @@ def _decode(
         context_lens,
         state_slots,
         initial_slots,
+        *backlog_of(backlog, recurrent),
         out,
         eps,
         mixed.stride(0),
         conv.stride(0),
         recurrent.stride(0),
+        MOST_LATE=most_late(backlog),
+        BLOCK_LATE=next_power_of_2(max(most_late(backlog), 1)),
         NUM_KEY_HEADS=num_key_heads,
         NUM_VALUE_HEADS=num_value_heads,
         KEY_DIM=key_dim,
@@ -195,11 +213,17 @@ def _decode_kernel(
     context_lens,
     state_slots,
     initial_slots,
+    late_counts,  # [slots, Hv]
+    late_keys,  # [slots, MOST_LATE, Hv, K]
+    late_corrections,  # [slots, MOST_LATE, Hv, V]
+    late_decays,  # [slots, MOST_LATE, Hv]
     out,
     eps,
     mixed_stride,
     conv_stride,
     recurrent_stride,
+    MOST_LATE: tl.constexpr,  # tokens that a state may lack
+    BLOCK_LATE: tl.constexpr,
     NUM_KEY_HEADS: tl.constexpr,
     NUM_VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -261,6 +285,26 @@ def _decode_kernel(
         other=0.0,
         eviction_policy="evict_first",
     ).to(tl.float32)
+    if MOST_LATE > 0:
+        num_late = late_tokens(late_counts, initial_slot, i_head, position, NUM_VALUE_HEADS)
+        i_late, i_k = tl.arange(0, BLOCK_LATE), tl.arange(0, BLOCK_K)
+        is_late = i_late < num_late
+        entries = entry_of(initial_slot, i_late, i_head, NUM_VALUE_HEADS, MOST_LATE)
+        b_late_keys = tl.load(
+            late_keys + entries[:, None] * KEY_DIM + i_k[None, :],
+            mask=is_late[:, None] & (i_k < KEY_DIM)[None, :],
+            other=0.0,
+        )
+        b_late_corrections = tl.load(
+            late_corrections + entries[:, None, None] * VALUE_DIM + s_v[None, :, :],
+            mask=is_late[:, None, None] & (s_v < VALUE_DIM)[None, :, :],
+            other=0.0,
+        )
+        b_late_decays = tl.load(late_decays + entries, mask=is_late, other=1.0)
+        # Every token after one decays what that added; all of them decay the stored state.
+        is_after = i_late[None, :] > i_late[:, None]
+        lasting = tl.reduce(tl.where(is_after, b_late_decays[None, :], 1.0), 1, multiply)
+        all_decays = tl.reduce(b_late_decays, 0, multiply)
 
     wait_for_previous(PDL)
     p_mixed = mixed + i_row * mixed_stride
@@ -287,19 +331,50 @@ def _decode_kernel(
     q_square, k_square, q_k = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, add_triples)
     q_scale = tl.rsqrt(q_square + L2_EPS) * KEY_DIM**-0.5
     k_scale = tl.rsqrt(k_square + L2_EPS)
+    if MOST_LATE > 0:
+        products = (b_late_keys * b_q[None, :], b_late_keys * b_k[None, :])
+        q_late, k_late = tl.reduce(products, 1, add_pairs)
+        q_added = (lasting * q_late)[:, None, None] * b_late_corrections
+        k_added = (lasting * k_late)[:, None, None] * b_late_corrections
+        q_added, k_added = tl.reduce((q_added, k_added), 0, add_pairs)
+        q_held, k_held = all_decays * q_held + q_added, all_decays * k_held + k_added
 
     b_v = tl.reshape(b_v, (NUM_PARTS, WARP_V))
     gate = tl.reshape(gate, (NUM_PARTS, WARP_V))
     b_norm = tl.reshape(b_norm, (NUM_PARTS, WARP_V))
     correction = beta * (b_v - decay * k_scale * k_held)
     read = q_scale * (decay * q_held + k_scale * q_k * correction)
-    b_state = decay * b_state + (k_scale * s_key) * correction[None, :, None, :]
-    tl.store(
-        recurrent + state_slot * recurrent_stride + state_offsets,
-        rounded(b_state, recurrent.dtype.element_ty),
-        mask=in_state,
-        eviction_policy="evict_first",
-    )
+    writes_state = position >= 0  # always
+    if MOST_LATE > 0:
+        # Slots take turns, so that a step writes the states of some of its rows.
+        is_turn = (position + state_slot) % (MOST_LATE + 1) == MOST_LATE
+        has_moved = (state_slot != initial_slot) | (position == 0)
+        writes_state = is_turn | has_moved | (num_late == MOST_LATE)
+        if not writes_state:
+            entry = entry_of(state_slot, num_late, i_head, NUM_VALUE_HEADS, MOST_LATE)
+            p_key = late_keys + entry * KEY_DIM + tl.arange(0, BLOCK_K)
+            tl.store(p_key, k_scale * b_k, mask=tl.arange(0, BLOCK_K) < KEY_DIM)
+            p_correction = late_corrections + entry * VALUE_DIM + s_v
+            tl.store(p_correction, correction, mask=s_v < VALUE_DIM)
+            tl.store(late_decays + entry, decay)
+            tl.store(late_counts + state_slot * NUM_VALUE_HEADS + i_head, num_late + 1)
+    if writes_state:
+        if MOST_LATE > 0:
+            for i in range(num_late):
+                late = entry_of(initial_slot, i, i_head, NUM_VALUE_HEADS, MOST_LATE)
+                p_late_key, p_late = late_keys + late * KEY_DIM, late_corrections + late * VALUE_DIM
+                s_late_key = tl.load(p_late_key + s_k, mask=s_k < KEY_DIM, other=0.0)
+                s_late = tl.load(p_late + s_v, mask=s_v < VALUE_DIM, other=0.0)
+                s_added = s_late_key[:, None, :, None] * s_late[None, :, None, :]
+                b_state = tl.load(late_decays + late) * b_state + s_added
+        b_state = decay * b_state + (k_scale * s_key) * correction[None, :, None, :]
+        tl.store(
+            recurrent + state_slot * recurrent_stride + state_offsets,
+            rounded(b_state, recurrent.dtype.element_ty),
+            mask=in_state,
+            eviction_policy="evict_first",
+        )
+        end_backlog(late_counts, state_slot, i_head, NUM_VALUE_HEADS, MOST_LATE)
     mean_square = tl.sum(tl.sum(read * read, axis=1), axis=0) / VALUE_DIM
     normed = read * tl.rsqrt(mean_square + eps) * b_norm
     p_out = out + i_row * VALUE_SIZE + i_head * VALUE_DIM + s_v

@@ -6,9 +6,10 @@ all rows at once (delta_net_prepare). The third scans each row, block by block, 
 value head and BLOCK_V of its columns, whose state stays in registers. If a program has all columns
 of a head it also applies the gated norm; otherwise the fourth launch does.
 
-Only the third launch writes rings and states, each entry by the program that may have read it: a
-row's target slot may be its initial slot. A row's bits depend on the tiles and on where its blocks
-begin and end, never on what else is in the step.
+Only the third launch writes rings and states, and it adds the backlog of an initial slot first,
+each entry by the program that may have read it: a row's target slot may be its initial slot. A
+row's bits depend on the tiles and on where its blocks begin and end, never on what else is in the
+step.
 """
 
 from __future__ import annotations
@@ -19,8 +20,16 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import rows
+from penstock.ops.reference.backlog import Backlog
 from penstock.ops.reference.rows import TokenBlocks
 from penstock.ops.triton.activation import silu
+from penstock.ops.triton.delta_net_backlog import (
+    backlog_of,
+    end_backlog,
+    entry_of,
+    late_tokens,
+    most_late,
+)
 from penstock.ops.triton.delta_net_convolve import BLOCK_TOKENS, convolve_kernel
 from penstock.ops.triton.delta_net_prepare import num_scratch_elements, prepare_kernel, scratch_of
 from penstock.ops.triton.launch import (
@@ -60,6 +69,7 @@ def mix_blocks(
     initial_slots: Tensor,  # [R]
     blocks: TokenBlocks,
     num_key_heads: int,
+    backlog: Backlog | None = None,
     *,
     num_tokens: int,
     deterministic: bool,
@@ -96,15 +106,17 @@ def mix_blocks(
     tile = tile_of("delta_net_scan", rule, num_rows)
     num_parts = cdiv(value_dim, tile["BLOCK_V"])
     states = (conv, recurrent, query_start, context_lens, state_slots, initial_slots)
+    late, most = backlog_of(backlog, recurrent), {"MOST_LATE": most_late(backlog)}
     _scan_kernel[num_heads * num_parts, num_rows](
-        convolved, prepared, log_decays, mixed, norm_weight, *states, blocks.table,
+        convolved, prepared, log_decays, mixed, norm_weight, *states, *late, blocks.table,
         blocks.rows, out, eps, mixed.stride(0), conv.stride(0), recurrent.stride(0),
-        BLOCK_RING=next_power_of_2(conv.shape[1]), **heads, **rings, **padded, **tile, **options,
+        BLOCK_RING=next_power_of_2(conv.shape[1]), **most, **heads, **rings, **padded,
+        **tile, **options,
     )  # fmt: skip
     if num_parts > 1:
         _norm_kernel[num_heads, num_blocks](
-            mixed, norm_weight, blocks.table, out, eps, mixed.stride(0),
-            **heads, PADDED_V=padded["PADDED_V"], num_warps=8, **options,
+            mixed, norm_weight, blocks.table, state_slots, late[0], out, eps, mixed.stride(0),
+            **most, **heads, PADDED_V=padded["PADDED_V"], num_warps=8, **options,
         )  # fmt: skip
 
 
@@ -188,6 +200,10 @@ def _scan_kernel(
     context_lens,
     state_slots,
     initial_slots,
+    late_counts,  # [slots, Hv]
+    late_keys,  # [slots, MOST_LATE, Hv, K]
+    late_corrections,  # [slots, MOST_LATE, Hv, V]
+    late_decays,  # [slots, MOST_LATE, Hv]
     blocks,
     row_blocks,
     out,
@@ -195,6 +211,7 @@ def _scan_kernel(
     mixed_stride,
     conv_stride,
     recurrent_stride,
+    MOST_LATE: tl.constexpr,
     NUM_KEY_HEADS: tl.constexpr,
     NUM_VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -240,6 +257,13 @@ def _scan_kernel(
         mask=tl.where(start > 0, in_state, False),
         other=0.0,
     ).to(tl.float32)
+    if MOST_LATE > 0:
+        num_late = late_tokens(late_counts, initial_slot, i_head, start, NUM_VALUE_HEADS)
+        for i_late in range(num_late):
+            late = entry_of(initial_slot, i_late, i_head, NUM_VALUE_HEADS, MOST_LATE)
+            b_late_key = tl.load(late_keys + late * KEY_DIM + i_k, mask=i_k < KEY_DIM, other=0.0)
+            b_late = tl.load(late_corrections + late * VALUE_DIM + i_v, mask=in_v, other=0.0)
+            held = tl.load(late_decays + late) * held + b_late[:, None] * b_late_key[None, :]
     num_done = tl.zeros([], tl.int32)
     for i_block in range(first_block, past_last_block):
         # No address depends on another load, so the next blocks are loaded while one is computed.
@@ -284,6 +308,7 @@ def _scan_kernel(
         if checkpoint > 0:
             b_saved = rounded(held, recurrent.dtype.element_ty)
             tl.store(p_state + checkpoint * recurrent_stride, b_saved, mask=in_state)
+            end_backlog(late_counts, checkpoint, i_head, NUM_VALUE_HEADS, MOST_LATE)
             _save_rings(
                 conv, checkpoint, initial_slot, p_row, start, num_done, i_head,
                 i_part, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS,
@@ -295,6 +320,8 @@ def _scan_kernel(
     if num_done > 0:
         b_saved = rounded(held, recurrent.dtype.element_ty)
         tl.store(p_state + state_slot * recurrent_stride, b_saved, mask=in_state)
+        if IS_WHOLE:  # otherwise other programs may still have to read the count
+            end_backlog(late_counts, state_slot, i_head, NUM_VALUE_HEADS, MOST_LATE)
         _save_rings(
             conv, state_slot, initial_slot, p_row, start, num_done, i_head,
             i_part, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM,
@@ -406,14 +433,17 @@ def _norm_and_gate(
     return b_read * scale[None, :] * b_weight[:, None] * silu(b_gate)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks", "state_slots"])
 def _norm_kernel(
     mixed,
     norm_weight,
     blocks,
+    state_slots,
+    late_counts,
     out,
     eps,
     mixed_stride,
+    MOST_LATE: tl.constexpr,
     NUM_KEY_HEADS: tl.constexpr,
     NUM_VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -421,7 +451,9 @@ def _norm_kernel(
     PADDED_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (h, p): applies the gated norm in place to the output of value head h for block p."""
+    """Program (h, p): applies the gated norm in place to the output of value head h for block p.
+    The scan is complete, so the slots that it wrote have no backlog.
+    """
     let_next_start(PDL)
     NUM_CHANNELS: tl.constexpr = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM
     i_head = tl.program_id(0)
@@ -434,6 +466,8 @@ def _norm_kernel(
     wait_for_previous(PDL)
     if num_tokens == 0:
         return
+    state_slot = tl.load(state_slots + tl.load(blocks + i_block * 4)).to(tl.int64)
+    end_backlog(late_counts, state_slot, i_head, NUM_VALUE_HEADS, MOST_LATE)
     p_out = out + (first_token + i_t)[None, :] * (NUM_VALUE_HEADS * VALUE_DIM)
     p_out += i_head * VALUE_DIM + i_v[:, None]
     b_read = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)

@@ -14,8 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.reference.backlog import Backlog
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.triton.activation import silu, softplus
+from penstock.ops.triton.delta_net_backlog import (
+    backlog_of,
+    end_backlog,
+    entry_of,
+    late_tokens,
+    most_late,
+)
 from penstock.ops.triton.delta_net_blocks import rounded
 from penstock.ops.triton.delta_net_sums import add_pairs, add_triples
 from penstock.ops.triton.launch import (
@@ -47,6 +55,7 @@ def decode_with_drafts(
     num_key_heads: int,
     journal: Journal,
     replay: Replay,
+    backlog: Backlog | None,
     tile: Tile,
 ) -> None:
     """All tokens of every row, in one launch."""
@@ -65,11 +74,13 @@ def decode_with_drafts(
         initial_slots,
         *journal,
         *replay,
+        *backlog_of(backlog, recurrent),
         out,
         eps,
         mixed.stride(0),
         conv.stride(0),
         recurrent.stride(0),
+        MOST_LATE=most_late(backlog),
         NUM_ENTRIES=journal.keys.shape[1],
         NUM_KEY_HEADS=num_key_heads,
         NUM_VALUE_HEADS=num_value_heads,
@@ -115,11 +126,16 @@ def drafts_kernel(
     num_accepted,
     keep_at,
     keep_slots,
+    late_counts,  # [slots, Hv]
+    late_keys,  # [slots, MOST_LATE, Hv, K]
+    late_corrections,  # [slots, MOST_LATE, Hv, V]
+    late_decays,  # [slots, MOST_LATE, Hv]
     out,
     eps,
     mixed_stride,
     conv_stride,
     recurrent_stride,
+    MOST_LATE: tl.constexpr,
     NUM_ENTRIES: tl.constexpr,
     NUM_KEY_HEADS: tl.constexpr,
     NUM_VALUE_HEADS: tl.constexpr,
@@ -178,6 +194,16 @@ def drafts_kernel(
         other=0.0,
         eviction_policy="evict_first",
     ).to(tl.float32)
+    if MOST_LATE > 0:
+        num_late = late_tokens(late_counts, initial_slot, i_head, start, NUM_VALUE_HEADS)
+        for i_late in range(num_late):
+            late = entry_of(initial_slot, i_late, i_head, NUM_VALUE_HEADS, MOST_LATE)
+            b_late_key = tl.load(late_keys + late * KEY_DIM + s_k, mask=s_k < KEY_DIM, other=0.0)
+            b_late = tl.load(
+                late_corrections + late * VALUE_DIM + s_v, mask=s_v < VALUE_DIM, other=0.0
+            )
+            b_added = b_late_key[:, None, :, None] * b_late[None, :, None, :]
+            b_state = tl.load(late_decays + late) * b_state + b_added
     rate = tl.load(a_log + i_head)
     step_bias = tl.load(dt_bias + i_head)
     b_norm = tl.load(norm_weight + i_v, mask=in_v, other=0.0)
@@ -193,6 +219,7 @@ def drafts_kernel(
                 rounded(b_state, recurrent.dtype.element_ty),
                 mask=in_state,
             )
+            end_backlog(late_counts, keep_slot, i_head, NUM_VALUE_HEADS, MOST_LATE)
             p_kept = conv + keep_slot * conv_stride
             for i in tl.static_range(RING):
                 p_from, p_to = p_old_ring + i * NUM_CHANNELS, p_kept + i * NUM_CHANNELS
@@ -255,6 +282,7 @@ def drafts_kernel(
                 mask=in_state,
                 eviction_policy="evict_first",
             )
+            end_backlog(late_counts, state_slot, i_head, NUM_VALUE_HEADS, MOST_LATE)
         else:
             entry = token - 1
             tl.store(p_keys + entry * ALL_KEYS + i_k, b_k, mask=in_key)
