@@ -204,21 +204,21 @@ def test_a_decode_step_can_be_captured_and_replayed() -> None:
         runner.rows.update(plan)
         inputs = runner.rows.step_inputs(plan.rows, False)
         caches = runner.caches
-        names = [  # a cache without scales or a journal has none of these
-            [name for name in cache.__slots__ if getattr(cache, name) is not None]
-            for cache in caches
+        stored = [getattr(cache, name) for cache in caches for name in cache.__slots__]
+        tensors = [  # a backlog is several
+            tensor
+            for one in stored
+            if one is not None
+            for tensor in (one if isinstance(one, tuple) else (one,))
         ]
-        saved = [
-            [getattr(cache, name).clone() for name in own] for cache, own in zip(caches, names)
-        ]
+        saved = [tensor.clone() for tensor in tensors]
 
         def step() -> torch.Tensor:
             return runner.model.logits(runner.model(inputs, caches, only_last=True))
 
         def restore() -> None:
-            for cache, own, tensors in zip(caches, names, saved):
-                for name, tensor in zip(own, tensors):
-                    getattr(cache, name).copy_(tensor)
+            for tensor, was in zip(tensors, saved):
+                tensor.copy_(was)
 
         expected = step().clone()
         restore()
