@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST_LATE = 3  # tokens in a backlog: a state is written at every fourth token
+MOST_LATE = 3  # tokens in a backlog: a state is written at every fourth position
 
 
 class Backlog(NamedTuple):

@@ -4,12 +4,12 @@ others.
 
 A program computes one value head of one row with its whole state [K, V], 64 KB in registers for K =
 V = 128: it is read once and written once, nearly all of the traffic. Each warp has its own columns,
-so warps synchronize only for the norm at the end. With a backlog (`reference/backlog.py`) it is
-written only at every fourth token, and what a token adds is written otherwise: the reads of a token
-are those of the stored state and of the backlog, added. The program prefetches the state and the
-ring before the preceding projection is complete, since no other kernel of a step writes them; the
-rows' slots and lengths, which determine their addresses, must be written before a step's first
-layer is launched.
+so warps synchronize only for the norm at the end. With a backlog (`reference/backlog.py`) the state
+is written at every fourth position only, at others what the token adds: a token reads the state as
+it is stored and the backlog, and adds both reads. The program prefetches the state and the ring
+before the preceding projection is complete, since no other kernel of a step writes them; the rows'
+slots and lengths, which determine their addresses, must be written before a step's first layer is
+launched.
 
 A row's bits depend only on the tile, never on what else is in the step. A single token always uses
 the recurrence here, even where the deterministic reference would start a block with it.
@@ -346,8 +346,8 @@ def _decode_kernel(
     read = q_scale * (decay * q_held + k_scale * q_k * correction)
     writes_state = position >= 0  # always
     if MOST_LATE > 0:
-        # Slots take turns, so that a step writes the states of some of its rows.
-        is_turn = (position + state_slot) % (MOST_LATE + 1) == MOST_LATE
+        # By position: a row's bits do not depend on its slot, and pages end with whole states.
+        is_turn = position % (MOST_LATE + 1) == MOST_LATE
         has_moved = (state_slot != initial_slot) | (position == 0)
         writes_state = is_turn | has_moved | (num_late == MOST_LATE)
         if not writes_state:
