@@ -34,6 +34,7 @@ from penstock.types import (
     RowPlan,
     SamplingParams,
     Sequence,
+    StateSpec,
     StepPlan,
 )
 
@@ -324,12 +325,16 @@ def load_engine(
 
 
 def roofline_of(engine: LogitsEngine, source: ModelSource, config: EngineConfig) -> Roofline:
-    from penstock.engine.device_cache import find_kv_dtype
+    from penstock.engine.device_cache import cache_specs, find_kv_dtype
 
     model: Any = engine.engine.runner.model
     kv_bytes = find_kv_dtype(config.kv_dtype, model.dtype).itemsize
-    own_bytes = model.dtype.itemsize
-    return Roofline.of(model, source.config, own_bytes, config.state_bytes, kv_bytes)
+    num_late = max(
+        (spec.num_late for spec in cache_specs(model, config) if isinstance(spec, StateSpec)),
+        default=0,
+    )
+    given = (model.dtype.itemsize, config.state_bytes, kv_bytes, 1 / (1 + num_late))
+    return Roofline.of(model, source.config, *given)
 
 
 def require_room(engine: LogitsEngine, batch: int, num_tokens: int) -> None:

@@ -139,6 +139,7 @@ class Roofline:
     attention: tuple[KVSpec, ...]
     delta_nets: tuple[StateSpec, ...]
     ends_with_attention: bool
+    state_writes: float = 1.0  # per decoded token: with a backlog, not every one writes its states
 
     @classmethod
     def of(
@@ -148,6 +149,7 @@ class Roofline:
         element_bytes: int,
         state_bytes: int,
         kv_bytes: int | None = None,  # None: as `element_bytes`
+        state_writes: float = 1.0,
     ) -> Roofline:
         text, specs = text_config(config), model.cache_specs()
         attention = tuple(spec for spec in specs if isinstance(spec, KVSpec))
@@ -163,6 +165,7 @@ class Roofline:
             attention=attention,
             delta_nets=tuple(spec for spec in specs if isinstance(spec, StateSpec)),
             ends_with_attention=isinstance(specs[-1], KVSpec),
+            state_writes=state_writes,
         )
 
     @property
@@ -189,7 +192,7 @@ class Roofline:
         """Bytes that a decode reads and writes for its own request."""
         # The convolution's inputs count once: a token reads all entries of the ring except its
         # own, which it writes.
-        state = self.state_bytes_per_request + self._recurrent_bytes
+        state = self.state_bytes_per_request + round(self.state_writes * self._recurrent_bytes)
         return self.kv_bytes_per_token * (context + 1) + state
 
     def draft_bytes(
