@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernel_checks import PLACES, assert_near
 from penstock.ops import MOST_LATE, Backlog, whole_states
@@ -14,7 +16,8 @@ from penstock.ops.triton.delta_net import gated_delta_net as kernel
 from test_kernel_delta_net import HEADS, Mixer, Row
 from test_kernel_drafts import FIRST, NUM_DRAFTS, Drafting, make, walk
 
-STEPS = 9
+STEPS, KEPT = 9, 9
+Op = Callable[..., Tensor]
 
 
 class Late:
@@ -27,6 +30,7 @@ class Late:
         dtype: torch.dtype,
         *slots: int,
         state_dtype: torch.dtype = torch.float32,
+        op: Op = kernel,
     ) -> None:
         given = (heads, device, dtype)
         self.seen, self.expected = (
@@ -34,12 +38,13 @@ class Late:
         )
         self.dtype = dtype
         self.backlog = Backlog.empty(*self.seen.recurrent.shape, MOST_LATE, device)
+        self.op = op
         for part in self.backlog[1:]:
             part.fill_(torch.nan)
 
     def step(self, rows: list[Row], seed: int) -> None:
         mixed = self.seen.inputs(sum(row.num_tokens for row in rows), seed=seed)
-        seen = self.seen.run(partial(kernel, backlog=self.backlog), mixed, rows)
+        seen = self.seen.run(partial(self.op, backlog=self.backlog), mixed, rows)
         assert_near(seen, self.expected.run(reference, mixed, rows), self.dtype)
         for row in rows:
             self.check(row.slot)
@@ -70,17 +75,29 @@ def test_decodes_with_a_backlog_are_those_of_whole_states(
     assert writes <= 3 * (STEPS // (MOST_LATE + 1) + 1) + 1, "states are not written every time"
 
 
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_a_backlog_is_never_longer_than_it_may_be(device: str, dtype: torch.dtype) -> None:
+    """Even of a row that goes back, so that no position writes its state."""
+    late = Late(HEADS[2], device, dtype, 1)
+    for step in range(STEPS):
+        late.step([Row(1, 8 + step % 2)], seed=step)
+        late.check(1)
+
+
 @pytest.mark.thinned
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("num_decodes", range(1, MOST_LATE + 3))
+@pytest.mark.parametrize(("heads", "op"), [(0, kernel), (1, kernel), (1, reference)])
 def test_a_row_that_leaves_a_slot_and_prompts_from_there_read_its_backlog(
-    num_decodes: int, device: str, dtype: torch.dtype
+    heads: int, op: Op, num_decodes: int, device: str, dtype: torch.dtype
 ) -> None:
-    """The slot that is left is a checkpoint then: it keeps its tokens, whoever reads it."""
-    late = Late(HEADS[1], device, dtype, 1)
+    """The slot that is left is a checkpoint then: it keeps its tokens, whoever reads it. A prompt's
+    kernel has all columns of a head, or several programs have some.
+    """
+    late = Late(HEADS[heads], device, dtype, 1)
     for step in range(num_decodes):
         late.step([Row(1, 30 + step)], seed=step)
-    end = 30 + num_decodes
+    end, late.op = 30 + num_decodes, op
     late.backlog.counts[[3, 4, 6]] = MOST_LATE  # of rows that had these slots before
     late.step([Row(3, end, initial_slot=1)], seed=20)
     late.check(1)
@@ -90,6 +107,7 @@ def test_a_row_that_leaves_a_slot_and_prompts_from_there_read_its_backlog(
     late.check(1)
     late.step([Row(1, end, num_tokens=5)], seed=22)  # a prompt in the slot itself
     assert not late.backlog.counts[[1, 3, 4, 6]].any()
+    late.op = kernel
     for step in range(3):
         late.step([Row(1, end + 5 + step), Row(4, end + 70 + step)], seed=30 + step)
 
@@ -97,14 +115,19 @@ def test_a_row_that_leaves_a_slot_and_prompts_from_there_read_its_backlog(
 @pytest.mark.thinned
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("num_decodes", range(1, MOST_LATE + 2))
+@pytest.mark.parametrize("op", [kernel, reference])
 def test_drafts_after_plain_decodes_read_their_backlog(
-    num_decodes: int, device: str, dtype: torch.dtype
+    op: Op, num_decodes: int, device: str, dtype: torch.dtype
 ) -> None:
-    """Plain steps, steps with drafts that are accepted or not, and plain ones again."""
+    """Plain steps, steps with drafts that are accepted or not, and plain ones again. A state that
+    is kept on the way is whole.
+    """
     seen, expected = (make(device, dtype, 1, torch.float32) for _ in range(2))
     backlog = Backlog.empty(*seen.recurrent.shape, MOST_LATE, device)
+    backlog.counts[KEPT] = MOST_LATE  # of another row
+    keep = {FIRST[1] + num_decodes + 2: KEPT}  # among the drafts that are accepted first
     ops = (partial(kernel, backlog=backlog), reference)
-    both = [Drafting(mixer, op) for mixer, op in zip((seen, expected), ops)]
+    both = [Drafting(mixer, one, keep=keep) for mixer, one in zip((seen, expected), ops)]
     inputs = {slot: seen.inputs(40, seed=slot) for slot in FIRST}
     wrong = seen.inputs(NUM_DRAFTS, seed=99)
     for _ in range(2):
@@ -118,9 +141,12 @@ def test_drafts_after_plain_decodes_read_their_backlog(
             for drafting in both:
                 for slot in FIRST:
                     drafting.lengths[slot] += 1
+        plain, both[0].op = both[0].op, partial(op, backlog=backlog)
         walked = [walk(drafting, [(3, 2), (2, 0), (0, 0)], inputs, wrong) for drafting in both]
         for slot in FIRST:
             assert_near(torch.stack(walked[0][slot]), torch.stack(walked[1][slot]), dtype)
+        both[0].op = plain
+        for slot in (*FIRST, KEPT):
             whole = whole_states(seen.recurrent, backlog, torch.tensor([slot], device=device))
             assert_near(whole[0], expected.recurrent[slot], dtype)
 
