@@ -17,7 +17,7 @@ from penstock.engine.dry_run import EVERY_OPTION, LEAST_STEP_TOKENS, DryRun, Ste
 from penstock.engine.engine import Engine
 from penstock.engine.graph_sizes import DraftSize
 from penstock.engine.graphs import is_out_of_memory
-from penstock.engine.memory import MemoryPlan, plan_memory
+from penstock.engine.memory import MemoryPlan, estimate_memory, plan_memory
 from penstock.engine.pools import GB, PoolSizes
 from penstock.errors import CapacityError
 from penstock.layers.rope import Rope, inverse_frequencies
@@ -171,6 +171,22 @@ def test_inspect_estimates_the_same_plan_for_a_model_that_is_not_loaded() -> Non
     names = [name for name, _, _ in memory["uses"]]
     assert names[:3] == ["weights", "state slots", "KV pages"]
     assert memory["max_rows"] > 0
+
+
+def test_a_slot_on_a_gpu_has_room_for_a_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded or only estimated; bits that must not depend on it have none."""
+    backlog = 30 * 4 * 32 * (1 + 3 * (128 + 128 + 1))  # layers, bytes, heads, tokens
+    whole = plan_for(80, monkeypatch, deterministic=True).pools.slot_bytes
+    assert plan_for(80, monkeypatch).pools.slot_bytes == whole + backlog
+    model = SimpleNamespace(
+        device=torch.device("meta"),
+        dtype=torch.bfloat16,
+        max_position=4096,
+        cache_specs=lambda: QWEN3_5_35B,
+    )
+    for is_gpu in (True, False):
+        plan = estimate_memory(model, EngineConfig(), 0, 80 * GB, is_gpu=is_gpu)
+        assert plan.pools.slot_bytes == whole + backlog * is_gpu
 
 
 @pytest.fixture(params=FAMILIES)

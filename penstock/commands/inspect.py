@@ -33,6 +33,7 @@ from penstock.commands.roofline import Roofline, text_config
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import CapacityError
 from penstock.models.source import ModelSource, find_model, has_weight_files, is_converted
+from penstock.types import StateSpec
 
 if TYPE_CHECKING:
     from penstock.engine.memory import MemoryPlan
@@ -151,6 +152,7 @@ def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str,
     if drafts := _drafts_by_default(source, model, storage):
         config = dataclasses.replace(config, speculate="mtp")
     memory = _plan_memory(model, config, roofline.weight_bytes, machine)
+    state_bytes = roofline.state_bytes_per_request + _backlog_bytes(model, config, machine)
     free = int(machine.free_bytes * _MEMORY_SHARE) - roofline.weight_bytes
     longest = text_config(source.config).get("max_position_embeddings", CONTEXTS[-1])
     on_machine = {} if tiers is None else {"on_machine": _on_machine(roofline, storage, tiers)}
@@ -170,7 +172,7 @@ def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str,
         "weight_bytes": roofline.weight_bytes,
         "stored": storage,
         "kv_bytes_per_token": roofline.kv_bytes_per_token,
-        "state_bytes_per_request": roofline.state_bytes_per_request,
+        "state_bytes_per_request": state_bytes,
         "machine": {
             "name": machine.name,
             "total_bytes": machine.total_bytes,
@@ -183,8 +185,7 @@ def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str,
             "uses": memory.uses,
         },
         "fits": {
-            str(context): max(free, 0)
-            // (roofline.state_bytes_per_request + roofline.kv_bytes_per_token * context)
+            str(context): max(free, 0) // (state_bytes + roofline.kv_bytes_per_token * context)
             for context in CONTEXTS
             if context <= longest
         },
@@ -246,6 +247,14 @@ def _plan_memory(
         )
     except CapacityError:
         return None
+
+
+def _backlog_bytes(model: Any, config: EngineConfig, machine: Machine) -> int:
+    """Of one request: what a GPU stores beside its states."""
+    from penstock.engine.device_cache import cache_specs
+
+    specs = cache_specs(model, config, is_gpu=machine.is_gpu)
+    return sum(spec.backlog_bytes for spec in specs if isinstance(spec, StateSpec))
 
 
 def _find_storage(source: ModelSource) -> dict[str, Any] | None:

@@ -29,13 +29,14 @@ def find_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
     return model_dtype if name == "auto" else _KV_DTYPES[name]
 
 
-def cache_specs(model: Any, config: EngineConfig) -> list[CacheSpec]:
+def cache_specs(model: Any, config: EngineConfig, *, is_gpu: bool | None = None) -> list[CacheSpec]:
     """The caches of the model's layers, then of its drafting head if that drafts. Draft tokens need
-    extra entries in the convolutions' ring buffers. On a GPU states lack up to a few tokens, unless
-    their bits must not depend on when they are written.
+    extra entries in the convolutions' ring buffers. On a GPU (None: where the model is) states lack
+    up to a few tokens, unless their bits must not depend on when they are written.
     """
     speculation = config.speculation
-    num_late = MOST_LATE if model.device.type == "cuda" and not config.deterministic else 0
+    is_gpu = model.device.type == "cuda" if is_gpu is None else is_gpu
+    num_late = MOST_LATE if is_gpu and not config.deterministic else 0
     specs = [
         dataclasses.replace(
             spec, conv_width=spec.conv_width + speculation.num_drafts, num_late=num_late

@@ -210,7 +210,7 @@ def estimate_memory(
     most = STEP_TOKENS[-1][1] if is_gpu else CPU_STEP_TOKENS
     return MemoryPlan(
         weight_bytes=weight_bytes,
-        pools=_size(model, config, budget, config.max_rows or _most_rows(is_gpu)),
+        pools=_size(model, config, budget, config.max_rows or _most_rows(is_gpu), is_gpu=is_gpu),
         page_size=config.page_size,
         max_step_tokens=most,
         shared_step_tokens=most,
@@ -251,8 +251,15 @@ def _draft_pools(model: Any, config: EngineConfig, name: str, free: int) -> Pool
         return dataclasses.replace(draft, max_model_len=config.max_model_len)
 
 
-def _size(model: Any, config: EngineConfig, budget: int, max_rows: int | None = None) -> PoolSizes:
-    specs = cache_specs(model, config)
+def _size(
+    model: Any,
+    config: EngineConfig,
+    budget: int,
+    max_rows: int | None = None,
+    *,
+    is_gpu: bool | None = None,  # None: where the model is
+) -> PoolSizes:
+    specs = cache_specs(model, config, is_gpu=is_gpu)
     most_rows = max_rows or config.max_rows or _most_rows(model.device.type == "cuda")
 
     def size(budget: int, max_rows: int) -> PoolSizes:
