@@ -96,9 +96,6 @@ def test_restored_prefix_equals_fresh_prefill_on_a_gpu(config: dict[str, Any]) -
     assert tokens_of(restored) == tokens_of(fresh)
 
 
-DEVICE = "cuda"
-
-
 @pytest.mark.parametrize("speculate", ["off", "ngram:3"])
 def test_second_turns_read_states_that_were_not_written_at_every_token(speculate: str) -> None:
     """Replies of all lengths across a page, then turns that go on from what those have left, where
@@ -106,7 +103,7 @@ def test_second_turns_read_states_that_were_not_written_at_every_token(speculate
     """
     settings: dict[str, Any] = {"dtype": "float32", "memory_gb": 0.2, "deterministic": False}
     settings["speculate"] = speculate
-    engines = [make_engine(HYBRID_MOE, device=device, **settings) for device in ("cpu", DEVICE)]
+    engines = [make_engine(HYBRID_MOE, device=device, **settings) for device in ("cpu", "cuda")]
     engines[1].runner.model.load_state_dict(engines[0].runner.model.state_dict())  # type: ignore[attr-defined]
     first = {f"r{n}": prompt(40 + n, seed=n) for n in range(8)}
     lengths = {id: 30 + 3 * n for n, id in enumerate(first)}

@@ -30,6 +30,7 @@ from penstock.ops.reference.rows import Span, TokenBlocks, decode_runs
 from penstock.ops.triton import delta_net_blocks, delta_net_drafts
 from penstock.ops.triton.activation import silu, softplus
 from penstock.ops.triton.delta_net_backlog import (
+    add_backlog,
     backlog_of,
     end_backlog,
     entry_of,
@@ -360,13 +361,10 @@ def _decode_kernel(
             tl.store(late_counts + state_slot * NUM_VALUE_HEADS + i_head, num_late + 1)
     if writes_state:
         if MOST_LATE > 0:
-            for i in range(num_late):
-                late = entry_of(initial_slot, i, i_head, NUM_VALUE_HEADS, MOST_LATE)
-                p_late_key, p_late = late_keys + late * KEY_DIM, late_corrections + late * VALUE_DIM
-                s_late_key = tl.load(p_late_key + s_k, mask=s_k < KEY_DIM, other=0.0)
-                s_late = tl.load(p_late + s_v, mask=s_v < VALUE_DIM, other=0.0)
-                s_added = s_late_key[:, None, :, None] * s_late[None, :, None, :]
-                b_state = tl.load(late_decays + late) * b_state + s_added
+            b_state = add_backlog(
+                b_state, late_keys, late_corrections, late_decays, initial_slot, num_late, i_head,
+                s_k, s_v, NUM_VALUE_HEADS, MOST_LATE, KEY_DIM, VALUE_DIM,
+            )  # fmt: skip
         b_state = decay * b_state + (k_scale * s_key) * correction[None, :, None, :]
         tl.store(
             recurrent + state_slot * recurrent_stride + state_offsets,

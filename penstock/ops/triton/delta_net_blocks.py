@@ -6,10 +6,9 @@ all rows at once (delta_net_prepare). The third scans each row, block by block, 
 value head and BLOCK_V of its columns, whose state stays in registers. If a program has all columns
 of a head it also applies the gated norm; otherwise the fourth launch does.
 
-Only the third launch writes rings and states, and it adds the backlog of an initial slot first,
-each entry by the program that may have read it: a row's target slot may be its initial slot. A
-row's bits depend on the tiles and on where its blocks begin and end, never on what else is in the
-step.
+Only the third launch writes rings and states, each entry by the program that may have read it: a
+row's target slot may be its initial slot, whose backlog that launch adds first. A row's bits depend
+on the tiles and on where its blocks begin and end, never on what else is in the step.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from penstock.ops.reference.backlog import Backlog
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.triton.activation import silu, softplus
 from penstock.ops.triton.delta_net_backlog import (
+    add_backlog,
     backlog_of,
     end_backlog,
-    entry_of,
     late_tokens,
     most_late,
 )
@@ -196,14 +196,10 @@ def drafts_kernel(
     ).to(tl.float32)
     if MOST_LATE > 0:
         num_late = late_tokens(late_counts, initial_slot, i_head, start, NUM_VALUE_HEADS)
-        for i_late in range(num_late):
-            late = entry_of(initial_slot, i_late, i_head, NUM_VALUE_HEADS, MOST_LATE)
-            b_late_key = tl.load(late_keys + late * KEY_DIM + s_k, mask=s_k < KEY_DIM, other=0.0)
-            b_late = tl.load(
-                late_corrections + late * VALUE_DIM + s_v, mask=s_v < VALUE_DIM, other=0.0
-            )
-            b_added = b_late_key[:, None, :, None] * b_late[None, :, None, :]
-            b_state = tl.load(late_decays + late) * b_state + b_added
+        b_state = add_backlog(
+            b_state, late_keys, late_corrections, late_decays, initial_slot, num_late, i_head,
+            s_k, s_v, NUM_VALUE_HEADS, MOST_LATE, KEY_DIM, VALUE_DIM,
+        )  # fmt: skip
     rate = tl.load(a_log + i_head)
     step_bias = tl.load(dt_bias + i_head)
     b_norm = tl.load(norm_weight + i_v, mask=in_v, other=0.0)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.reference.moe import ROUTED_TOKENS
 from penstock.ops.triton.launch import (
     cdiv,
     launch_options,
@@ -32,7 +33,7 @@ from penstock.ops.triton.norm import rms_norm, rms_norm_and_gate
 from penstock.ops.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
-GEMV_TOKENS = 16  # above, tokens share the router's rows
+GEMV_TOKENS = ROUTED_TOKENS  # above, tokens share the router's rows
 SPLIT_TOKENS = 256  # above, the library is faster
 WARP_TOKENS, MANY_TOKENS = 4, 2048  # per warp, above so many: it works on one while another waits
 # Another tile sums in another order: with `deterministic` this one serves every number of tokens.
