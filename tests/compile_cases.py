@@ -21,6 +21,7 @@ from penstock.ops.triton import (
     delta_net_prepare,
     expert_cache,
     fp8,
+    fp8_logits,
     launch,
     masking,
     matmul,
@@ -41,7 +42,11 @@ from penstock.ops.triton import (
 from penstock.weights.packing import pack
 from quantized_codes import make_codes
 
-E4M3_KERNELS = {fp8.__name__: 89, moe_fp8_gemm.__name__: 89}  # module: lowest compute capability
+E4M3_KERNELS = {
+    fp8.__name__: 89,
+    fp8_logits.__name__: 89,
+    moe_fp8_gemm.__name__: 89,
+}  # module: lowest compute capability
 LATE_FLOATS = ("late_keys", "late_corrections", "late_decays")
 EXPERT_MODES = (quantized.GATE_UP, quantized.DOWN_PAIRS, quantized.DOWN_TOKEN)
 # Kernel, argument types, constexpr values, compile options.
@@ -497,6 +502,8 @@ def fp8_cases() -> list[CompileCase]:
              HAS_NORM=True, IS_SWIGLU=False, KEEPS_VALUES=True, FOR_TILES=True),
         case(fp8._multiply_kernel, types, dict(fp8.TILE), **steps, N=12288, K=2048,
              HAS_BIAS=False, HAS_RESIDUAL=True, COLUMN_TILES=fp8.COLUMN_TILES),
+        case(fp8_logits._logits_kernel, types | {"out": "*fp32"}, dict(fp8_logits.TILE), **steps,
+             N=248320, K=2048),
     ]  # fmt: skip
     experts = {"E": 256, "HAS_SHARED": True, "SLOTS": 9, "BLOCK_M": moe_fp8_gemm.BLOCK_M, **steps}
     for is_down, tile, N, K, result in (
@@ -548,8 +555,12 @@ def moe_permute_cases() -> list[CompileCase]:
         BLOCK_K=8,
         NUM_LOWEST=16,
     )
-    listed = (moe_permute._list_tiles_kernel, types, constants, {"num_warps": 16, "num_stages": 1})
-    return [listed, own]
+    warps = {"num_warps": 16, "num_stages": 1}
+    listed = [
+        (moe_permute._list_tiles_kernel, types, {**constants, "IS_ALONE": is_alone}, warps)
+        for is_alone in (False, True)
+    ]
+    return [*listed, own]
 
 
 def moe_route_cases() -> list[CompileCase]:
@@ -565,7 +576,7 @@ def moe_route_cases() -> list[CompileCase]:
     for kernel, more, tile in (
         (moe_route._route_gemv_kernel, {"BLOCK_H": 2048}, moe_route._gemv_rule(2048)),
         (moe_route._route_logits_kernel, {}, moe_route.FIXED_TILE),
-        (moe_route._route_logits_kernel, {}, moe_route._split_rule(64)),
+        (moe_route._route_logits_kernel, {}, moe_route._split_rule()),
         (moe_route._choose_kernel, {"NUM_SPLITS": 8, "BLOCK_M": 1}, warp),
         (moe_route._choose_kernel, {"NUM_SPLITS": 1, "BLOCK_M": moe_route.WARP_TOKENS}, warp),
     ):

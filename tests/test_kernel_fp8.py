@@ -11,7 +11,7 @@ from penstock.ops.cuda import fp8_experts
 from penstock.ops.float8 import can_take, round_tokens
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.tiles import _order, tile
-from penstock.ops.triton import fp8, moe_fp8_gemm
+from penstock.ops.triton import fp8, fp8_logits, moe_fp8_gemm
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.packing import pack
 
@@ -124,6 +124,22 @@ def test_a_product_is_that_of_the_rounded_tokens(
     fp8.multiply(*fp8.quantize_tokens(x)[:2], rows, out[:, :N], bias, residual)
     expected = rounded(x) @ rows.dequantize().double().T + bias.double() + residual.double()
     assert_near(out[:130, :N], expected, 1e-2)
+    assert out[:, N:].isnan().all()
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize(
+    ("N", "K", "channels"), [(384, 384, False), (200, 256, True)], ids=["blocks", "channels"]
+)
+def test_logits_are_those_of_tokens_as_they_are(
+    device: str, dtype: torch.dtype, N: int, K: int, channels: bool
+) -> None:
+    """Rows and tokens that fill no tile, as parts of wider tensors."""
+    rows = tile(packed(N, K, device, channels=channels), keeps_rows=True)
+    x = tokens(200, K + 8, device, dtype)[:, 8:]
+    out = torch.full((200, N + 8), torch.nan, device=device)
+    fp8_logits.multiply(x, rows, out[:, :N])
+    assert_near(out[:, :N], x.double() @ rows.dequantize().double().T, 1e-5)
     assert out[:, N:].isnan().all()
 
 

@@ -241,16 +241,22 @@ def test_tokens_beyond_a_limit_are_run_in_parts(
 
 
 @pytest.mark.parametrize("has_shared", [True, False])
-@pytest.mark.parametrize("height", [64, 128])
+@pytest.mark.parametrize(("height", "num_alike"), [(8, 10), (64, 130), (128, 400)])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_every_pair_is_in_one_tile_of_its_expert(
-    device: str, dtype: torch.dtype, height: int, has_shared: bool
+    device: str, dtype: torch.dtype, height: int, num_alike: int, has_shared: bool
 ) -> None:
+    """By one program, by a larger one, and by several."""
     num_experts, k = 6, 2
-    ids = torch.cat((some_ids(170, num_experts - 1, k), torch.tensor([[0, 1]]).expand(130, k)))
+    alike = torch.tensor([[0, 1]]).expand(num_alike, k)
+    ids = torch.cat((some_ids(num_alike + 40, num_experts - 1, k), alike))
     num_tokens, slots = len(ids), k + has_shared
+    counters = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
     for _ in range(2):  # the first run must reset the counts to zero
-        order, tiles = moe_permute.list_pairs(ids.int().to(device), num_experts, slots, height)
+        order, tiles = moe_permute.list_pairs(
+            ids.int().to(device), num_experts, slots, height, counters
+        )
+        assert not counters.any()
         pairs_of: dict[int, list[int]] = {}
         rows: list[int] = []
         for expert, place, row, num_pairs in tiles.tolist():

@@ -85,7 +85,7 @@ def test_logits_of_many_tokens_are_those_of_the_expanded_head(
 ) -> None:
     """Up to 256 tokens by the codes, more by pieces of the head; tokens are never rounded."""
     monkeypatch.setattr(matmul, "PIECE_BYTES", 384 * 512 * 2)
-    rows = tiled(pack(make_codes(kind, 1000, 512)))
+    rows = tiled(pack(make_codes(kind, 1024 if kind == "fp8" else 1000, 512)))
     weight, norm = weight_of(rows, dtype=dtype), numbers(512, dtype=torch.float32, seed=4)
     x = numbers(num_tokens, 512, dtype=dtype, seed=num_tokens)
     normed = torch.nn.functional.rms_norm(x.double(), (512,), norm.double(), eps=1e-6)

@@ -49,11 +49,7 @@ def can_use_library(rows: TiledRows, dtype: torch.dtype, device: torch.device) -
     """cuBLAS also needs block scales in multiples of 16 bytes."""
     is_whole = rows.num_rows % STEP == 0 and rows.num_columns % (4 * STEP) == 0
     return (
-        rows.block_scales is not None
-        and is_whole
-        and dtype == torch.bfloat16
-        and device.type == "cuda"
-        and _capability(device) == HOPPER
+        rows.block_scales is not None and is_whole and dtype == torch.bfloat16 and is_hopper(device)
     )
 
 
@@ -88,7 +84,7 @@ def rounded_experts(
     """
     if not _is_able(x):
         return ()
-    few = HOPPER_FEW_PAIRS if _capability(x.device) == HOPPER else FEW_PAIRS
+    few = HOPPER_FEW_PAIRS if is_hopper(x.device) else FEW_PAIRS
     if pairs_per_expert <= few:
         return ()
     rows = [part for weight in routed for part in weight.parts]
@@ -107,6 +103,10 @@ def rounded_experts(
         for one, own in zip(tiled, (gate_up, down))
     )
     return gate_up, down, *(tiled if are_alike else ())
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and _capability(device) == HOPPER
 
 
 def _is_able(x: Tensor) -> bool:

@@ -44,9 +44,12 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
     )
     num_tokens, first = product.num_tokens, 0
     out = torch.empty(len(codes), product.shape[0], dtype=product.out_dtype, device=codes.device)
+    slices = []
     for part in parts:
-        own = slice(first, first + part.shape[0])
-        first = own.stop
+        slices.append(slice(first, first + part.shape[0]))
+        first = slices[-1].stop
+    # Unquantized rows first: they start early, which nothing does behind the library's kernel.
+    for part, own in sorted(zip(parts, slices), key=lambda one: isinstance(one[0], TiledRows)):
         bias = None if product.bias is None else product.bias[own]
         residual = None if product.residual is None else product.residual[:, own]
         if isinstance(part, Tensor):

@@ -34,7 +34,7 @@ from penstock.ops.cuda.skinny_gemm import (
 from penstock.ops.float8 import rounds_tokens
 from penstock.ops.product import Product
 from penstock.ops.tiles import STEP
-from penstock.ops.triton import fp8
+from penstock.ops.triton import fp8, fp8_logits
 from penstock.ops.triton.launch import (
     cdiv,
     launch_options,
@@ -117,6 +117,8 @@ def _multiply(kernel: str, product: Product, weight: Weight, deterministic: bool
         is_rounded = not deterministic and product.out_dtype == product.x.dtype
         if is_rounded and rounds_tokens(weight.parts, product.x, num_tokens):
             return fp8.multiply_parts(weight.parts, product)
+        if not deterministic and fp8_logits.can_multiply(weight.parts, product):
+            return fp8_logits.multiply_parts(weight.parts, _prepare(product))
         if not deterministic and quantized.can_multiply_parts(weight.parts, product):
             return _multiply_codes(product, weight)
         if not deterministic and product.out_dtype != product.x.dtype:

@@ -24,6 +24,8 @@ from penstock.ops.triton.launch import (
 from penstock.ops.triton.moe_route import zeroed
 from penstock.ops.tuning import bucket
 
+MOST_ALONE = 1024  # pairs that one program lists
+
 
 def list_pairs(
     ids: Tensor, num_experts: int, slots: int, height: int, counters: Tensor | None = None
@@ -38,8 +40,11 @@ def list_pairs(
         num_tiles += cdiv(num_tokens, height)
     order = ids.new_empty((num_experts + 1) * num_tokens, dtype=torch.int32)
     tiles = ids.new_empty(num_tiles, 4, dtype=torch.int32)
+    num_pairs = num_tokens * slots
     block = 256 if bucket(num_tokens) <= 2048 else 1024
-    _list_tiles_kernel[cdiv(num_tokens * slots, block),](
+    if num_pairs <= MOST_ALONE:  # a single program waits for no other
+        block = 256 if num_pairs <= 256 else MOST_ALONE
+    _list_tiles_kernel[cdiv(num_pairs, block),](
         ids,
         # the number of pairs of every expert, and of finished programs
         zeroed(counters, num_experts + 1, ids.device),
@@ -50,6 +55,7 @@ def list_pairs(
         E=num_experts,
         TOP_K=k,
         SLOTS=slots,
+        IS_ALONE=num_pairs <= block,
         BLOCK=block,
         BLOCK_E=next_power_of_2(num_experts),
         BLOCK_M=height,
@@ -70,6 +76,7 @@ def _list_tiles_kernel(
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
+    IS_ALONE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -88,8 +95,12 @@ def _list_tiles_kernel(
     places = tl.atomic_add(counts + experts, 1, mask=is_routed, sem="relaxed")
     places = tl.where(is_routed, places, tokens)
     tl.store(order + experts * num_tokens + places, pairs, mask=is_pair & (places < num_tokens))
-    if arrives_last(counts + E, tl.num_programs(0)):
-        _cut_tiles(counts, tiles, num_tokens, num_tiles, E, TOP_K, SLOTS, BLOCK_E, BLOCK_M)
+    given = (counts, tiles, num_tokens, num_tiles)
+    if IS_ALONE:
+        tl.debug_barrier()  # all threads have counted
+        _cut_tiles(*given, E, TOP_K, SLOTS, BLOCK_E, BLOCK_M)
+    elif arrives_last(counts + E, tl.num_programs(0)):
+        _cut_tiles(*given, E, TOP_K, SLOTS, BLOCK_E, BLOCK_M)
 
 
 @triton.jit
@@ -109,6 +120,7 @@ def _cut_tiles(
     # Bypasses L1: other SMs counted these.
     sizes = tl.load(counts + experts, mask=experts < E, other=0, cache_modifier=".cg")
     sizes = tl.minimum(sizes, num_tokens)
+    tl.debug_barrier()  # with more threads than experts, several read the same count
     tl.store(counts + experts, 0, mask=experts < E)
     needed = (sizes + BLOCK_M - 1) // BLOCK_M
     rows = tl.cumsum(sizes, axis=0) - sizes

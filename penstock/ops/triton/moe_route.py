@@ -30,7 +30,7 @@ from penstock.ops.triton.launch import (
 )
 from penstock.ops.triton.matmul import multiply_unrounded
 from penstock.ops.triton.norm import rms_norm, rms_norm_and_gate
-from penstock.ops.tuning import Tile, bucket, choose
+from penstock.ops.tuning import Tile, choose
 from penstock.ops.weight import Weight
 
 GEMV_TOKENS = ROUTED_TOKENS  # above, tokens share the router's rows
@@ -105,7 +105,7 @@ def norm_route(
         x = rms_norm(hidden, norm_weight, eps)
         tile = FIXED_TILE
         if not deterministic:
-            tile = choose("route_split", shape, num_tokens, _split_rule(num_tokens), x.device)
+            tile = choose("route_split", shape, num_tokens, _split_rule(), x.device)
         _route_split(x, *given[2:], chosen, tile, constants)
         return x, weights, ids, shared_weight
     x = torch.empty_like(hidden)
@@ -203,9 +203,12 @@ def _gemv_rule(width: int) -> Tile:
     return {"ROWS": max(1, 4096 // next_power_of_2(width)), "num_warps": 1, "num_stages": 1}
 
 
-def _split_rule(num_tokens: int) -> Tile:
-    """All tokens of up to 64 in one program, so that the router is read once."""
-    return {**FIXED_TILE, "BLOCK_M": max(32, min(bucket(num_tokens), 64))}
+def _split_rule() -> Tile:
+    """64 tokens per program, so that the router is read once by most steps; with fewer, tensor
+    cores do not read from shared memory themselves. Few stages: what they need of an SM's memory
+    the next kernels cannot have, and these would start later.
+    """
+    return {**FIXED_TILE, "BLOCK_M": 64, "BLOCK_N": 32, "NUM_SPLITS": 8, "num_stages": 2}
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
@@ -218,7 +221,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
             if rows <= 2 * warps
         ]
     assert kernel == "route_split"
-    heights = (16, 32) if num_tokens <= 32 else (16, 32, 64)
+    heights = (16, 32, 64)
     return [
         {
             "BLOCK_M": m,
