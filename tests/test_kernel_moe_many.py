@@ -112,7 +112,7 @@ def test_experts_may_have_any_number_of_tokens(
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_pairs_whose_weight_is_zero_are_not_read(device: str, dtype: torch.dtype) -> None:
+def test_pairs_whose_weight_is_zero_do_not_count(device: str, dtype: torch.dtype) -> None:
     """Experts left to the host share a slot, and no kernel writes all of its pairs."""
     num_tokens, k, width = 3, 4, 40
     weights = torch.rand(num_tokens, k).to(device)

@@ -40,6 +40,7 @@ from penstock.ops.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight, map_part
 
 MOST_EXPANDED = 1200 * 10**6  # bytes of dequantized experts at a time
+SUMMED, SUMMED_A_WARP = 1024, 256  # columns per program and per warp
 LOW_PAIRS = tl.constexpr(64)  # rows of a warp group; fewer leave tensor cores idle
 TALL_PAIRS = 64  # per expert, on average: above, tiles twice as tall read weights less often
 
@@ -123,7 +124,7 @@ def add_pairs(
 ) -> None:
     """The residual plus the weighted outputs of a token's pairs."""
     (num_tokens, k), width = weights.shape, residual.shape[1]
-    block = min(1024, next_power_of_2(width))
+    block = min(SUMMED, next_power_of_2(width))
     _add_pairs_kernel[num_tokens, cdiv(width, block)](
         outputs,
         weights,
@@ -134,7 +135,7 @@ def add_pairs(
         H=width,
         HAS_SHARED=shared_weight is not None,
         BLOCK_H=block,
-        num_warps=max(1, block // 256),
+        num_warps=max(1, block // SUMMED_A_WARP),
         **launch_options(out.device),
     )
 
@@ -327,10 +328,10 @@ def _add_pairs_kernel(
     total = tl.load(residual + token * H + columns, mask=is_column, other=0.0).to(tl.float32)
     for slot in tl.static_range(TOP_K):
         weight = tl.load(weights + token * TOP_K + slot)
+        b_output = tl.load(own + slot * H, mask=is_column, other=0.0).to(tl.float32)
         # No kernel need write a pair whose weight is zero: it may be one of many of an empty slot.
-        is_read = tl.where(weight != 0.0, is_column, False)
-        b_output = tl.load(own + slot * H, mask=is_read, other=0.0).to(tl.float32)
-        total += b_output * weight
+        # It is read nevertheless: a mask would wait for the weight.
+        total += tl.where(weight != 0.0, b_output, 0.0) * weight
     if HAS_SHARED:
         b_shared = tl.load(own + TOP_K * H, mask=is_column, other=0.0).to(tl.float32)
         total += b_shared * tl.load(shared_weight + token)
