@@ -502,8 +502,8 @@ def fp8_cases() -> list[CompileCase]:
              HAS_NORM=True, IS_SWIGLU=False, KEEPS_VALUES=True, FOR_TILES=True),
         case(fp8._multiply_kernel, types, dict(fp8.TILE), **steps, N=12288, K=2048,
              HAS_BIAS=False, HAS_RESIDUAL=True, COLUMN_TILES=fp8.COLUMN_TILES),
-        case(fp8_logits._logits_kernel, types | {"out": "*fp32"}, dict(fp8_logits.TILE), **steps,
-             N=248320, K=2048),
+        *(case(fp8_logits._logits_kernel, types | {"out": "*fp32"}, dict(fp8_logits.rule(num_tokens)),
+               **steps, N=248320, K=2048) for num_tokens in (64, 200)),
     ]  # fmt: skip
     experts = {"E": 256, "HAS_SHARED": True, "SLOTS": 9, "BLOCK_M": moe_fp8_gemm.BLOCK_M, **steps}
     for is_down, tile, N, K, result in (

@@ -128,16 +128,17 @@ def test_a_product_is_that_of_the_rounded_tokens(
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("num_tokens", [50, 200])
 @pytest.mark.parametrize(
     ("N", "K", "channels"), [(384, 384, False), (200, 256, True)], ids=["blocks", "channels"]
 )
 def test_logits_are_those_of_tokens_as_they_are(
-    device: str, dtype: torch.dtype, N: int, K: int, channels: bool
+    device: str, dtype: torch.dtype, N: int, K: int, channels: bool, num_tokens: int
 ) -> None:
     """Rows and tokens that fill no tile, as parts of wider tensors."""
     rows = tile(packed(N, K, device, channels=channels), keeps_rows=True)
-    x = tokens(200, K + 8, device, dtype)[:, 8:]
-    out = torch.full((200, N + 8), torch.nan, device=device)
+    x = tokens(num_tokens, K + 8, device, dtype)[:, 8:]
+    out = torch.full((num_tokens, N + 8), torch.nan, device=device)
     fp8_logits.multiply(x, rows, out[:, :N])
     assert_near(out[:, :N], x.double() @ rows.dequantize().double().T, 1e-5)
     assert out[:, N:].isnan().all()

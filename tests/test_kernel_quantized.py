@@ -77,7 +77,7 @@ def test_products_are_those_of_the_expanded_rows(
         check(swiglu_linear(gate_up, weight), product(torch.nn.functional.silu(gate) * up))
 
 
-@pytest.mark.parametrize("num_tokens", [100, 200, 300])
+@pytest.mark.parametrize("num_tokens", [50, 100, 200, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["int8", "Q6_K", "fp8"])
 def test_logits_of_many_tokens_are_those_of_the_expanded_head(

@@ -4,8 +4,8 @@ exactly; tokens are never quantized for logits (`ops/float8.py`).
 
 A program owns a block of rows and a block of tokens. The head is the left operand, which tensor
 cores take from registers. Programs with the same rows are adjacent, so the head is read from memory
-once, where `ops/cuda/quantized_gemm.cu` reads it for each 64 tokens. It dequantizes each row for
-each block of tokens: for many blocks, dequantizing the head first is faster.
+once, where `ops/cuda/quantized_gemm.cu` reads it for each 64 tokens. Rows are dequantized for each
+block of tokens: for many blocks, dequantizing the head first is faster.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from penstock.ops.triton.launch import (
 from penstock.ops.tuning import Tile
 from penstock.ops.weight import Part
 
-FEW_TOKENS, MOST_TOKENS = 64, 256
-TILE: Tile = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+FEW_TOKENS, MOST_TOKENS = 32, 256
 
 
 def can_multiply(parts: tuple[Part, ...], product: Product) -> bool:
@@ -57,13 +56,21 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
     return out if product.residual is None else out + product.residual
 
 
+def rule(num_tokens: int) -> Tile:
+    """Two small programs per SM while memory is the bound: one loads while the other multiplies."""
+    if num_tokens <= 64:
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+
+
 def multiply(
     x: Tensor,  # [T, K]
     rows: TiledRows,  # [N, K]  row-major
     out: Tensor,  # [T, N]  may be a slice
 ) -> None:
     num_tokens, K = x.shape
-    grid = (cdiv(num_tokens, TILE["BLOCK_M"]), cdiv(rows.num_rows, TILE["BLOCK_N"]))
+    tile = rule(num_tokens)
+    grid = (cdiv(num_tokens, tile["BLOCK_M"]), cdiv(rows.num_rows, tile["BLOCK_N"]))
     _logits_kernel[grid](
         x,
         codes_of(rows),
@@ -77,7 +84,7 @@ def multiply(
         STEP=STEP,
         TILE_ROWS=TILE_ROWS,
         BY_BLOCK=rows.block_scales is not None,
-        **TILE,
+        **tile,
         **launch_options(x.device),
     )
 
