@@ -35,13 +35,12 @@ def can_multiply(parts: tuple[Part, ...], product: Product) -> bool:
     is_some = FEW_TOKENS < product.num_tokens <= MOST_TOKENS
     if not is_some or product.out_dtype != torch.float32 or product.is_swiglu:
         return False
-    are_rows = all(float8.can_take(part) for part in parts)
-    return (
-        are_rows
-        and all(part.is_row_major for part in parts if isinstance(part, TiledRows))
-        and product.x.dtype in float8.DTYPES
-        and float8.is_hopper(product.x.device)
+    are_known = all(
+        isinstance(part, TiledRows) and part.is_row_major and float8.can_take(part)
+        for part in parts
     )
+    x = product.x
+    return are_known and x.dtype in float8.DTYPES and float8.is_hopper(x.device)
 
 
 def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:

@@ -204,9 +204,9 @@ def _gemv_rule(width: int) -> Tile:
 
 
 def _split_rule() -> Tile:
-    """64 tokens per program, so that the router is read once by most steps; with fewer, tensor
-    cores do not read from shared memory themselves. Few stages: what they need of an SM's memory
-    the next kernels cannot have, and these would start later.
+    """64 tokens per program, so that most steps read the router once; with fewer, Triton does not
+    use wgmma. Two stages: with four, steps take longer by more than this kernel does, as if the
+    kernels behind it found no room.
     """
     return {**FIXED_TILE, "BLOCK_M": 64, "BLOCK_N": 32, "NUM_SPLITS": 8, "num_stages": 2}
 
