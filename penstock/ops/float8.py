@@ -19,7 +19,7 @@ from penstock.ops.weight import Part, Weight
 
 DTYPES = (torch.bfloat16, torch.float16)
 FIRST_CAPABILITY = (8, 9)
-HOPPER = (9, 0)  # the only one on which cuBLAS supports block scales
+HOPPER = (9, 0)  # the only one with wgmma, and on which cuBLAS supports block scales
 LARGEST = 448.0
 LEAST = 1e-12  # lower bound of a block's largest element
 # Up to this many tokens stay unquantized (`ops/cuda/quantized.py`); fewer for large N, where the

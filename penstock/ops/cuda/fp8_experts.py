@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.ops import float8
 from penstock.ops.cuda.program import current_stream, is_available, num_processors, program
 from penstock.ops.tiles import STEP, TiledRows
 
@@ -20,8 +21,6 @@ PAIRS, ROWS = 128, 256  # per piece of work
 NUM_THREADS = 384
 STAGES = 4  # 49 KiB of codes and scales each: as many as the shared memory of an SM holds
 SHARED_BYTES = STAGES * ((PAIRS + ROWS) * STEP + 1024) + 1024  # 1,024 for alignment
-CAPABILITY = (9, 0)  # the only one with wgmma
-DTYPES = (torch.bfloat16, torch.float16)
 SOURCE = Path(__file__).with_name("fp8_experts.cu")
 
 
@@ -37,9 +36,8 @@ class _Given(ctypes.Structure):
 def can_multiply(parts: Sequence[TiledRows], x: Tensor) -> bool:
     """`parts`: gate and up, down, and the same of a shared expert, if there is one."""
     return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device) == CAPABILITY
-        and x.dtype in DTYPES
+        float8.is_hopper(x.device)
+        and x.dtype in float8.DTYPES
         and all(part.block_scales is not None and not part.is_row_major for part in parts)
         and all(part.num_rows % ROWS == 0 and part.num_columns % STEP == 0 for part in parts)
         and all(part.shape[-2:] == own.shape[-2:] for part, own in zip(parts, parts[2:]))

@@ -9,6 +9,8 @@ the final sums.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -42,12 +44,10 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
     codes, scales, x = quantize_tokens(
         product.x, product.norm_weight, product.eps, product.is_swiglu, keeps_values=has_plain
     )
-    num_tokens, first = product.num_tokens, 0
+    num_tokens = product.num_tokens
     out = torch.empty(len(codes), product.shape[0], dtype=product.out_dtype, device=codes.device)
-    slices = []
-    for part in parts:
-        slices.append(slice(first, first + part.shape[0]))
-        first = slices[-1].stop
+    ends = accumulate(part.shape[0] for part in parts)
+    slices = [slice(end - part.shape[0], end) for part, end in zip(parts, ends)]
     # Unquantized rows first: they start early, which nothing does behind the library's kernel.
     for part, own in sorted(zip(parts, slices), key=lambda one: isinstance(one[0], TiledRows)):
         bias = None if product.bias is None else product.bias[own]

@@ -32,8 +32,9 @@ FEW_TOKENS, MOST_TOKENS = 32, 256
 
 
 def can_multiply(parts: tuple[Part, ...], product: Product) -> bool:
+    """Whether these are logits, which alone are float32 and have no residual, of some tokens."""
     is_some = FEW_TOKENS < product.num_tokens <= MOST_TOKENS
-    if not is_some or product.out_dtype != torch.float32 or product.is_swiglu:
+    if not is_some or product.out_dtype != torch.float32:
         return False
     are_known = all(
         isinstance(part, TiledRows) and part.is_row_major and float8.can_take(part)
@@ -45,14 +46,13 @@ def can_multiply(parts: tuple[Part, ...], product: Product) -> bool:
 
 def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
     """After the norm."""
-    out, first = product.new_out(), 0
-    for part in parts:
+    out = product.new_out()
+    for part, own in zip(parts, out.split([part.shape[0] for part in parts], dim=1)):
         assert isinstance(part, TiledRows)
-        multiply(product.x, part, out[:, first : first + part.num_rows])
-        first += part.num_rows
+        multiply(product.x, part, own)
     if product.bias is not None:
         out += product.bias
-    return out if product.residual is None else out + product.residual
+    return out
 
 
 def rule(num_tokens: int) -> Tile:

@@ -9,7 +9,8 @@ anyway. Otherwise it is a separate kernel: tensor cores would wait while each ti
 passes through registers, and every block would compute silu again.
 
 Quantized weights have separate kernels (`ops/cuda/quantized.py`) for up to 64 tokens; for more they
-are dequantized first, or multiplied with 8-bit tokens if tensor cores support it (`fp8.py`).
+are dequantized first, or multiplied with 8-bit tokens if tensor cores support it (`fp8.py`). Logits
+of a batch with a head in FP8 have a kernel of their own (`fp8_logits.py`).
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ from penstock.ops.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight, map_part
 
 MOST_EXPANDED = 1200 * 10**6  # bytes of dequantized experts at a time
-SUMMED, SUMMED_A_WARP = 1024, 256  # columns per program and per warp
 LOW_PAIRS = tl.constexpr(64)  # rows of a warp group; fewer leave tensor cores idle
 TALL_PAIRS = 64  # per expert, on average: above, tiles twice as tall read weights less often
 
@@ -124,7 +123,7 @@ def add_pairs(
 ) -> None:
     """The residual plus the weighted outputs of a token's pairs."""
     (num_tokens, k), width = weights.shape, residual.shape[1]
-    block = min(SUMMED, next_power_of_2(width))
+    block = min(1024, next_power_of_2(width))
     _add_pairs_kernel[num_tokens, cdiv(width, block)](
         outputs,
         weights,
@@ -135,7 +134,7 @@ def add_pairs(
         H=width,
         HAS_SHARED=shared_weight is not None,
         BLOCK_H=block,
-        num_warps=max(1, block // SUMMED_A_WARP),
+        num_warps=max(1, block // 256),
         **launch_options(out.device),
     )
 

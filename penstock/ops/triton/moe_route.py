@@ -221,7 +221,6 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
             if rows <= 2 * warps
         ]
     assert kernel == "route_split"
-    heights = (16, 32, 64)
     return [
         {
             "BLOCK_M": m,
@@ -231,7 +230,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
             "num_warps": 4,
             "num_stages": stages,
         }
-        for m in heights
+        for m in (16, 32, 64)
         for n in (16, 32)
         for k, splits, stages in ((128, 4, 4), (128, 8, 2), (64, 8, 4), (128, 16, 1))
     ]
