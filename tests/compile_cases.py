@@ -19,6 +19,7 @@ from penstock.ops.triton import (
     delta_net_convolve,
     delta_net_drafts,
     delta_net_prepare,
+    embedding,
     expert_cache,
     fp8,
     fp8_logits,
@@ -356,6 +357,12 @@ def delta_net_blocks_cases() -> list[CompileCase]:
         )
         for kernel, tile in cases
     ]
+
+
+def embedding_cases() -> list[CompileCase]:
+    """(kernel, signature, constexprs, options) of Qwen3.5-35B-A3B in bf16."""
+    types = {"p_token_ids": "*i64", "p_table": "*bf16", "p_out": "*bf16", "row_stride": "i32"}
+    return [case(embedding.embed_kernel, types, dict(embedding._TILE), H=2048)]
 
 
 def masking_cases() -> list[CompileCase]:
@@ -825,6 +832,7 @@ def all_cases() -> list[CompileCase]:
         *attention_cases(),
         *decode_rows_cases(),
         *delta_net_cases(),
+        *embedding_cases(),
         *masking_cases(),
         *matmul_cases(),
         *moe_route_cases(),

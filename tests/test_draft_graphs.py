@@ -308,6 +308,40 @@ def test_plain_graphs_are_for_rows_without_drafts_behind_them() -> None:
     assert not table.must_replay(rows)
 
 
+def test_a_step_with_drafts_uploads_its_rows_only_when_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The head's drafts are on the device: only the host's change the rows."""
+    runner = make_engine(LLAMA, max_rows=4, speculate="ngram:2").runner
+    table, size, staged = runner.rows, DraftSize(2, 2), list[Any]()
+    given = (runner.model, runner.caches, table, None, size, True)
+    step, stage = DraftStep(*given), table.stage
+
+    def count(values: Any) -> torch.Tensor:
+        staged.append(values)
+        return stage(values)
+
+    for plans, is_new in (
+        ((plan(3, 2),), True),
+        ((plan(3, 2),), False),
+        ((plan(3, 2, draft_ids=(7, 8)),), True),
+        ((plan(3, 2, draft_ids=(7, 8)),), False),
+        ((plan(3, 2, draft_ids=(7, 9)),), True),
+        ((plan(3, 1, draft_ids=(7,)), plan(1, 2)), True),
+        ((plan(3, 1, draft_ids=(7,)), plan(1, 2)), False),
+        ((plan(3, 1, draft_ids=(7,)), plan(1, 2, keep=KeptState(64, 3))), True),
+        ((plan(1, 2),), True),
+    ):
+        fresh = DraftStep(*given)
+        fresh.load(plans)
+        with monkeypatch.context() as patched:
+            patched.setattr(table, "stage", count)
+            staged.clear()
+            step.load(plans)
+        assert len(staged) == is_new
+        assert torch.equal(step.packed, fresh.packed)
+
+
 ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),

@@ -20,6 +20,7 @@ from penstock import ops
 from penstock.config import EngineConfig
 from penstock.engine import runner as runner_module
 from penstock.engine.device_part import check_page_size
+from penstock.engine.engine import Engine
 from penstock.engine.graph_sizes import graph_sizes
 from penstock.engine.graphs import (
     DecodeGraphs,
@@ -341,6 +342,84 @@ def test_a_padded_step_draws_what_the_plain_step_draws(config: dict[str, Any], s
     seen = run(engine, *requests)
     for id in expected:
         assert tokens_of(seen[id]) == tokens_of(expected[id])
+
+
+def test_a_step_uploads_its_rows_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of two sizes in turn: each compares with what it was given last itself."""
+    runner = make_engine(SHALLOW_FAMILIES["hybrid_moe"], max_rows=6).runner
+    table, staged = runner.rows, list[Any]()
+    small, large = (
+        DecodeStep(runner.model, runner.caches, table, size, deterministic=True) for size in (2, 3)
+    )
+    stage = table.stage
+
+    def count(values: Any) -> torch.Tensor:
+        staged.append(values)
+        return stage(values)
+
+    monkeypatch.setattr(table, "stage", count)
+    one, other = RowPlan.decode(4, 1, 1), RowPlan.decode(2, 3, 3)
+    for step, plans, is_new in (
+        (small, (one,), True),
+        (small, (one,), False),
+        (small, (replace(one),), False),  # equal, but not the same object
+        (large, (one,), True),
+        (small, (one,), False),
+        (small, (one, other), True),
+        (large, (one,), False),
+        (small, (other, one), True),
+        (small, (other, replace(one, slot=5)), True),  # its state goes to another slot
+        (small, (other, replace(one, slot=5)), False),
+        (small, (other,), True),  # a padding row where the other one was
+        (large, (one,), False),
+    ):
+        staged.clear()
+        step.load(plans)
+        assert len(staged) == is_new
+        columns = [[plan.row, 1, plan.slot, plan.initial_slot] for plan in plans]
+        columns += [[table.padding_row, 0, 0, 0]] * (step.size - len(plans))
+        assert step.packed.T.tolist() == columns
+
+
+@torch.inference_mode()
+def test_steps_that_keep_their_rows_say_what_steps_with_new_rows_say(
+    config: dict[str, Any],
+) -> None:
+    """Two sizes in turn, while replies end, another prompt gets a row that was used before, and
+    states move to other slots at the ends of pages.
+    """
+    lengths = ((1, 9), (63, 30), (64, 70), (5, 20))
+    requests = [
+        request(f"r{n}", prompt(n, n), max_tokens=most, logprobs=None) for n, most in lengths
+    ]
+
+    class Alternating:
+        """Graphs of two sizes, without the graphs: every step takes the other one."""
+
+        size_for = DecodeGraphs.size_for
+        _steps = (3,)
+
+        def __init__(self, engine: Engine, keeps_rows: bool) -> None:
+            runner = engine.runner
+            self.new_step = partial(
+                DecodeStep, runner.model, runner.caches, runner.rows, deterministic=False
+            )
+            self.keeps_rows = keeps_rows
+            self.steps = [self.new_step(size=size) for size in (3, 5)]
+
+        def replay(self, rows: Any, size: int, mode: Any) -> torch.Tensor:
+            self.steps.reverse()
+            step = self.steps[0] if self.keeps_rows else self.new_step(size=self.steps[0].size)
+            step.load(rows)
+            return step.run(mode)[: len(rows)]
+
+    replies = []
+    for keeps_rows in (False, True):
+        engine = make_engine(config, max_rows=3, deterministic=False)
+        engine.runner.graphs = Alternating(engine, keeps_rows)  # type: ignore[assignment]
+        replies.append(run(engine, *requests))
+    for id in replies[0]:
+        assert tokens_of(replies[1][id]) == tokens_of(replies[0][id])
 
 
 @pytest.mark.thinned

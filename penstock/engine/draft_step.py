@@ -69,8 +69,12 @@ class DraftStep:
         self.num_new = torch.zeros(size.num_rows, dtype=torch.int64, device=device)
 
     def load(self, plans: tuple[RowPlan, ...]) -> None:
-        self.packed.copy_(self.rows.stage(self._pack(plans)), non_blocking=True)
-        self._loaded = plans
+        """Uploads nothing if it has these plans: those of decodes are the same in most steps, and
+        the device only reads them.
+        """
+        if plans != self._loaded:
+            self.packed.copy_(self.rows.stage(self._pack(plans)), non_blocking=True)
+            self._loaded = plans
 
     def verify(self) -> Verified:
         """Drafts, and computes the model's logits at every position."""

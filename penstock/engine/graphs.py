@@ -93,8 +93,12 @@ class DecodeStep:
         self._loaded: tuple[RowPlan, ...] = ()
 
     def load(self, plans: tuple[RowPlan, ...]) -> None:
-        self.packed.copy_(self.rows.stage(self._pack(plans)), non_blocking=True)
-        self._loaded = plans
+        """Uploads nothing if it has these plans: those of decodes are the same in most steps, and
+        the device only reads them.
+        """
+        if plans != self._loaded:
+            self.packed.copy_(self.rows.stage(self._pack(plans)), non_blocking=True)
+            self._loaded = plans
 
     def logits(self) -> Tensor:  # [size, vocab] float32
         return self.model.logits(self.hidden(), deterministic=self.deterministic)

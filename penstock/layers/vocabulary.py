@@ -30,7 +30,7 @@ class Vocabulary:
             share=None if self.ranks.is_alone else share,
         )
 
-    def embed(self, embedding: Weight, token_ids: Tensor) -> Tensor:  # [...] -> [..., H]
+    def embed(self, embedding: Weight, token_ids: Tensor) -> Tensor:  # [T] -> [T, H]
         """A token's row comes from the rank that has it; the others add zeros."""
         if self.ranks.is_alone:
             return embedding.rows(token_ids)

@@ -36,7 +36,7 @@ from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rope import rope_table
 from penstock.ops.reference.rows import BLOCK_TOKENS, LEAST_KEYS, TokenBlocks, cut_blocks
 from penstock.ops.reference.sampling import bias_logits, penalize_repeats, token_logprobs
-from penstock.ops.weight import Weight
+from penstock.ops.weight import Weight, embed
 
 linear = op(matmul.linear)
 norm_linear = op(matmul.norm_linear)
@@ -76,6 +76,7 @@ __all__ = [
     "cut_blocks",
     "decode_rows",
     "draft_tokens",
+    "embed",
     "fetch_experts",
     "gated_delta_net",
     "gated_rms_norm",

@@ -9,16 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.ops.cpu.few_tokens import shortened
 from penstock.ops.cpu.memory import new_tensor
+from penstock.ops.dispatch import op
 from penstock.ops.quantized import QuantizedRows
+from penstock.ops.reference import embedding
 from penstock.ops.reference.packed import pack
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 
 Part = QuantizedRows | TiledRows | Tensor  # rows of a weight with one storage format
+
+embed = op(embedding.embed)  # here, where `Weight.rows` needs it; the other ops need this file
 
 
 def tensors_of(part: Part) -> list[Tensor]:
@@ -42,11 +45,6 @@ def map_part(part: Part, change: Callable[[Tensor], Tensor]) -> Part:
         name: change(tensor) for name in names if (tensor := getattr(part, name)) is not None
     }
     return replace(part, **changed)  # type: ignore[arg-type]
-
-
-def _take_rows(values: Tensor, ids: Tensor) -> Tensor:  # [N, K], [...] -> [..., K]
-    """On a GPU by indexing: the library's embedding takes 1 us a row for up to 16 rows."""
-    return values[ids] if values.is_cuda else F.embedding(ids, values)
 
 
 class Weight(nn.Module):
@@ -134,13 +132,13 @@ class Weight(nn.Module):
             chosen.append(part[expert] if isinstance(part, Tensor) else part.select(expert))
         return tuple(chosen)
 
-    def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K]
+    def rows(self, ids: Tensor) -> Tensor:  # [T] -> [T, K]
         """The embedding rows of these tokens."""
         if not self.parts:
-            return _take_rows(self.values, ids)
+            return embed(ids, self.values)
         (part,) = self.parts
         if isinstance(part, Tensor):
-            return _take_rows(part, ids)
+            return embed(ids, part)
         if isinstance(part, TiledRows):
             from penstock.ops.cuda.quantized import expand  # where there is a GPU
 

@@ -7,9 +7,8 @@ split gets follows from the row's length on the device, so a captured step stays
 grow.
 
 Two things are read before the preceding kernels are complete. First, lengths and pages of the rows:
-a step's inputs are written before its first kernel with an early start. Second, all keys and values
-except those of the newest token, or of as many as a step verifies: earlier steps wrote them, or a
-kernel that some plain launch has waited for since.
+`launch.py` says why. Second, all keys and values except those of the newest token, or of as many as
+a step verifies: earlier steps wrote them, or a kernel that some plain launch has waited for since.
 """
 
 from __future__ import annotations

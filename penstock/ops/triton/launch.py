@@ -13,8 +13,8 @@ Nothing is written before the wait, and every program waits, even one that has n
 when a kernel is complete, all before it are too.
 
 The integers of a step's rows (positions, slots, lengths, pages) may be read early too: between the
-kernel that writes them and the first layer there is the embedding, a plain launch, which waits for
-all before it.
+kernel that writes them and the first layer there is the embedding, which lets the next kernel start
+only after its own wait.
 """
 
 from __future__ import annotations
