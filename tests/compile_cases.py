@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from penstock.ops import tiles
+from penstock.ops.cuda import delta_net_drafts as few_drafts
 from penstock.ops.cuda import quantized
 from penstock.ops.cuda.quantized_gemm import MAX_CLUSTER, Card, experts_rule, gemm_rule
 from penstock.ops.product import Tile
@@ -19,10 +20,10 @@ from penstock.ops.triton import (
     delta_net_convolve,
     delta_net_drafts,
     delta_net_prepare,
-    embedding,
     expert_cache,
     fp8,
     fp8_logits,
+    gather,
     launch,
     masking,
     matmul,
@@ -359,10 +360,10 @@ def delta_net_blocks_cases() -> list[CompileCase]:
     ]
 
 
-def embedding_cases() -> list[CompileCase]:
+def gather_cases() -> list[CompileCase]:
     """(kernel, signature, constexprs, options) of Qwen3.5-35B-A3B in bf16."""
-    types = {"p_token_ids": "*i64", "p_table": "*bf16", "p_out": "*bf16", "row_stride": "i32"}
-    return [case(embedding.embed_kernel, types, dict(embedding._TILE), H=2048)]
+    types = {"p_ids": "*i64", "p_table": "*bf16", "p_out": "*bf16", "row_stride": "i32"}
+    return [case(gather.take_rows_kernel, types, dict(gather._TILE), H=2048)]
 
 
 def masking_cases() -> list[CompileCase]:
@@ -649,9 +650,13 @@ def norm_cases() -> list[CompileCase]:
     constexprs = {"DIM": 2560, "BLOCK": tile["BLOCK"], "PDL": False}
     options = {"num_warps": tile["num_warps"], "num_stages": 1}
     gate = {"p_gate": "*bf16", "p_gate_weight": "*fp32"}
+    pair = {"p_first": "*bf16", "p_second": "*bf16", "p_out": "*bf16", "eps": "fp32"}
+    pair |= dict.fromkeys(("p_first_weight", "p_second_weight"), "*fp32")
+    pair |= dict.fromkeys(("first_stride", "second_stride"), "i32")
     return [
         (norm._rms_norm_kernel, signature, {**constexprs, **dict.fromkeys(gate)}, options),
         (norm._rms_norm_kernel, {**signature, **gate}, constexprs, options),
+        (norm._rms_norm_pair_kernel, pair, constexprs, options),
     ]
 
 
@@ -714,6 +719,19 @@ def _split_tile(tile: Tile) -> tuple[dict[str, int], dict[str, int]]:
     names = ("num_warps", "num_stages")
     rest = {name: value for name, value in tile.items() if name not in names}
     return rest, {name: tile[name] for name in names}
+
+
+def delta_net_drafts_cases() -> list[dict[str, int]]:
+    """Constants of the CUDA kernel for Qwen3.5-35B-A3B with three drafts, in bf16 and with a
+    backlog, in fp16 and without.
+    """
+    weight, states = torch.empty(4, 8192), torch.empty(1, 32, 128, 128)
+    return [
+        few_drafts.kernel_constants(
+            4, 16, weight, torch.empty(1, 7, 8192, dtype=dtype), states, 3, most_late
+        )
+        for dtype, most_late in ((torch.bfloat16, 3), (torch.float16, 0))
+    ]
 
 
 def skinny_gemm_cases() -> list[dict[str, int]]:
@@ -832,7 +850,7 @@ def all_cases() -> list[CompileCase]:
         *attention_cases(),
         *decode_rows_cases(),
         *delta_net_cases(),
-        *embedding_cases(),
+        *gather_cases(),
         *masking_cases(),
         *matmul_cases(),
         *moe_route_cases(),

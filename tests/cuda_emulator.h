@@ -2,15 +2,17 @@
 // what others have. Instructions in PTX become calls of functions in `ptx`, named after them
 // (`cuda_emulator.py`); one that is not here does not compile. Slow, and meant for small shapes.
 
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <map>
+// Two thirds of the time of a test went into compiling this header: it needs no standard library
+// but C's, and makes no system call when it goes from thread to thread.
+
+#undef _FORTIFY_SOURCE // its longjmp refuses other stacks
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <ucontext.h>
-#include <vector>
 
 #define __device__
 #define __global__
@@ -22,7 +24,14 @@
 
 namespace emulator {
 constexpr int LANES = 32, WORDS = 8, STACK_BYTES = 256 * 1024;
+constexpr int MAX_THREADS = 1024, MAX_MASKS = 8, MAX_COPIES = 1024;
 typedef uint32_t word;
+
+static void check(bool is_so, const char* otherwise) {
+    if (is_so) return;
+    fprintf(stderr, "%s\n", otherwise);
+    abort();
+}
 
 struct Index {
     int x, y, z;
@@ -34,97 +43,121 @@ struct Copy {
     char* target;
     const void* source;
     int num_bytes; // of 16; the others become zeros
+    int group;
 };
 
 struct Thread {
-    ucontext_t context;
+    jmp_buf place; // where it goes on
+    char* stack;   // null until the first block that has so many threads
     Index index;
-    bool is_done = false;
-    std::vector<std::vector<Copy>> copies = {{}}; // by group; the last one is still open
-    std::vector<char> stack = std::vector<char>(STACK_BYTES);
+    bool is_done;
+    Copy* copies; // those that have not happened, in order
+    int num_copies, num_groups; // groups that are closed
 };
 
 // Lanes of a warp, by mask, or all threads of a block: how many wait, and how often all have.
 struct Meeting {
-    int num_waiting = 0;
-    long round = 0;
+    word mask;
+    int num_waiting;
+    long round;
 };
 
 struct Warp {
-    std::map<word, Meeting> meetings;
+    Meeting meetings[MAX_MASKS];
+    int num_masks;
     word values[2][LANES][WORDS]; // of even and of odd rounds: some lanes may still read the last
 };
 
-static std::vector<Thread> threads;
-static std::vector<Warp> warps;
+static Thread threads[MAX_THREADS];
+static Warp warps[MAX_THREADS / LANES];
 static Meeting block_meeting;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static Thread* current;
+static int num_running;
 static long num_events; // without one in a turn of all threads, they wait for each other
-static std::function<void()> body;
+static void call_kernel();
 
-static void wait_until(const std::function<bool()>& is_over) {
-    while (!is_over()) swapcontext(&current->context, &scheduler);
+static void go_to(jmp_buf& place, jmp_buf& own) {
+    if (!_setjmp(own)) _longjmp(place, 1);
 }
 
-// Every thread that calls this comes back after `expected` have called it.
-static long meet(Meeting& meeting, const std::function<int()>& expected) {
+// Every thread that calls this comes back after all expected ones have called it.
+static long meet(Meeting& meeting) {
     const long round = meeting.round;
     ++meeting.num_waiting, ++num_events;
-    wait_until([&] {
-        if (meeting.round == round && meeting.num_waiting >= expected())
+    for (;;) {
+        const int expected = meeting.mask ? __builtin_popcount(meeting.mask) : num_running;
+        if (meeting.round == round && meeting.num_waiting >= expected)
             meeting.num_waiting = 0, ++meeting.round, ++num_events;
-        return meeting.round != round;
-    });
-    return round;
+        if (meeting.round != round) return round;
+        go_to(scheduler, current->place);
+    }
 }
 
-static int num_running() {
-    int count = 0;
-    for (const Thread& thread : threads) count += !thread.is_done;
-    return count;
+static Meeting& meeting_of(Warp& warp, word mask) {
+    for (int i = 0; i < warp.num_masks; ++i)
+        if (warp.meetings[i].mask == mask) return warp.meetings[i];
+    check(mask && warp.num_masks < MAX_MASKS, "a warp has too many masks, or one without lanes");
+    warp.meetings[warp.num_masks] = {mask, 0, 0};
+    return warp.meetings[warp.num_masks++];
 }
-
-static Warp& own_warp() { return warps[current->index.x / LANES]; }
 
 // The values of all lanes: [LANES][WORDS].
 template <int COUNT>
 static const word (*share(word mask, const word (&own)[COUNT])) [WORDS] {
-    Warp& warp = own_warp();
-    Meeting& meeting = warp.meetings[mask];
+    Warp& warp = warps[current->index.x / LANES];
+    Meeting& meeting = meeting_of(warp, mask);
     auto& values = warp.values[meeting.round % 2];
     for (int i = 0; i < COUNT; ++i) values[current->index.x % LANES][i] = own[i];
-    meet(meeting, [&] { return __builtin_popcount(mask); });
+    meet(meeting);
     return values;
 }
 
+// A thread of one block is that of the next, too: its stack and its coroutine stay.
 static void run_thread() {
-    body();
-    current->is_done = true, ++num_events;
-    swapcontext(&current->context, &scheduler);
+    for (;;) {
+        call_kernel();
+        current->is_done = true, --num_running, ++num_events;
+        go_to(scheduler, current->place);
+    }
+}
+
+static void make_thread(Thread& thread) {
+    ucontext_t first, here;
+    thread.stack = (char*)malloc(STACK_BYTES);
+    thread.copies = (Copy*)malloc(MAX_COPIES * sizeof(Copy));
+    getcontext(&first);
+    first.uc_stack.ss_sp = thread.stack;
+    first.uc_stack.ss_size = STACK_BYTES;
+    first.uc_link = nullptr;
+    makecontext(&first, run_thread, 0);
+    if (!_setjmp(scheduler)) swapcontext(&here, &first);
 }
 
 static bool run_block(int num_threads) {
-    threads = std::vector<Thread>(num_threads);
-    warps = std::vector<Warp>((num_threads + LANES - 1) / LANES);
-    block_meeting = Meeting();
+    check(num_threads <= MAX_THREADS, "a block has too many threads");
+    for (Warp& warp : warps) warp.num_masks = 0;
+    block_meeting = {0, 0, 0};
+    num_running = num_threads;
     for (int i = 0; i < num_threads; ++i) {
-        Thread& thread = threads[i];
-        thread.index = {i, 0, 0};
-        getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = thread.stack.data();
-        thread.context.uc_stack.ss_size = STACK_BYTES;
-        thread.context.uc_link = nullptr;
-        makecontext(&thread.context, run_thread, 0);
+        threads[i].index = {i, 0, 0};
+        threads[i].is_done = false;
+        threads[i].num_copies = threads[i].num_groups = 0;
     }
-    while (num_running()) {
+    while (num_running) {
         const long before = num_events;
-        for (Thread& thread : threads) {
-            if (thread.is_done) continue;
-            current = &thread;
-            swapcontext(&scheduler, &thread.context);
+        for (int i = 0; i < num_threads; ++i) {
+            current = &threads[i];
+            if (current->is_done) continue;
+            if (current->stack)
+                go_to(current->place, scheduler);
+            else
+                make_thread(*current);
         }
-        if (num_events == before) return false;
+        if (num_events == before) {
+            for (Thread& thread : threads) thread.stack = nullptr; // they are stuck: make others
+            return false;
+        }
     }
     return true;
 }
@@ -138,17 +171,17 @@ struct uint2 {
 static emulator::Index blockIdx, gridDim;
 #define threadIdx (emulator::current->index)
 
-static void __syncthreads() { emulator::meet(emulator::block_meeting, emulator::num_running); }
+static void __syncthreads() { emulator::meet(emulator::block_meeting); }
 
 static void __syncwarp(uint32_t mask = 0xffffffffu) { emulator::share<1>(mask, {0}); }
 
 template <class T> static T __shfl_xor_sync(uint32_t mask, T own, int distance) {
     static_assert(sizeof(T) == 4);
     uint32_t bits;
-    std::memcpy(&bits, &own, 4);
+    memcpy(&bits, &own, 4);
     const uint32_t other =
         emulator::share<1>(mask, {bits})[threadIdx.x % emulator::LANES ^ distance][0];
-    std::memcpy(&own, &other, 4);
+    memcpy(&own, &other, 4);
     return own;
 }
 
@@ -180,7 +213,7 @@ static int max(int a, int b) { return a > b ? a : b; }
 
 static float __uint_as_float(uint32_t bits) {
     float v;
-    std::memcpy(&v, &bits, 4);
+    memcpy(&v, &bits, 4);
     return v;
 }
 
@@ -202,7 +235,7 @@ typedef uint16_t u16;
 
 // A float with the given number of mantissa bits, rounded to nearest even.
 static double rounded(double v, int bits) {
-    if (v == 0.0 || !std::isfinite(v)) return v;
+    if (v == 0.0 || !isfinite(v)) return v;
     int exponent;
     const double mantissa = frexp(v, &exponent);
     return ldexp(nearbyint(ldexp(mantissa, bits)), exponent - bits);
@@ -212,19 +245,19 @@ static float from_bfloat(u32 half) { return __uint_as_float(half << 16); }
 static u32 to_bfloat(double v) {
     const float f = (float)rounded(v, 8); // exact, but for subnormals
     u32 bits;
-    std::memcpy(&bits, &f, 4);
+    memcpy(&bits, &f, 4);
     return bits >> 16;
 }
 static float from_half(u32 half) {
     const u16 bits = (u16)half;
     _Float16 v;
-    std::memcpy(&v, &bits, 2);
+    memcpy(&v, &bits, 2);
     return (float)v;
 }
 static u32 to_half(double v) {
     const _Float16 half = (_Float16)v;
     u16 bits;
-    std::memcpy(&bits, &half, 2);
+    memcpy(&bits, &half, 2);
     return bits;
 }
 
@@ -232,20 +265,17 @@ static void griddepcontrol_launch_dependents() {}
 static void griddepcontrol_wait() {}
 
 static void check_aligned(const void* p) {
-    if ((uintptr_t)p % 16) {
-        fprintf(stderr, "a copy of 16 bytes is not aligned\n");
-        abort();
-    }
+    emulator::check((uintptr_t)p % 16 == 0, "a copy of 16 bytes is not aligned");
 }
 static void st_global_v4_u32_0_1_2_3_4(void* p, u32 a, u32 b, u32 c, u32 d) {
     const u32 words[4] = {a, b, c, d};
     check_aligned(p);
-    std::memcpy(p, words, 16);
+    memcpy(p, words, 16);
 }
 static void load_four(u32& a, u32& b, u32& c, u32& d, const void* p) {
     u32 words[4];
     check_aligned(p);
-    std::memcpy(words, p, 16);
+    memcpy(words, p, 16);
     a = words[0], b = words[1], c = words[2], d = words[3];
 }
 #define LOAD_FOUR(name)                                                                            \
@@ -253,9 +283,9 @@ static void load_four(u32& a, u32& b, u32& c, u32& d, const void* p) {
 LOAD_FOUR(ld_global_L1_no_allocate_v4_u32_0_1_2_3_4)
 LOAD_FOUR(ld_global_v4_u32_0_1_2_3_4)
 
-static void ld_global_u32_0_1(u32& v, const void* p) { std::memcpy(&v, p, 4); }
-static void ld_global_cg_u32_0_1(u32& v, const void* p) { std::memcpy(&v, p, 4); }
-static void ld_global_u16_0_1(u16& v, const void* p) { std::memcpy(&v, p, 2); }
+static void ld_global_u32_0_1(u32& v, const void* p) { memcpy(&v, p, 4); }
+static void ld_global_cg_u32_0_1(u32& v, const void* p) { memcpy(&v, p, 4); }
+static void ld_global_u16_0_1(u16& v, const void* p) { memcpy(&v, p, 2); }
 
 static void reg_b16_a_b_mov_b32_a_b_1_cvt_f32_f16_0_a(float& f, u32 pair) { f = from_half(pair); }
 static void reg_b16_a_b_mov_b32_a_b_1_cvt_f32_f16_0_b(float& f, u32 pair) {
@@ -285,19 +315,23 @@ static void fma_rn_f16x2_0_1_2_3(u32& d, u32 a, u32 b, u32 c) {
 static void lop3_b32_0_1_2_3_0xea(u32& d, u32 a, u32 b, u32 c) { d = (a & b) | c; }
 
 static void cp_async_cg_shared_global_0_1_16_2(u32 target, const void* source, int num_bytes) {
-    emulator::current->copies.back().push_back(
-        {&emulator::shared_anchor + (int32_t)target, source, num_bytes});
+    emulator::Thread& own = *emulator::current;
+    emulator::check(own.num_copies < emulator::MAX_COPIES, "too many copies are not waited for");
+    char* place = &emulator::shared_anchor + (int32_t)target;
+    own.copies[own.num_copies++] = {place, source, num_bytes, own.num_groups};
 }
-static void cp_async_commit_group() { emulator::current->copies.emplace_back(); }
+static void cp_async_commit_group() { ++emulator::current->num_groups; }
 static void cp_async_wait_group_0(int num_left) {
-    auto& groups = emulator::current->copies;
-    while ((int)groups.size() - 1 > num_left) {
-        for (const emulator::Copy& copy : groups.front()) {
-            std::memset(copy.target, 0, 16);
-            std::memcpy(copy.target, copy.source, copy.num_bytes);
-        }
-        groups.erase(groups.begin());
+    emulator::Thread& own = *emulator::current;
+    int num_done = 0;
+    for (; num_done < own.num_copies; ++num_done) {
+        const emulator::Copy& copy = own.copies[num_done];
+        if (copy.group >= own.num_groups - num_left) break;
+        memset(copy.target, 0, 16);
+        memcpy(copy.target, copy.source, copy.num_bytes);
     }
+    own.num_copies -= num_done;
+    memmove(own.copies, own.copies + num_done, own.num_copies * sizeof(emulator::Copy));
 }
 static void prefetch_global_L2_0(const void*) {}
 

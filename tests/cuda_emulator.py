@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from penstock.ops.cpu import library
-from penstock.ops.cuda import quantized, skinny_gemm
+from penstock.ops.cuda import delta_net_drafts, quantized, skinny_gemm
 from penstock.ops.cuda.program import Program, read_source
 from penstock.ops.cuda.quantized_gemm import Card
 from penstock.ops.triton import moe
@@ -35,12 +35,13 @@ OPERAND = re.compile(r'"[=+]?[rlfhn]"\s*\(')
 
 @contextmanager
 def emulated() -> Iterator[None]:
-    """Kernels for quantized rows and the skinny GEMM take tensors on the CPU."""
+    """The kernels of `ops/cuda` take tensors on the CPU."""
     launching = {"program": Emulated, "is_available": lambda _: True, "current_stream": lambda _: 0}
     card = {"num_processors": lambda _: PROCESSORS, "card_of": lambda _: CARD}
     with (
         mock.patch.multiple(quantized, **launching, **card),
         mock.patch.multiple(skinny_gemm, **launching),
+        mock.patch.multiple(delta_net_drafts, **launching),
         mock.patch.object(moe, "is_available", return_value=True),
     ):
         yield
@@ -91,9 +92,11 @@ def translate(source: str, name: str, constants: dict[str, int]) -> str:
     types = [re.match(r"(.*?)\w+$", one)[1].strip() for one in parameters]  # type: ignore[index]
     arguments = ", ".join(f"*({type}*)given[{i}]" for i, type in enumerate(types))
     launch = f"""
-extern "C" bool launch(int width, int height, int num_threads, void** given) {{
+static void** given;
+static void emulator::call_kernel() {{ {name}({arguments}); }}
+extern "C" bool launch(int width, int height, int num_threads, void** arguments) {{
     gridDim = {{width, height, 1}};
-    emulator::body = [&] {{ {name}({arguments}); }};
+    given = arguments;
     for (int y = 0; y < height; ++y)
         for (int x = 0; x < width; ++x) {{
             blockIdx = {{x, y, 0}};

@@ -26,7 +26,7 @@ def test_twins_have_one_signature(name: str) -> None:
 def test_what_a_decode_step_is_made_of_has_kernels() -> None:
     assert {"norm_linear", "linear", "swiglu_linear", "norm_route", "sparse_mlp"} <= set(MIRRORED)
     assert {"rope_and_store", "paged_attention", "gated_delta_net"} <= set(MIRRORED)
-    assert {"decode_rows", "embed", "sample"} <= set(MIRRORED)
+    assert {"decode_rows", "take_rows", "sample"} <= set(MIRRORED)
 
 
 def test_a_cpu_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

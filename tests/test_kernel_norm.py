@@ -43,6 +43,22 @@ def test_rms_norm_of_a_tiny_row_is_held_by_epsilon(device: str, dtype: torch.dty
     assert (norm.rms_norm(torch.zeros_like(x), weight, EPS) == 0).all()
 
 
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 64), (7, 1000)])
+def test_two_norms_stand_beside_each_other(
+    device: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    first = random(*shape, dtype=dtype, device=device, scale=3.0)
+    wide = random(shape[0], 3 * shape[1], dtype=dtype, device=device, seed=1)
+    second = wide[:, shape[1] : 2 * shape[1]]  # its rows are parts of something else
+    weights = [random(shape[1], dtype=torch.float32, device=device, seed=n) for n in (2, 3)]
+    seen = norm.rms_norm_pair(first, weights[0], second, weights[1], EPS)
+    assert seen.dtype == dtype
+    assert_near(seen, reference.rms_norm_pair(first, weights[0], second, weights[1], EPS), dtype)
+    alone = [norm.rms_norm(x, weight, EPS) for x, weight in zip((first, second), weights)]
+    assert torch.equal(seen, torch.cat(alone, dim=1))
+
+
 @pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
 @pytest.mark.parametrize("shape", [(1, 2048), (64, 2560), (8192, 5120)])
 def test_rms_norm_is_its_reference_at_full_size(

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from compile_cases import (
+    delta_net_drafts_cases,
     quantized_cases,
     quantized_experts_cases,
     quantized_gemm_cases,
     skinny_gemm_cases,
 )
-from penstock.ops.cuda import fp8_experts, host_calls, quantized, skinny_gemm
+from penstock.ops.cuda import delta_net_drafts, fp8_experts, host_calls, quantized, skinny_gemm
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc, read_source
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,6 +136,7 @@ def test_the_cuda_source_compiles_too(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sources = (
         (skinny_gemm.SOURCE, skinny_gemm_cases()[::one_of]),
+        (delta_net_drafts.SOURCE, delta_net_drafts_cases()[::one_of]),
         (quantized.SOURCE, quantized_cases()[::one_of]),
         (quantized.GEMM_SOURCE, quantized_gemm_cases(capability)[::one_of]),
         (quantized.EXPERTS_SOURCE, quantized_experts_cases(capability)[::one_of]),

@@ -56,7 +56,7 @@ class MTPDrafter:
             return
         table, rows = self.rows, self.rows.upload([row.row for row in drafting])
         spans = table.spans_of([RowPlan.decode(row.row) for row in drafting])
-        hidden = self.hidden[rows]
+        hidden = ops.take_rows(rows, self.hidden)
         table.drafts[rows, 0] = token_ids = self._likeliest(hidden)
         for place in range(1, max(row.num_drafts for row in drafting)):
             more = [index for index, row in enumerate(drafting) if row.num_drafts > place]
@@ -79,7 +79,7 @@ class MTPDrafter:
         no_blocks: TokenBlocks,
     ) -> None:
         """Writes this many drafts of each row to the row table."""
-        hidden, table = self.hidden[rows], self.rows
+        hidden, table = ops.take_rows(rows, self.hidden), self.rows
         pages = placed.row_pages.unflatten(0, (len(rows), -1))[:, 0]
         for place in range(num_drafts):
             token_ids = self._likeliest(hidden)

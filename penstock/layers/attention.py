@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.layers.inputs import ChosenTokens, KVCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.parameter import norm_parameter
-from penstock.ops import paged_attention, rope_and_store
+from penstock.ops import paged_attention, rope_and_store, take_rows
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.parallel.share import scaled
 from penstock.types import KVSpec
@@ -116,10 +116,12 @@ class Attention(nn.Module):
         )
         rows = inputs.attention_rows
         if chosen is not None:
-            # Plain launches, which wait: single-token attention prefetches keys, assuming that
-            # earlier steps wrote them.
+            # These launches let the next one start only after their own wait: single-token
+            # attention prefetches keys, assuming that earlier steps wrote them.
             tokens, rows = chosen.tokens, chosen.rows
-            q, gate, hidden = q[tokens], gate[tokens], hidden[tokens]
+            q = take_rows(tokens, q.flatten(1)).unflatten(1, q.shape[1:])
+            gate = take_rows(tokens, gate) if self.gated else gate
+            hidden = take_rows(tokens, hidden)
         attended = paged_attention(
             q,
             cache.keys,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.ops import Backlog, Journal, Replay, TokenBlocks
+from penstock.ops import Backlog, Journal, Replay, TokenBlocks, take_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class StepInputs:
         """One token of each row, given on the device."""
         context_lens, pages, spans = self.positions[tokens] + 1, self.page_table, self.spans
         if len(pages) > len(spans):  # every position is a separate row there
-            pages = pages[tokens]
+            pages = take_rows(tokens, pages)
         if tokens.is_cpu:  # reference ops need the values
             spans = tuple(RowSpan(1, length) for length in context_lens.tolist())
         return self._chosen(tokens, context_lens, pages, spans)

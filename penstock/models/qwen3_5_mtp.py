@@ -13,7 +13,7 @@ from penstock.layers.inputs import ChosenTokens, KVCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
 from penstock.layers.parameter import norm_parameter
-from penstock.ops import rms_norm
+from penstock.ops import rms_norm, rms_norm_pair
 from penstock.types import KVSpec
 
 
@@ -50,8 +50,7 @@ class MTP(nn.Module):
         rope: Tensor,  # [max_len, 2, rot/2]
         chosen: ChosenTokens | None = None,  # the others only need keys and values
     ) -> Tensor:  # [T, H], or [R, H]  already normed
-        embedded = rms_norm(embedded, self.embedding_norm, self.eps)
-        seen = rms_norm(hidden, self.hidden_norm, self.eps)
-        joined = self.fc(torch.cat((embedded, seen), dim=-1), deterministic=inputs.deterministic)
+        norms = (embedded, self.embedding_norm, hidden, self.hidden_norm)
+        joined = self.fc(rms_norm_pair(*norms, self.eps), deterministic=inputs.deterministic)
         attended = self.attention(joined, inputs, cache, rope, chosen)
         return rms_norm(self.mlp(attended, inputs), self.norm, self.eps)

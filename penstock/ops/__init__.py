@@ -36,12 +36,13 @@ from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rope import rope_table
 from penstock.ops.reference.rows import BLOCK_TOKENS, LEAST_KEYS, TokenBlocks, cut_blocks
 from penstock.ops.reference.sampling import bias_logits, penalize_repeats, token_logprobs
-from penstock.ops.weight import Weight, embed
+from penstock.ops.weight import Weight, take_rows
 
 linear = op(matmul.linear)
 norm_linear = op(matmul.norm_linear)
 swiglu_linear = op(matmul.swiglu_linear)
 rms_norm = op(norm.rms_norm)
+rms_norm_pair = op(norm.rms_norm_pair)
 rope_and_store = op(attention.rope_and_store)
 paged_attention = op(attention.paged_attention)
 norm_route = op(moe.norm_route)
@@ -76,7 +77,6 @@ __all__ = [
     "cut_blocks",
     "decode_rows",
     "draft_tokens",
-    "embed",
     "fetch_experts",
     "gated_delta_net",
     "gated_rms_norm",
@@ -91,11 +91,13 @@ __all__ = [
     "penalize_repeats",
     "place_drafts",
     "rms_norm",
+    "rms_norm_pair",
     "rope_and_store",
     "rope_table",
     "sample",
     "sparse_mlp",
     "swiglu_linear",
+    "take_rows",
     "take_slots",
     "token_logprobs",
     "whole_states",

@@ -15,13 +15,13 @@ from penstock.ops.cpu.few_tokens import shortened
 from penstock.ops.cpu.memory import new_tensor
 from penstock.ops.dispatch import op
 from penstock.ops.quantized import QuantizedRows
-from penstock.ops.reference import embedding
+from penstock.ops.reference import gather
 from penstock.ops.reference.packed import pack
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 
 Part = QuantizedRows | TiledRows | Tensor  # rows of a weight with one storage format
 
-embed = op(embedding.embed)  # here, where `Weight.rows` needs it; the other ops need this file
+take_rows = op(gather.take_rows)  # here: `Weight.rows` needs it, and the other ops this file
 
 
 def tensors_of(part: Part) -> list[Tensor]:
@@ -135,10 +135,10 @@ class Weight(nn.Module):
     def rows(self, ids: Tensor) -> Tensor:  # [T] -> [T, K]
         """The embedding rows of these tokens."""
         if not self.parts:
-            return embed(ids, self.values)
+            return take_rows(ids, self.values)
         (part,) = self.parts
         if isinstance(part, Tensor):
-            return embed(ids, part)
+            return take_rows(ids, part)
         if isinstance(part, TiledRows):
             from penstock.ops.cuda.quantized import expand  # where there is a GPU
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +15,18 @@ from penstock.ops.reference.activation import silu
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [.., D], weight [D] float32 -> [.., D] like x. Float32 inside, rounded once."""
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def rms_norm_pair(
+    first: Tensor,  # [T, D]
+    first_weight: Tensor,  # [D] float32
+    second: Tensor,  # [T, D]
+    second_weight: Tensor,  # [D] float32
+    eps: float,
+) -> Tensor:  # [T, 2D]
+    """Both norms, one beside the other."""
+    normed = (rms_norm(first, first_weight, eps), rms_norm(second, second_weight, eps))
+    return torch.cat(normed, dim=-1)
 
 
 def norm_tokens(x: Tensor, weight: Tensor, eps: float, deterministic: bool) -> Tensor:

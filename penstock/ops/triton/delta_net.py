@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.cuda import delta_net_drafts as few_drafts
 from penstock.ops.reference import delta_net as reference
 from penstock.ops.reference.backlog import Backlog
 from penstock.ops.reference.journal import Journal, Replay
@@ -50,6 +51,7 @@ from penstock.ops.tuning import Tile, choose
 L2_EPS = tl.constexpr(reference.L2_EPS)
 STATE_REGISTERS = 128  # per thread, for the state
 MAX_REGISTERS = 255  # per thread
+FEW_ROWS = 4  # with drafts
 
 
 def gated_delta_net(
@@ -78,7 +80,7 @@ def gated_delta_net(
     out = mixed.new_empty(len(mixed), a_log.shape[0] * norm_weight.shape[0])
     for rows, tokens in decode_runs(spans):
         if journal is not None and replay is not None:
-            delta_net_drafts.decode_with_drafts(
+            given = (
                 out,
                 mixed,
                 *weights,
@@ -90,12 +92,19 @@ def gated_delta_net(
                 journal,
                 replay.part(rows),
                 backlog,
-                _rule(*recurrent.shape[2:]),
             )
+            num_rows, width = rows.stop - rows.start, max(span.num_tokens for span in spans[rows])
+            pools = (conv_weight, conv, recurrent)
+            if not deterministic and few_drafts.can_decode(num_rows, width, mixed, *pools):
+                few_drafts.decode_with_drafts(*given, width)
+            else:
+                tile = _drafts_rule(num_rows, recurrent, deterministic)
+                delta_net_drafts.decode_with_drafts(*given, tile)
             continue
         places = (context_lens[rows], state_slots[rows], initial_slots[rows])
-        given = (*weights, *places, backlog, num_key_heads, deterministic)
-        _decode(out[tokens], mixed[tokens], *given)
+        _decode(
+            out[tokens], mixed[tokens], *weights, *places, backlog, num_key_heads, deterministic
+        )
     delta_net_blocks.mix_blocks(
         out,
         mixed,
@@ -182,6 +191,17 @@ def _rule(key_dim: int, value_dim: int) -> Tile:
     """
     elements = next_power_of_2(key_dim) * next_power_of_2(value_dim)
     return _tile(value_dim, max(1, min(elements // (32 * STATE_REGISTERS), 16)), MAX_REGISTERS)
+
+
+def _drafts_rule(num_rows: int, recurrent: Tensor, deterministic: bool) -> Tile:
+    """In deterministic mode that of a row without drafts. A few rows leave SMs idle: there twice
+    the warps, with half of the state each, are faster.
+    """
+    key_dim, value_dim = recurrent.shape[2:]
+    rule = _rule(key_dim, value_dim)
+    if deterministic or num_rows > FEW_ROWS:
+        return rule
+    return _tile(value_dim, min(16, 2 * rule["num_warps"]), MAX_REGISTERS)
 
 
 def _tile(value_dim: int, num_warps: int, registers: int) -> Tile:

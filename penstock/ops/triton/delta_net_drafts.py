@@ -6,6 +6,10 @@ in the same layout and with the same sums in the same order. It reads the state 
 entries of the accepted drafts, and writes the state once, after the row's own token; drafts
 continue from there in registers, and only their entries are written. The state is rounded to its
 slot's dtype after every token, as a step of that token alone would do.
+
+All that depends on earlier steps only, the replay too, is computed before the preceding projection
+is complete. Then a token takes as long as its sums: the inputs of the convolution stay in
+registers, and those of the next token are loaded meanwhile.
 """
 
 from __future__ import annotations
@@ -204,9 +208,16 @@ def drafts_kernel(
     step_bias = tl.load(dt_bias + i_head)
     b_norm = tl.load(norm_weight + i_v, mask=in_v, other=0.0)
     b_norm = tl.reshape(b_norm, (NUM_PARTS, WARP_V))
+    qk_taps, qk_past = _load_past(
+        p_old_ring, conv_weight, qk_channels, in_qk, start, NUM_CHANNELS, NUM_TAPS, RING
+    )
+    v_taps, v_past = _load_past(
+        p_old_ring, conv_weight, v_channels, in_v, start, NUM_CHANNELS, NUM_TAPS, RING
+    )
 
-    wait_for_previous(PDL)  # nothing is written before
     # A state to keep is saved with its ring: the inputs before it are still there.
+    if keep_slot > 0:
+        wait_for_previous(PDL)  # nothing is written before
     num_done = start - num_right
     for entry in range(num_right + 1):
         if (keep_slot > 0) & (num_done + entry == kept_at):
@@ -235,20 +246,28 @@ def drafts_kernel(
             b_state = decay * b_state + (k_scale * s_key) * correction[None, :, None, :]
             b_state = rounded(b_state, recurrent.dtype.element_ty).to(tl.float32)
 
-    p_row = mixed + first * mixed_stride
+    wait_for_previous(PDL)
+    p_token = mixed + first * mixed_stride
+    p_own = p_token + NUM_CHANNELS + i_head * VALUE_DIM
+    p_beta = p_token + NUM_CHANNELS + VALUE_SIZE + i_head
+    qk_next = tl.load(p_token + qk_channels, mask=in_qk, other=0.0)
+    v_next = tl.load(p_token + v_channels, mask=in_v, other=0.0)
+    gate_next = tl.load(p_own + i_v, mask=in_v, other=0.0)
+    beta_next, step_next = tl.load(p_beta), tl.load(p_beta + NUM_VALUE_HEADS)
     for token in range(num_tokens):
-        b_qk = _convolve(
-            p_row, mixed_stride, p_old_ring, conv_weight, qk_channels, in_qk, start, token,
-            conv.dtype.element_ty, NUM_CHANNELS, NUM_TAPS, RING,
-        )  # fmt: skip
-        b_v = _convolve(
-            p_row, mixed_stride, p_old_ring, conv_weight, v_channels, in_v, start, token,
-            conv.dtype.element_ty, NUM_CHANNELS, NUM_TAPS, RING,
-        )  # fmt: skip
-        p_own = p_row + token * mixed_stride + NUM_CHANNELS
-        gate = tl.load(p_own + i_head * VALUE_DIM + i_v, mask=in_v, other=0.0).to(tl.float32)
-        beta = tl.sigmoid(tl.load(p_own + VALUE_SIZE + i_head).to(tl.float32))
-        step = tl.load(p_own + VALUE_SIZE + NUM_VALUE_HEADS + i_head).to(tl.float32)
+        qk_input, v_input = qk_next.to(conv.dtype.element_ty), v_next.to(conv.dtype.element_ty)
+        gate = gate_next.to(tl.float32)
+        beta = tl.sigmoid(beta_next.to(tl.float32))
+        step = step_next.to(tl.float32)
+        has_next = token + 1 < num_tokens
+        ahead = (token + 1) * mixed_stride
+        qk_next = tl.load(p_token + ahead + qk_channels, tl.where(has_next, in_qk, False), 0.0)
+        v_next = tl.load(p_token + ahead + v_channels, tl.where(has_next, in_v, False), 0.0)
+        gate_next = tl.load(p_own + ahead + i_v, tl.where(has_next, in_v, False), 0.0)
+        beta_next = tl.load(p_beta + ahead, has_next, 0.0)
+        step_next = tl.load(p_beta + ahead + NUM_VALUE_HEADS, has_next, 0.0)
+        b_qk, qk_past = _convolve(qk_past, qk_input, qk_taps)
+        b_v, v_past = _convolve(v_past, v_input, v_taps)
         log_decay = -tl.exp(rate) * softplus(step + step_bias)
         decay = tl.exp(log_decay)
 
@@ -271,6 +290,10 @@ def drafts_kernel(
         gate = tl.reshape(gate, (NUM_PARTS, WARP_V))
         p_out = out + (first + token) * VALUE_SIZE + i_head * VALUE_DIM + s_v
         tl.store(p_out, (normed * silu(gate)).to(out.dtype.element_ty), mask=s_v < VALUE_DIM)
+        # The ring has room for what was read and for what is written now, see the reference.
+        p_entry = p_ring + (start + token) % RING * NUM_CHANNELS
+        tl.store(p_entry + qk_channels, qk_input, mask=writes_qk)
+        tl.store(p_entry + v_channels, v_input, mask=in_v)
         if token == 0:
             tl.store(
                 recurrent + state_slot * recurrent_stride + state_offsets,
@@ -288,7 +311,6 @@ def drafts_kernel(
             tl.store(p_gate + NUM_VALUE_HEADS, beta)
             tl.store(p_gate + 2 * NUM_VALUE_HEADS, k_scale)
 
-    # The ring has room for what was read and for what is written now, see the reference.
     if initial_slot != state_slot:
         for i in tl.static_range(NUM_TAPS - 1):
             position = start - 1 - i
@@ -297,11 +319,6 @@ def drafts_kernel(
             exists = position >= 0
             _copy(p_from, p_to, qk_channels, tl.where(exists, writes_qk, False))
             _copy(p_from, p_to, v_channels, tl.where(exists, in_v, False))
-    for token in range(num_tokens):
-        p_token = p_row + token * mixed_stride
-        p_entry = p_ring + (start + token) % RING * NUM_CHANNELS
-        _copy(p_token, p_entry, qk_channels, writes_qk)
-        _copy(p_token, p_entry, v_channels, in_v)
 
 
 @triton.jit
@@ -311,33 +328,34 @@ def _copy(p_from, p_to, channels, mask):
 
 
 @triton.jit
-def _convolve(
-    p_row,  # the first token of the row in this step
-    stride,
+def _load_past(
     p_ring,
     weight,
     channels,
     mask,
     start,
-    token,
-    DTYPE: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
     RING: tl.constexpr,
 ):
-    """silu of the convolution at a token: inputs of this step, preceded by those of the ring."""
-    total = tl.zeros(channels.shape, dtype=tl.float32)
+    """The taps of the convolution, and the inputs before position `start`, the oldest first."""
+    taps, past = (), ()
     for i in tl.static_range(NUM_TAPS):
-        source = token - (NUM_TAPS - 1 - i)
-        position = start + source
-        is_new = source >= 0
-        b_new = tl.load(
-            p_row + source * stride + channels, mask=tl.where(is_new, mask, False), other=0.0
-        )
-        p_old = p_ring + (position + RING) % RING * NUM_CHANNELS
-        is_old = (source < 0) & (position >= 0)
-        b_old = tl.load(p_old + channels, mask=tl.where(is_old, mask, False), other=0.0)
         b_tap = tl.load(weight + i * NUM_CHANNELS + channels, mask=mask, other=0.0)
-        b_input = tl.where(is_new, b_new.to(DTYPE).to(tl.float32), b_old.to(tl.float32))
-        total += b_input * b_tap.to(tl.float32)
-    return silu(total)
+        taps += (b_tap.to(tl.float32),)  # type: ignore[assignment]
+    for i in tl.static_range(NUM_TAPS - 1):
+        position = start - (NUM_TAPS - 1 - i)
+        p_input = p_ring + (position + RING) % RING * NUM_CHANNELS + channels
+        b_input = tl.load(p_input, mask=tl.where(position >= 0, mask, False), other=0.0)
+        past += (b_input.to(tl.float32),)  # type: ignore[assignment]
+    return taps, past
+
+
+@triton.jit
+def _convolve(past, b_input, taps):
+    """silu of the convolution at a token, and the inputs before the next one."""
+    inputs = past + (b_input.to(tl.float32),)  # noqa: RUF005  Triton has no starred items
+    total = tl.zeros(b_input.shape, dtype=tl.float32)
+    for i in tl.static_range(len(taps)):
+        total += inputs[i] * taps[i]
+    return silu(total), inputs[1:]

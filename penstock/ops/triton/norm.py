@@ -26,6 +26,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out.view(x.shape)
 
 
+def rms_norm_pair(
+    first: Tensor,  # [T, D]
+    first_weight: Tensor,  # [D] float32
+    second: Tensor,  # [T, D]
+    second_weight: Tensor,  # [D] float32
+    eps: float,
+) -> Tensor:  # [T, 2D]
+    num_tokens, dim = first.shape
+    assert first.stride(1) == second.stride(1) == 1
+    out = first.new_empty(num_tokens, 2 * dim)
+    _rms_norm_pair_kernel[num_tokens, 2](
+        first,
+        first_weight,
+        second,
+        second_weight,
+        out,
+        eps,
+        first.stride(0),
+        second.stride(0),
+        DIM=dim,
+        **_tile(dim),
+        **launch_options(first.device),
+    )
+    return out
+
+
 def rms_norm_and_gate(
     x: Tensor,  # [T, D]
     weight: Tensor,  # [D] float32
@@ -97,3 +123,33 @@ def _rms_norm_kernel(
     if p_gate is not None:
         gate = tl.sum(b_out.to(tl.float32) * b_gate, axis=0)
         tl.store(p_gate_weight + i_row, 1.0 / (1.0 + tl.exp(-gate)))
+
+
+@triton.jit
+def _rms_norm_pair_kernel(
+    p_first,
+    p_first_weight,
+    p_second,
+    p_second_weight,
+    p_out,
+    eps,
+    first_stride,
+    second_stride,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (t, i): token t of the first or of the second."""
+    let_next_start(PDL)
+    i_row, i_of_pair = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dims = tl.arange(0, BLOCK)
+    is_inside = dims < DIM
+    p_weight = tl.where(i_of_pair == 0, p_first_weight, p_second_weight)
+    b_weight = tl.load(p_weight + dims, mask=is_inside, other=0.0)
+    wait_for_previous(PDL)
+    stride = tl.where(i_of_pair == 0, first_stride, second_stride)
+    p_row = tl.where(i_of_pair == 0, p_first, p_second) + i_row * stride
+    b_x = tl.load(p_row + dims, mask=is_inside, other=0.0).to(tl.float32)
+    mean_square = tl.sum(b_x * b_x, axis=0) / DIM
+    b_out = (b_x * tl.rsqrt(mean_square + eps) * b_weight).to(p_out.dtype.element_ty)
+    tl.store(p_out + (2 * i_row + i_of_pair) * DIM + dims, b_out, mask=is_inside)

@@ -1,4 +1,4 @@
-"""The embedding kernel copies exactly the rows that its reference does."""
+"""The kernel that takes rows of a table copies exactly those that its reference does."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernel_checks import INTERPRETED, ON_GPU, random
-from penstock.ops.reference import embedding as reference
-from penstock.ops.triton import embedding
+from penstock.ops.reference import gather as reference
+from penstock.ops.triton import gather
 
 DEVICES = [
     pytest.param("cpu", marks=INTERPRETED, id="interpreted"),
@@ -34,9 +34,9 @@ def ids_of(num_tokens: int, device: str) -> torch.Tensor:
 
 
 def assert_same(token_ids: torch.Tensor, table: torch.Tensor) -> None:
-    seen = embedding.embed(token_ids, table)
+    seen = gather.take_rows(token_ids, table)
     assert seen.dtype == table.dtype
-    assert torch.equal(seen, reference.embed(token_ids, table))
+    assert torch.equal(seen, reference.take_rows(token_ids, table))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -61,7 +61,7 @@ def test_rows_and_tokens_may_be_parts_of_something_else(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_tokens_are_no_launch(device: str) -> None:
     table = random(VOCAB, 77, dtype=torch.float32, device=device)
-    assert embedding.embed(ids_of(0, device).long(), table).shape == (0, 77)
+    assert gather.take_rows(ids_of(0, device).long(), table).shape == (0, 77)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU, id="compiled")])

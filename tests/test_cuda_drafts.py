@@ -1,0 +1,150 @@
+"""The CUDA kernel for a few rows with drafts, on a CPU (`cuda_emulator.py`): what it leaves behind
+is what the reference leaves. On a GPU, `test_kernel_drafts.py` runs it compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from cuda_emulator import COMPILER, emulated
+from kernel_checks import HAS_GPU, assert_near, random
+from penstock.layers.inputs import RowSpan
+from penstock.ops import Backlog, Journal, Replay
+from penstock.ops.cuda import delta_net_drafts
+from penstock.ops.reference.delta_net import gated_delta_net as reference
+from penstock.ops.reference.rows import TokenBlocks
+from penstock.ops.triton.delta_net import gated_delta_net as kernel
+from test_kernel_delta_net import EPS, HEADS, NUM_TAPS, Mixer
+
+pytestmark = pytest.mark.skipif(
+    HAS_GPU or COMPILER is None, reason="kernels run compiled here, or there is no C++ compiler"
+)
+ENTRIES, MOST_LATE, NUM_SLOTS = 3, 3, 12
+# Of each row: tokens, position of the first, slots to write and to read, accepted drafts, tokens
+# that the state lacks, and where to keep a state (0: nowhere) and in which slot.
+ROWS = [
+    (4, 70, 1, 1, 2, 3, 0, 0),
+    (4, 62, 2, 9, 3, 1, 61, 8),  # moves to another slot; a state is kept inside the replay
+    (3, 2, 3, 3, 0, 0, 2, 7),  # one draft less; fewer inputs before it than taps
+    (1, 0, 4, 4, 0, 2, 0, 0),  # nothing before it: neither state nor backlog may be read
+    (2, 130, 5, 10, 1, 2, 0, 0),
+]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(delta_net_drafts, "MAX_ROWS", len(ROWS))
+    with emulated():
+        yield
+
+
+def run(op: object, heads: int, dtype: torch.dtype, has_backlog: bool) -> tuple[Tensor, ...]:
+    """One step of all rows: its output, and everything that the op may write."""
+    mixer = Mixer(HEADS[heads], "cpu", dtype, ring=NUM_TAPS + ENTRIES, num_slots=NUM_SLOTS)
+    read = [row[3] for row in ROWS if row[1] > 0]
+    mixer.start(*read)
+    _, num_heads, key_dim, value_dim = mixer.recurrent.shape
+    shape = (len(ROWS) + 1, ENTRIES)
+    own_keys = random(*shape, mixer.key_heads, key_dim, dtype=torch.float32, device="cpu", seed=1)
+    journal = Journal(
+        own_keys.repeat_interleave(num_heads // mixer.key_heads, dim=2),
+        random(*shape, num_heads, value_dim, dtype=torch.float32, device="cpu", seed=2),
+        random(*shape, 3, num_heads, dtype=torch.float32, device="cpu", seed=3).abs() / 2,
+    )
+    journal.gates[:, :, 0] *= -1
+    # The reference's entries have normalized keys, a kernel's the factor that normalizes them.
+    scale = (journal.keys.square().sum(-1) + 1e-6).rsqrt()
+    if op is reference:
+        journal.keys.mul_(scale[..., None])
+    journal.gates[:, :, 2] = 1.0 if op is reference else scale
+    backlog = Backlog.empty(NUM_SLOTS, num_heads, key_dim, value_dim, MOST_LATE, "cpu")
+    for i, part in enumerate(backlog[1:]):
+        part.copy_(random(*part.shape, dtype=torch.float32, device="cpu", seed=4 + i).abs() / 4)
+    for row in ROWS:
+        backlog.counts[row[3]] = row[5]
+    columns = [torch.tensor(column) for column in zip(*ROWS)]
+    lens, starts, slots, initial_slots, accepted, _, keep_at, keep_slots = columns
+    spans = [RowSpan(row[0], row[1] + row[0], num_drafts=row[0] - 1) for row in ROWS]
+    out = op(  # type: ignore[operator]
+        mixer.inputs(int(lens.sum())),
+        mixer.conv_weight,
+        mixer.a_log,
+        mixer.dt_bias,
+        mixer.norm_weight,
+        EPS,
+        mixer.conv,
+        mixer.recurrent,
+        torch.cat((torch.zeros(1, dtype=torch.int64), lens.cumsum(0))),
+        starts + lens,
+        slots,
+        initial_slots,
+        spans,
+        TokenBlocks.of(spans, "cpu"),
+        mixer.key_heads,
+        journal,
+        Replay(torch.arange(1, len(ROWS) + 1), accepted, keep_at, keep_slots),
+        backlog if has_backlog else None,
+    )
+    journal.keys.mul_(journal.gates[:, :, 2, :, None])
+    return out, mixer.recurrent, mixer.conv, *journal, backlog.counts
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("has_backlog", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [0, 1])
+def test_a_step_leaves_what_the_reference_leaves(
+    heads: int, dtype: torch.dtype, has_backlog: bool
+) -> None:
+    out, states, rings, keys, values, gates, counts = run(kernel, heads, dtype, has_backlog)
+    expected = run(reference, heads, dtype, has_backlog)
+    assert_near(out, expected[0], dtype)
+    written = [slot for row in ROWS for slot in (row[2], row[7]) if slot]
+    assert_near(states[written], expected[1][written], torch.float32)
+    for i, (num_tokens, start, slot, *_) in enumerate(ROWS, start=1):
+        used = range(max(0, start - NUM_TAPS + 1), start + num_tokens)
+        places = [position % rings.shape[1] for position in used]
+        assert torch.equal(rings[slot, places], expected[2][slot, places])
+        if num_tokens > 1:  # without the factors that normalize keys
+            journals = zip((keys, values, gates[:, :, :2]), (*expected[3:5], expected[5][:, :, :2]))
+            for seen, wanted in journals:
+                own = (i, slice(num_tokens - 1))
+                assert_near(seen[own], wanted[own], torch.float32)
+    _, _, _, _, _, _, at, kept = ROWS[1]
+    places = [position % rings.shape[1] for position in range(at - NUM_TAPS + 1, at)]
+    assert torch.equal(rings[kept, places], expected[2][kept, places])
+    # Slot 0 is padding; with a backlog, the reference also completes the states that it reads.
+    touched = {0, *written, *(row[3] for row in ROWS if has_backlog)}
+    others = [slot for slot in range(NUM_SLOTS) if slot not in touched]
+    for seen, wanted in ((states, expected[1]), (rings, expected[2])):
+        torch.testing.assert_close(seen[others], wanted[others], rtol=0, atol=0, equal_nan=True)
+    if has_backlog:
+        assert not counts[written].any()
+
+
+def test_only_what_it_supports_is_launched() -> None:
+    """Other dtypes, widths and batches use the other kernel, and so does `deterministic`."""
+    mixer = Mixer(HEADS[0], "cpu", torch.bfloat16)
+    mixed, weight, ring, states = (
+        mixer.inputs(4),
+        mixer.conv_weight,
+        mixer.conv,
+        mixer.recurrent,
+    )
+    can_decode = delta_net_drafts.can_decode
+    assert can_decode(1, 4, mixed, weight, ring, states)
+    assert can_decode(delta_net_drafts.MAX_ROWS, 4, mixed, weight, ring, states)
+    assert not can_decode(delta_net_drafts.MAX_ROWS + 1, 4, mixed, weight, ring, states)
+    assert not can_decode(1, delta_net_drafts.MIN_WIDTH - 1, mixed, weight, ring, states)
+    assert not can_decode(1, delta_net_drafts.MAX_WIDTH + 1, mixed, weight, ring, states)
+    assert not can_decode(1, 4, mixed.float(), weight.float(), ring.float(), states)
+    assert not can_decode(1, 4, mixed, weight, ring, states.half())
+    assert not can_decode(1, 4, mixed, weight, ring, states[:, :, :24])
+    with mock.patch.object(delta_net_drafts, "decode_with_drafts") as launched:
+        run(kernel, 2, torch.bfloat16, has_backlog=True)
+    launched.assert_not_called()
