@@ -225,7 +225,7 @@ def test_who_reads_slowly_is_given_everything() -> None:
         started = time.monotonic()
         while not received.endswith(b"\r\n0\r\n\r\n"):
             received += client.recv(8192)
-            time.sleep(0.03)
+            time.sleep(0.015)
         num_looks = (time.monotonic() - started) / connection_module.LOOK_AT_UNREAD_S
     assert b"the end" in received
     assert num_looks > connection_module.MAX_LOOKS_AT_UNREAD

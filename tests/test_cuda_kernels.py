@@ -207,6 +207,7 @@ def test_few_of_many_experts_are_found_by_scanning() -> None:
     check_experts(moe.sparse_mlp, 7, 1, gate_up, down, None, dtype, "cpu")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_skinny_products_are_those_of_float64(has_norm: bool, dtype: torch.dtype) -> None:

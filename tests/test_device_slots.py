@@ -5,6 +5,7 @@ A CPU runs the same steps as a GPU, with references instead of kernels.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,17 @@ def said(engine: Any) -> dict[str, Any]:
     return found
 
 
+@cache
+def said_by_a_resident_model(quantization: str = "none") -> dict[str, Any]:
+    return said(make_engine(MODEL, quantization=quantization))
+
+
 @pytest.mark.thinned
 @pytest.mark.bitwise
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 @pytest.mark.parametrize("size", [FEW, SOME, MOST])
 def test_the_same_bits_as_a_resident_model(quantization: str, size: int) -> None:
-    resident = said(make_engine(MODEL, quantization=quantization))
+    resident = said_by_a_resident_model(quantization)
     engine = make_engine(MODEL, quantization=quantization, expert_cache=room(size, quantization))
     assert said(engine) == resident
     assert [layer.num_slots for layer in store_of(engine).layers] == [size] * NUM_LAYERS
@@ -105,7 +111,7 @@ def test_the_heat_of_experts_is_their_scores_and_whether_they_have_slots() -> No
 def test_room_for_all_is_a_resident_model() -> None:
     engine = make_engine(MODEL, expert_cache="10MB")
     assert engine.expert_store is None
-    assert said(engine) == said(make_engine(MODEL))
+    assert said(engine) == said_by_a_resident_model()
 
 
 def test_too_little_room_is_said() -> None:
@@ -172,7 +178,8 @@ def test_converted_files_that_fit_ram_go_there(name: str, tmp_path: Path) -> Non
     room = f"{0.9 * NUM_LAYERS * 24 * each / 1e3:.1f}kB"
     engine = open_engine(output, expert_cache=room)
     assert isinstance(engine.expert_store, DeviceSlots)
-    assert said(engine) == said(whole)
+    expected = said(whole)
+    assert said(engine) == expected
     tight = open_engine(output, expert_cache=room, expert_ram="800kB")
     assert not isinstance(tight.expert_store, DeviceSlots)
-    assert said(tight) == said(whole)
+    assert said(tight) == expected

@@ -25,6 +25,7 @@ from training.problems import harness_sums, word_problems
 from training.problems.mixture import sample_training
 
 MAX_BYTES = 40e6
+NUM_GREEDY = 12  # tokens: `test_gate.py` compares whole replies
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +164,11 @@ def test_greedy_text_is_that_of_transformers(llm: LLM, reference: Qwen3_5MoeForC
             tools=conversation.tools,
             enable_thinking=conversation.enable_thinking,
         )
-        ours = llm.generate(prompt, SamplingParams(max_tokens=24)).pop()
+        ours = llm.generate(prompt, SamplingParams(max_tokens=NUM_GREEDY)).pop()
         with torch.inference_mode():
             ids = reference.generate(
                 torch.tensor([prompt]),
-                max_new_tokens=24,
+                max_new_tokens=NUM_GREEDY,
                 do_sample=False,
                 eos_token_id=list(llm.tokenizer.eos_token_ids),
                 pad_token_id=0,

@@ -531,7 +531,7 @@ def test_latency_is_compared_with_a_file_or_with_another_server(
 ) -> None:
     words = ["--sizes", "40+8,64+16", "--warmup", "1", "--runs", "3", *WITH_TOKENIZER]
     written = tmp_path / "slow.json"
-    with judged_server(seconds_a_token=0.02) as slow, judged_server(seconds_a_token=0.004) as fast:
+    with judged_server(seconds_a_token=0.01) as slow, judged_server(seconds_a_token=0.001) as fast:
         asked = ["latency", "--base-url", fast.url, *words]
         slow_words = ["latency", "--base-url", slow.url, "--output", str(written), *words]
         exit_code, _, said = measure(capsys, *slow_words)

@@ -124,8 +124,14 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("batch", [1, 5])
+# Every fault in both precisions and in both batches: neither depends on the other.
+@pytest.mark.parametrize(
+    ("batch", "dtype"),
+    [
+        *((1, "bfloat16"), (5, "float32")),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, "float32"), (5, "bfloat16"))),
+    ],
+)
 @pytest.mark.parametrize(("module", "name", "run_wrongly", "blamed"), WRONG)
 def test_a_wrong_kernel_is_found_and_named(
     module: ModuleType,

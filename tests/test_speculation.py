@@ -153,14 +153,14 @@ def test_a_state_is_kept_where_a_draft_passed_a_page(config: dict[str, Any]) -> 
     one = request("one", prompt(60), max_tokens=90)
     plain = run(make_engine(config, deterministic=False), one)
     said = tuple(tokens_of(plain["one"]))
+    two = request("two", (*prompt(60), *said, *prompt(9, 2)))
+    fresh = run(make_engine(config, deterministic=False), two)["two"]
     for script in ([ALWAYS_RIGHT], [1], [NO_DRAFT], EVERY_PLACE):
         engine = drafting_engine(config, plain, script, deterministic=False)
         assert tokens_of(run(engine, one)["one"]) == list(said)
         engine.policy.cache.check()
-        two = request("two", (*prompt(60), *said, *prompt(9, 2)))
         again = run(engine, two)["two"]
         assert again[0].num_cached_tokens == 128
-        fresh = run(make_engine(config, deterministic=False), two)["two"]
         assert tokens_of(again) == tokens_of(fresh)
         assert [token.logprob for token in logprobs_of(again)] == pytest.approx(
             [token.logprob for token in logprobs_of(fresh)], abs=1e-4

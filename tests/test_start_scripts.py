@@ -99,35 +99,45 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
     found.stop()
 
 
-@pytest.mark.parametrize("flags", [(), ("--enable-thinking", "--generation-config", "auto")])
-def test_replies_are_greedy_and_without_thinking_unless_the_script_is_told_otherwise(
-    scripts: Scripts, tmp_path: Path, flags: tuple[str, ...]
-) -> None:
-    template, model = write_thinking_template(tmp_path), tmp_path / "model"
+def start_thinker(scripts: Scripts, folder: Path, *flags: str) -> str:
+    """A model that thinks and says how it is sampled; what the script said of it."""
+    template, model = write_thinking_template(folder), folder / "model"
     model.mkdir()
-    started = scripts.start(
-        "--model", str(write_sampled_model(model)), "--chat-template", str(template), *flags
-    )
+    words = ["--model", str(write_sampled_model(model)), "--chat-template", str(template)]
+    started = scripts.start(*words, *flags)
     assert started.returncode == 0, started.stderr
+    return started.stdout
+
+
+def check_reply(scripts: Scripts, *, is_told: bool) -> None:
     sampling = httpx.get(f"{scripts.url}/health").json()["sampling"]
-    assert sampling["temperature"] == (SAMPLED["temperature"] if flags else 0)
+    assert sampling["temperature"] == (SAMPLED["temperature"] if is_told else 0)
     body = {"messages": [{"role": "user", "content": "What is 17 + 26?"}], "max_tokens": 64}
     reply = httpx.post(f"{scripts.url}/v1/chat/completions", json=body, timeout=60.0).json()
     message, usage = reply["choices"][0]["message"], reply["usage"]
-    assert bool(message.get("reasoning_content")) == bool(flags)
-    if not flags:
+    assert bool(message.get("reasoning_content")) == is_told
+    if not is_told:
         assert (
             usage["completion_tokens"] == len(Tokenizer.load(None).encode(message["content"])) > 0
         )
 
 
-def test_a_server_is_started_once_comes_back_when_killed_and_is_stopped_once(
-    scripts: Scripts,
+def test_replies_are_sampled_and_thought_about_if_the_script_is_told_so(
+    scripts: Scripts, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    started = scripts.start()
-    assert started.returncode == 0, started.stderr
-    assert f"Ready at {scripts.url}" in started.stdout
+    folder = tmp_path_factory.mktemp("thinker")
+    start_thinker(scripts, folder, "--enable-thinking", "--generation-config", "auto")
+    check_reply(scripts, is_told=True)
+
+
+def test_a_server_is_started_once_comes_back_when_killed_and_is_stopped_once(
+    scripts: Scripts, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """And its replies are greedy and without thinking: a server takes seconds to start."""
+    said = start_thinker(scripts, tmp_path_factory.mktemp("thinker"))
+    assert f"Ready at {scripts.url}" in said
     assert scripts.is_ready()
+    check_reply(scripts, is_told=False)
 
     again = scripts.start()
     assert again.returncode == 1
