@@ -529,6 +529,27 @@ def test_a_hung_engine_is_killed_in_time_and_its_replies_go_on_elsewhere() -> No
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("num_turns", range(8))
+def test_an_engine_that_dies_while_the_fleet_closes_is_not_replaced(num_turns: int) -> None:
+    """At any moment of its supervisor, whose cancellation Python 3.11 may lose at one of them."""
+
+    async def scenario() -> None:
+        world = World(1)
+        await world.fleet.wait_ready()
+        world.current[0].kill(DEATH)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        closing = asyncio.create_task(world.fleet.close())
+        done, _ = await asyncio.wait({closing}, timeout=5.0)
+        assert done, "it waits for a supervisor that goes on"
+        num_started = len(world.engines[0])
+        await settle()
+        assert len(world.engines[0]) == num_started
+        assert not world.alive
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_is_not_blamed_for_silence_while_the_server_itself_was_held_up() -> None:
     async def scenario() -> None:
         async with world_of(1, hang_timeout=0.5) as world:

@@ -479,6 +479,9 @@ class Fleet:
                 self._welcome(replica, time.monotonic() - started)
                 await replica.watch()
             await replica.reap()
+            # Closed meanwhile: Python 3.11 loses a cancellation that comes with the engine's death.
+            if self.failure is not None:
+                return
             await replica.wait_before_restart()
 
     def _welcome(self, replica: Replica, seconds: float) -> None:
