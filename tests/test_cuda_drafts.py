@@ -5,6 +5,7 @@ is what the reference leaves. On a GPU, `test_kernel_drafts.py` runs it compiled
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -66,6 +67,7 @@ def run(op: object, heads: int, dtype: torch.dtype, has_backlog: bool) -> tuple[
     for i, part in enumerate(backlog[1:]):
         part.copy_(random(*part.shape, dtype=torch.float32, device="cpu", seed=4 + i).abs() / 4)
     for row in ROWS:
+        backlog.counts[row[7]] = 1  # of a state that is overwritten
         backlog.counts[row[3]] = row[5]
     columns = [torch.tensor(column) for column in zip(*ROWS)]
     lens, starts, slots, initial_slots, accepted, _, keep_at, keep_slots = columns
@@ -137,14 +139,17 @@ def test_only_what_it_supports_is_launched() -> None:
         mixer.recurrent,
     )
     can_decode = delta_net_drafts.can_decode
-    assert can_decode(1, 4, mixed, weight, ring, states)
-    assert can_decode(delta_net_drafts.MAX_ROWS, 4, mixed, weight, ring, states)
-    assert not can_decode(delta_net_drafts.MAX_ROWS + 1, 4, mixed, weight, ring, states)
-    assert not can_decode(1, delta_net_drafts.MIN_WIDTH - 1, mixed, weight, ring, states)
-    assert not can_decode(1, delta_net_drafts.MAX_WIDTH + 1, mixed, weight, ring, states)
-    assert not can_decode(1, 4, mixed.float(), weight.float(), ring.float(), states)
-    assert not can_decode(1, 4, mixed, weight, ring, states.half())
-    assert not can_decode(1, 4, mixed, weight, ring, states[:, :, :24])
+    pools = (mixed, weight, ring, states, ENTRIES)
+    assert can_decode(1, 4, *pools)
+    assert can_decode(delta_net_drafts.MAX_ROWS, 4, *pools)
+    assert not can_decode(delta_net_drafts.MAX_ROWS + 1, 4, *pools)
+    assert not can_decode(1, delta_net_drafts.MIN_WIDTH - 1, *pools)
+    assert not can_decode(1, delta_net_drafts.MAX_WIDTH + 1, *pools)
+    assert not can_decode(1, 4, mixed.float(), weight.float(), ring.float(), *pools[3:])
+    assert not can_decode(1, 4, *pools[:3], states.half(), ENTRIES)
+    assert not can_decode(1, 4, *pools[:3], states[:, :, :24], ENTRIES)
+    assert not can_decode(1, 4, *pools[:4], 60)  # of a journal: they have no room
     with mock.patch.object(delta_net_drafts, "decode_with_drafts") as launched:
         run(kernel, 2, torch.bfloat16, has_backlog=True)
+        run(partial(kernel, deterministic=True), 0, torch.bfloat16, has_backlog=False)
     launched.assert_not_called()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops.cuda.program import current_stream, is_available, program
-from penstock.ops.reference.backlog import Backlog
+from penstock.ops.reference.backlog import MOST_LATE, Backlog
 from penstock.ops.reference.journal import Journal, Replay
 
 SOURCE = Path(__file__).with_name("delta_net_drafts.cu")
@@ -20,10 +20,17 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 4  # with more, the Triton kernel is faster, and with fewer than two drafts
 MIN_WIDTH, MAX_WIDTH = 3, 8  # tokens of a row: all have shared memory of their own
 MAX_THREADS = 1024
+SHARED = 48 * 1024  # bytes of a block without opt-in
 
 
 def can_decode(
-    num_rows: int, width: int, mixed: Tensor, conv_weight: Tensor, conv: Tensor, recurrent: Tensor
+    num_rows: int,
+    width: int,
+    mixed: Tensor,
+    conv_weight: Tensor,
+    conv: Tensor,
+    recurrent: Tensor,
+    num_entries: int,
 ) -> bool:
     """Whether shapes and dtypes suit the kernel, and rows are few."""
     key_dim, value_dim = recurrent.shape[2:]
@@ -36,8 +43,16 @@ def can_decode(
         and key_dim % 32 == 0
         and value_dim % 8 == 0
         and 4 * value_dim <= MAX_THREADS
+        and _shared_bytes(width, key_dim, value_dim, num_entries) <= SHARED
         and is_available(mixed.device)
     )
+
+
+def _shared_bytes(width: int, key_dim: int, value_dim: int, num_entries: int) -> int:
+    """Of the tokens of a row, and of what may have to be replayed before them."""
+    token = 2 * key_dim + 4 * value_dim + 2 * width + value_dim // 32 + 5
+    entry = key_dim + value_dim + 3
+    return 4 * (width * token + (MOST_LATE + num_entries) * entry + value_dim)
 
 
 def kernel_constants(

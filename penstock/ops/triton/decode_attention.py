@@ -8,7 +8,7 @@ grow.
 
 Two things are read before the preceding kernels are complete. First, lengths and pages of the rows:
 `launch.py` says why. Second, all keys and values except those of the newest token, or of as many as
-a step verifies: earlier steps wrote them, or a kernel that some plain launch has waited for since.
+a step verifies: earlier steps wrote them, or a kernel that a launch in between has waited for.
 """
 
 from __future__ import annotations

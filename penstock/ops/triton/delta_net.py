@@ -94,8 +94,8 @@ def gated_delta_net(
                 backlog,
             )
             num_rows, width = rows.stop - rows.start, max(span.num_tokens for span in spans[rows])
-            pools = (conv_weight, conv, recurrent)
-            if not deterministic and few_drafts.can_decode(num_rows, width, mixed, *pools):
+            shapes = (mixed, conv_weight, conv, recurrent, journal.keys.shape[1])
+            if not deterministic and few_drafts.can_decode(num_rows, width, *shapes):
                 few_drafts.decode_with_drafts(*given, width)
             else:
                 tile = _drafts_rule(num_rows, recurrent, deterministic)
