@@ -9,16 +9,19 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from command_line import ROOT, SMALL, environment, error_in, fails, penstock
+from penstock.assets import default_model
 from penstock.cli import main
 from penstock.commands.chat import Conversation, RemoteModel
 from penstock.errors import PenstockError
@@ -247,9 +250,15 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, str]]:
-    """`penstock serve` on a free port: its URL, and the curl line it shows."""
+    with served() as started:
+        yield started
+
+
+@contextlib.contextmanager
+def served(*words: str) -> Iterator[tuple[str, str]]:
+    """`penstock serve` on a free port: its URL, and what it says at its start."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "serve", "--port", "0", *SMALL],
+        [sys.executable, "-m", "penstock", "serve", "--port", "0", *SMALL, *words],
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -269,15 +278,26 @@ def server() -> Iterator[tuple[str, str]]:
     assert process.wait(timeout=60) == 0
 
 
-def test_the_curl_line_works_as_it_is_shown(server: tuple[str, str], tmp_path: Path) -> None:
-    _, said = server
+def choice_of_curl(said: str) -> dict[str, Any]:
+    """The answer to the line that a server shows, as it is shown."""
     line = said[said.index("  curl ") : said.index("Ctrl-C stops")]
-    script = tmp_path / "try.sh"
-    script.write_text(line)
     answer = subprocess.run(
-        ["bash", str(script)], capture_output=True, text=True, timeout=60, check=True
+        ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=True
     )
-    assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
+    choice: dict[str, Any] = json.loads(answer.stdout)["choices"][0]
+    return choice
+
+
+def test_the_curl_line_works_as_it_is_shown(server: tuple[str, str]) -> None:
+    _, said = server
+    assert choice_of_curl(said)["message"]["role"] == "assistant"
+
+
+def test_a_server_without_a_chat_template_says_so_and_shows_a_completion(tmp_path: Path) -> None:
+    shutil.copy(default_model() / "tokenizer.json", tmp_path)
+    with served("--tokenizer", str(tmp_path / "tokenizer.json")) as (_, said):
+        assert re.search(r"^template .*chats are refused", said, re.M)
+        assert choice_of_curl(said)["text"]
 
 
 def test_the_client_example_of_the_readme_streams(

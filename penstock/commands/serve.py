@@ -20,6 +20,7 @@ from penstock.progress import Phase, PhaseList
 from penstock.serve.devices import choose_tp, count_gpus, least_gpu_bytes
 
 USAGE = "penstock serve [MODEL] [flags]"
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 DESCRIPTION = (
     "Answer the OpenAI API over HTTP. Ctrl-C stops it when the running answers are complete."
 )
@@ -91,30 +92,39 @@ def serve(
             detail = f"{profile}, {describe(profile, engine_config)}"
             phases(Phase("profile", detail, seconds=0.0))
 
+        path = CHAT
+
         def on_phase(phase: Phase) -> None:
+            nonlocal path
             phases(phase)
             if phase.name == "listening" and is_opened:
                 open_page(phase.detail)
+            if phase.name == "template":  # there is none
+                path = COMPLETION
             if phase.name == "ready":
                 phases.close()
-                print_welcome(name, url=phase.detail, to=phases, has_page=serve_config.page)
+                print_welcome(name, phase.detail, phases, serve_config.page, path)
 
         server.run(engine_config, serve_config, on_phase)
 
 
-def print_welcome(name: str, url: str, to: PhaseList, has_page: bool = True) -> None:
+def print_welcome(
+    name: str, url: str, to: PhaseList, has_page: bool = True, path: str = CHAT
+) -> None:
     """The address, and a command to paste into another terminal."""
-    body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
+    hello: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello!"}]}
+    if path == COMPLETION:
+        hello = {"prompt": "Hello"}
+    body = {"model": name, **hello, "max_tokens": 64}
     print(
         f"\n{paint(name, 'bold', to.stream)} is served at {paint(url, 'green', to.stream)}",
         file=to.stream,
     )
     if has_page:
-        print(f"Open {page_address(url)} in a browser to chat.", file=to.stream)
+        purpose = " to chat" if path == CHAT else ""
+        print(f"Open {page_address(url)} in a browser{purpose}.", file=to.stream)
     print("Try it from another terminal:\n", file=to.stream)
-    print(
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\", file=to.stream
-    )
+    print(f"  curl {url}{path} -H 'Content-Type: application/json' \\", file=to.stream)
     print(f"    -d '{json.dumps(body)}'\n", file=to.stream)
     print(
         "Ctrl-C stops the server when the running answers are complete.", file=to.stream, flush=True

@@ -144,6 +144,8 @@ async def _serve(
         from penstock.serve.http_server import load_text, load_vector_text, serve_http
 
         text = text or load_text(text_path)
+        if text[1].source is None:
+            on_phase(Phase("template", "none: chats are refused, completions work", 1.0, 0.0))
         has_ended_well = await serve_http(
             listener,
             fleet,
