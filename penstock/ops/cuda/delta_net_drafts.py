@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.ops.cuda.program import current_stream, is_available, program
+from penstock.ops.cuda.program import SHARED, address, current_stream, is_available, program
 from penstock.ops.reference.backlog import MOST_LATE, Backlog
 from penstock.ops.reference.journal import Journal, Replay
 
@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 4  # with more, the Triton kernel is faster, and with fewer than two drafts
 MIN_WIDTH, MAX_WIDTH = 3, 8  # tokens of a row: all have shared memory of their own
 MAX_THREADS = 1024
-SHARED = 48 * 1024  # bytes of a block without opt-in
+ALIGNMENT = 16  # bytes
 
 
 def can_decode(
@@ -50,9 +50,10 @@ def can_decode(
 
 def _shared_bytes(width: int, key_dim: int, value_dim: int, num_entries: int) -> int:
     """Of the tokens of a row, and of what may have to be replayed before them."""
-    token = 2 * key_dim + 4 * value_dim + 2 * width + value_dim // 32 + 5
+    num_warps = -(-value_dim // 32)  # with a thread per column
+    token = 2 * key_dim + 4 * value_dim + 2 * width + num_warps + 4
     entry = key_dim + value_dim + 3
-    return 4 * (width * token + (MOST_LATE + num_entries) * entry + value_dim)
+    return 4 * (width * token + (MOST_LATE + num_entries) * entry + value_dim) + 2 * ALIGNMENT
 
 
 def kernel_constants(
@@ -111,11 +112,11 @@ def decode_with_drafts(
         (num_heads, len(state_slots)),
         4 * value_dim,
         current_stream(device),
-        *map(_address, (mixed, conv_weight, a_log, dt_bias, norm_weight, conv, recurrent)),
+        *map(address, (mixed, conv_weight, a_log, dt_bias, norm_weight, conv, recurrent)),
         _pack(*numbers[:4]),
         _pack(*journal, *numbers[4:]),
         _pack(*((None,) * 4 if backlog is None else backlog)),
-        _address(out),
+        address(out),
         c_float(eps),
         c_longlong(mixed.stride(0)),
         c_longlong(conv.stride(0)),
@@ -123,10 +124,6 @@ def decode_with_drafts(
     )
 
 
-def _address(tensor: Tensor | None) -> c_void_p:
-    return c_void_p(None if tensor is None else tensor.data_ptr())
-
-
 def _pack(*tensors: Tensor | None) -> ctypes.Array[c_void_p]:
     """A struct of pointers, passed by value."""
-    return (c_void_p * len(tensors))(*map(_address, tensors))
+    return (c_void_p * len(tensors))(*map(address, tensors))

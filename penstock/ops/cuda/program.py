@@ -1,4 +1,4 @@
-"""Compiles a CUDA C++ source for given constants, and launches it. Knows no tensor and no shape.
+"""Compiles a CUDA C++ source for given constants, and launches it. Knows no shape.
 
 NVRTC, which comes with the CUDA builds of PyTorch, compiles a kernel in a few tenths of a second;
 cubins are cached on disk. Kernels are launched through the driver API, the only one that supports
@@ -25,6 +25,7 @@ from penstock.ops.cache_folder import cache_folder, write_whole
 START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 MOST_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 FIRST_CAPABILITY = (8, 0)
+SHARED = 48 * 1024  # bytes of a block without opt-in
 INCLUDED = re.compile(r'^#include "(.*)"\n', re.MULTILINE)
 
 
@@ -72,6 +73,11 @@ def most_shared_bytes(device: torch.device) -> int:
 def current_stream(device: torch.device) -> int:
     """The stream's handle in the driver API."""
     return torch._C._cuda_getCurrentRawStream(device.index or 0)
+
+
+def address(tensor: torch.Tensor | None) -> c_void_p:
+    """An argument of a launch; None: a null pointer."""
+    return c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 class Program:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from ctypes import c_float, c_int, c_void_p
+from ctypes import c_float, c_int
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.ops.cuda import quantized_gemm, quantized_rules
 from penstock.ops.cuda.program import (
+    address,
     current_stream,
     is_available,
     most_shared_bytes,
@@ -567,6 +568,4 @@ def _launch_program(
 
 
 def _argument(value: Any) -> Any:
-    if value is None or isinstance(value, Tensor):
-        return c_void_p(None if value is None else value.data_ptr())
-    return value
+    return address(value) if value is None or isinstance(value, Tensor) else value

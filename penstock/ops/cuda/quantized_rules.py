@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from penstock.ops.cuda.program import SHARED
 from penstock.ops.product import Tile
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 from penstock.ops.tuning import bucket
@@ -28,7 +29,6 @@ STAGED_BYTES = 36 * 1024  # for these tokens, besides a block's sums
 # Per staged token, besides its columns and its sums by group: padding, so that tokens start in
 # different banks, and sums of squares.
 STAGED_MORE = 2 * 32 + 4 * 16
-SHARED = 48 * 1024  # bytes of a block without opt-in
 MAX_WARPS = 16
 MAX_SHARE = 12  # row tiles per SM; with more, blocks run in waves
 REGISTERS, MAX_RESIDENT = 65536, 64  # registers and warps of an SM

@@ -6,16 +6,14 @@ launches it.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-from ctypes import c_float, c_int, c_void_p
+from ctypes import c_float, c_int
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.ops.cuda.program import current_stream, is_available, program
+from penstock.ops.cuda.program import address, current_stream, is_available, program
 from penstock.ops.product import Product, Tile
 
 MAX_TOKENS = 8
@@ -67,12 +65,12 @@ def multiply_skinny(product: Product, tile: Tile) -> Tensor:
         -(-N // (TILE_ROWS * tile["row_tiles"])),
         32 * tile["num_warps"],
         current_stream(device),
-        _address(product.x),
-        _address(product.norm_weight),
-        _address(product.weight),
-        _address(product.bias),
-        _address(product.residual),
-        _address(out),
+        address(product.x),
+        address(product.norm_weight),
+        address(product.weight),
+        address(product.bias),
+        address(product.residual),
+        address(out),
         c_int(product.num_tokens),
         c_int(N),
         c_int(x_stride),
@@ -80,10 +78,6 @@ def multiply_skinny(product: Product, tile: Tile) -> Tensor:
         c_float(product.eps),
     )
     return out
-
-
-def _address(tensor: Tensor | None) -> ctypes._SimpleCData[Any]:
-    return c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def skinny_rule(shape: tuple[int, int], num_processors: int) -> Tile | None:

@@ -95,6 +95,12 @@ def _tile(dim: int) -> dict[str, int]:
 
 
 @triton.jit
+def _normed(b_x, b_weight, eps, DIM: tl.constexpr):
+    mean_square = tl.sum(b_x * b_x, axis=0) / DIM
+    return b_x * tl.rsqrt(mean_square + eps) * b_weight
+
+
+@triton.jit
 def _rms_norm_kernel(
     p_x,
     p_weight,
@@ -117,8 +123,7 @@ def _rms_norm_kernel(
         b_gate = tl.load(p_gate + dims, mask=is_inside, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     b_x = tl.load(p_x + i_row * row_stride + dims, mask=is_inside, other=0.0).to(tl.float32)
-    mean_square = tl.sum(b_x * b_x, axis=0) / DIM
-    b_out = (b_x * tl.rsqrt(mean_square + eps) * b_weight).to(p_out.dtype.element_ty)
+    b_out = _normed(b_x, b_weight, eps, DIM).to(p_out.dtype.element_ty)
     tl.store(p_out + i_row * DIM + dims, b_out, mask=is_inside)
     if p_gate is not None:
         gate = tl.sum(b_out.to(tl.float32) * b_gate, axis=0)
@@ -150,6 +155,5 @@ def _rms_norm_pair_kernel(
     stride = tl.where(i_of_pair == 0, first_stride, second_stride)
     p_row = tl.where(i_of_pair == 0, p_first, p_second) + i_row * stride
     b_x = tl.load(p_row + dims, mask=is_inside, other=0.0).to(tl.float32)
-    mean_square = tl.sum(b_x * b_x, axis=0) / DIM
-    b_out = (b_x * tl.rsqrt(mean_square + eps) * b_weight).to(p_out.dtype.element_ty)
+    b_out = _normed(b_x, b_weight, eps, DIM).to(p_out.dtype.element_ty)
     tl.store(p_out + (2 * i_row + i_of_pair) * DIM + dims, b_out, mask=is_inside)
