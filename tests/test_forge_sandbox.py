@@ -21,7 +21,16 @@ from penstock.forge.candidate_process import time_in_turn, time_of_innermost
 from penstock.forge.confine import CPU_RESTRICTIONS, RESTRICTIONS, landlock_version
 from penstock.forge.fork_server import ForkServer
 from penstock.forge.local import LocalPlayer, load_module
-from penstock.forge.sandbox import CandidateError, Limits, Played, Reach, Sandbox, probe, settle
+from penstock.forge.sandbox import (
+    CandidateError,
+    Limits,
+    OutOfTime,
+    Played,
+    Reach,
+    Sandbox,
+    probe,
+    settle,
+)
 from penstock.forge.static_check import refusal
 from penstock.forge.target import Target
 from penstock.forge.traces import Call
@@ -96,6 +105,36 @@ def test_the_sandbox_holds_what_the_screen_lets_through(sandbox: Sandbox, tmp_pa
     if "signals" in sandbox.enforced.get("files", ""):
         assert "'signal': 'PermissionError'" in said
     assert not (tmp_path / "written").exists()
+
+
+DRIBBLE = """
+import os, time
+def create_engine(model_config, weight_dir, device):
+    while True:
+        for number in range(3, 64):
+            try:
+                os.write(number, b" ")
+            except OSError:
+                pass
+        time.sleep(0.01)
+"""
+
+
+def test_bytes_that_keep_coming_buy_no_time(sandbox: Sandbox) -> None:
+    started = time.monotonic()
+    with pytest.raises(OutOfTime, match=r"out of time: more than 0\.5 s"):
+        with sandbox.host(DRIBBLE, seconds=0.5):
+            pass
+    assert time.monotonic() - started < 5.0
+
+
+IDLE = "def create_engine(model_config, weight_dir, device): pass\n"
+
+
+def test_short_answers_do_not_add_up_to_more_than_the_limit(sandbox: Sandbox) -> None:
+    with pytest.raises(OutOfTime), sandbox.host(IDLE, seconds=0.5) as hosted:
+        for _ in range(100_000):
+            hosted.play([], keep=[])
 
 
 ORPHAN = """

@@ -228,7 +228,7 @@ def test_a_candidate_that_dies_is_a_failed_trial(sandbox: Sandbox, exam: Exam) -
     assert outcome.gate == "check"
     assert "TypeError" in outcome.fault
     assert run_trial(sandbox, plain_source(), exam).is_passed
-    late = run_trial(sandbox, plain_source(), exam, seconds=0.05)
+    late = run_trial(sandbox, plain_source(), exam, seconds=0.001)
     assert "out of time" in late.fault
 
 

@@ -154,7 +154,7 @@ class Hosted:
         self._connection = connection
         self._lines = connection.makefile("rb")
         self._deadline = time.monotonic() + limits.seconds
-        self._killed_for = ""
+        self._killed_for: CandidateError | None = None
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -208,17 +208,18 @@ class Hosted:
     def read(self) -> dict[str, Any]:
         """The next message, with the bytes after it as `payload`."""
         try:
-            self._connection.settimeout(max(0.01, self._deadline - time.monotonic()))
+            self._connection.settimeout(self._time_left())
             line = self._lines.readline(MAX_LINE)
             message = json.loads(line) if line else {}
             if isinstance(message, dict) and message:
                 message["payload"] = self._lines.read(min(int(message["bytes"]), MAX_PAYLOAD))
         except TimeoutError:
-            raise OutOfTime(f"out of time: more than {self.limits.seconds:.0f} s") from None
+            raise self._out_of_time() from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CandidateError(f"sent an invalid message: {error}") from None
-        if not message:
-            raise CandidateError(self._killed_for or "died without a message")
+            invalid = CandidateError(f"sent an invalid message: {error}")
+            raise self._killed_for or invalid from None
+        if not message or self._killed_for:
+            raise self._killed_for or CandidateError("died without a message")
         if not isinstance(message, dict) or "error" in message:
             raise CandidateError(
                 str(message["error"] if isinstance(message, dict) else message)[:2000]
@@ -234,10 +235,22 @@ class Hosted:
 
     def _write(self, **message: Any) -> None:
         try:
-            self._connection.settimeout(max(0.01, self._deadline - time.monotonic()))
+            self._connection.settimeout(self._time_left())
             self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except TimeoutError:
+            raise self._out_of_time() from None
         except OSError as error:
-            raise CandidateError(self._killed_for or f"cannot be reached: {error}") from None
+            raise self._killed_for or CandidateError(f"cannot be reached: {error}") from None
+
+    def _time_left(self) -> float:
+        """Of all messages together: short answers must not add up to more."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise self._out_of_time()
+        return left
+
+    def _out_of_time(self) -> OutOfTime:
+        return OutOfTime(f"out of time: more than {self.limits.seconds:.3g} s")
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -251,7 +264,10 @@ class Hosted:
             except (OSError, IndexError):
                 return
             if resident > self.limits.memory_bytes:
-                self._killed_for = f"out of memory: {resident >> 20} MiB resident"
+                self._killed_for = CandidateError(f"out of memory: {resident >> 20} MiB resident")
+            elif time.monotonic() > self._deadline:  # one that sends a byte now and then
+                self._killed_for = self._out_of_time()
+            if self._killed_for:
                 self._kill()
                 return
 

@@ -31,7 +31,7 @@ def _each(names: str, advice: str) -> dict[str, str]:
 # Ignored with any value, by the reason why that is harmless. docs/api.md lists them in this order.
 ACCOUNTING = """user metadata store service_tier safety_identifier request_id rid client_metadata
 user_profile_id workspace_id access_programs inference_geo betas anthropic_version anthropic_beta
-trace tags"""
+trace tags billing_policy"""
 CACHING = """prompt_cache_retention prompt_cache_options cache_control cache_prompt id_slot
 keep_alive ttl draft_model prediction speed diagnostics"""
 ROUTING = """provider models route transforms fallbacks fallback_credit_token data_parallel_rank
