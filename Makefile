@@ -21,12 +21,16 @@ AS_AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUC
 # Kernels are compiled with this one: what it understands, newer ones have understood too.
 OLDEST_TRITON := 3.6.0
 
+# Those that the tests passed with: a new release of a client or a linter is no news of ours. What is
+# installed to serve has ranges (pyproject.toml).
+VERSIONS := tests/versions.txt
+
 # Three workers for two cores: many tests wait for processes that they start. Hundreds of these do,
 # and read compiled modules only where one of them may write these.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-page test-ray page
+.PHONY: help install serve test test-page test-ray page versions
 
 help:
 	@echo "make install   make $(VENV) and install Penstock into it"
@@ -34,6 +38,7 @@ help:
 	@echo "make test      lint, format, types and tests"
 	@echo "make test-ray  Penstock on a Ray cluster of this machine, in an environment of its own"
 	@echo "make test-page the page in a real browser; uses Debian's chromium, or gets Playwright's"
+	@echo "make versions  install the newest libraries to test with, and write $(VERSIONS)"
 	@echo "make page      build what the server sends as its page from web/source; needs Node"
 
 install: $(VENV)/installed
@@ -49,6 +54,13 @@ test: $(VENV)/installed-test
 	  $(PYTEST) --no-loadscope-reorder --durations=25; tests=$$?; \
 	  wait $$types; types=$$?; cat $(VENV)/types; exit $$((tests | types))
 	$(AS_AVX2) $(PYTEST) -m 'bitwise and not slow' $$(grep -l 'mark\.bitwise' tests/test_*.py)
+
+versions:
+	rm -rf $(VENV)
+	@echo "# Versions that the tests passed with, but for torch's. make versions writes the newest." > $(VERSIONS)
+	$(MAKE) $(VENV)/installed-test
+	$(BIN)/python -m pip freeze --exclude torch --exclude penstock >> $(VERSIONS)
+	@touch $(VENV)/installed-test
 
 test-page: $(VENV)/installed-page
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -m $(PAGE_TESTS) $(PAGE_FLAGS)
@@ -87,8 +99,8 @@ $(VENV)/installed: pyproject.toml | $(VENV)/torch
 	$(BIN)/python -m pip install -q -e .
 	@touch $@
 
-$(VENV)/installed-test: pyproject.toml | $(VENV)/torch
-	$(BIN)/python -m pip install -q -e '.[test]'
+$(VENV)/installed-test: pyproject.toml $(VERSIONS) | $(VENV)/torch
+	$(BIN)/python -m pip install -q -c $(VERSIONS) -e '.[test]'
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/oldest triton==$(OLDEST_TRITON)
 	@touch $@ $(VENV)/installed
 
