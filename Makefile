@@ -25,9 +25,12 @@ OLDEST_TRITON := 3.6.0
 # installed to serve has ranges (pyproject.toml).
 VERSIONS := tests/versions.txt
 
+# What a test frees stays with its process: the kernel would have to clear it again.
+KEEP_MEMORY := MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_MMAP_THRESHOLD_=268435456
+
 # Three workers for two cores: many tests wait for processes that they start. Hundreds of these do,
 # and read compiled modules only where one of them may write these.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(KEEP_MEMORY) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-page test-ray page versions

@@ -55,11 +55,16 @@ def _values_of(item: pytest.Function) -> set[tuple[str, str]]:
     return {(name, repr(value)) for name, value in item.callspec.params.items()}
 
 
+def pytest_sessionstart() -> None:
+    gc.disable()  # until all is collected: imports leave much to scan and little to free
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     # Libraries and tests stay alive: scanning them in every collection took an eighth of the time.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # tests create few reference cycles
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
