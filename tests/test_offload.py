@@ -302,6 +302,58 @@ def test_a_replaced_file_does_not_disturb(checkpoint: Path, tmp_path: Path) -> N
     assert said == logprobs_of(run(open_engine(checkpoint), request("one", prompt(40)))["one"])
 
 
+def test_a_checkpoint_that_is_replaced_does_not_disturb_reads_in_place(tmp_path: Path) -> None:
+    """More experts than RAM stages, so that most are read again and again."""
+    config = {**HYBRID_MOE, "num_experts": 32}
+    state = {name: values.bfloat16() for name, values in plain_state(config).items()}
+    model = write(tmp_path / "model", state, config)
+    one = request("one", prompt(40))
+    said = logprobs_of(run(open_engine(model), one)["one"])
+    engine = open_engine(model, expert_cache=FEW, expert_ram="400kB")
+    other = {name: 2 * values for name, values in state.items()}
+    for file in write(tmp_path / "other", other, config).glob("*.safetensors"):
+        file.replace(model / file.name)
+    assert logprobs_of(run(engine, one)["one"]) == said
+    assert store_of(engine).stats()["disk_reads"] > 32
+
+
+def test_a_checkpoint_read_in_place_tries_again_and_names_its_file(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, failures = os.preadv, iter([True])
+
+    def fail_now_and_then(*given: Any) -> int:
+        if next(failures, False):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(*given)
+
+    store = store_of(open_engine(checkpoint, expert_cache=SOME, expert_ram="1MB"))
+    monkeypatch.setattr(os, "preadv", fail_now_and_then)
+    store.fetch(1, [0, 1], store.pools[0])
+    failures = iter([True] * 1000)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read at byte"):
+        store.fetch(1, [2, 3], store.pools[0])
+
+
+def test_an_engine_that_is_gone_leaves_no_file_open(converted: Path) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    engine = open_engine(converted, expert_cache=FEW)
+    assert len(os.listdir("/proc/self/fd")) > before
+    del engine
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_converted_model_without_its_dense_weights_is_refused_by_name(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    output = convert(checkpoint, tmp_path / "out")
+    (output / "dense.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"dense\.safetensors cannot be opened"):
+        open_engine(output, expert_cache=FEW)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [

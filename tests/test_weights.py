@@ -166,7 +166,7 @@ def test_auto_is_the_dtype_of_the_config_and_float32_on_a_cpu() -> None:
 def test_large_tensors_are_read_in_pieces_and_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.weights.safetensors_reader.PIECE_BYTES", 1000)
+    monkeypatch.setattr("penstock.weights.weight_file.PIECE_BYTES", 1000)
     state = make_state()
     model = load(write_checkpoint(tmp_path, state))
     assert torch.equal(model.get_parameter("head.weight.values"), state["lm_head.weight"])

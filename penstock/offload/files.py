@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -105,7 +106,9 @@ def read_index(folder: Path) -> Index:
 
 
 class RecordFile:
-    """An open record file. It keeps reading the opened file, even if another takes its name."""
+    """An open record file. It keeps reading the opened file, even if another takes its name. Closed
+    by `close`, or with its last reference.
+    """
 
     def __init__(
         self, path: Path, num_records: int, record_bytes: int, *, direct: bool = False
@@ -114,6 +117,7 @@ class RecordFile:
         size = num_records * record_bytes
         try:
             self._file, self.is_direct = _open(path, direct)
+            self.close = weakref.finalize(self, os.close, self._file)
             found = os.fstat(self._file).st_size
         except OSError as error:
             raise CheckpointError(
@@ -153,9 +157,6 @@ class RecordFile:
                     CONVERT_AGAIN,
                 )
             done += num_read
-
-    def close(self) -> None:
-        os.close(self._file)
 
 
 def _open(path: Path, direct: bool) -> tuple[int, bool]:

@@ -33,4 +33,4 @@ class CheckpointLayer:
             view.copy_(tensor[0])
 
     def close(self) -> None:
-        """Nothing to close: files are opened for each read."""
+        """Nothing to close: the checkpoint's files are closed with its tensors."""

@@ -23,8 +23,9 @@ from penstock.gguf.header import MAX_SHOWN, BlockType, TensorInfo, damaged
 from penstock.weights.codes import Codes
 from penstock.weights.gguf_blocks import READERS
 from penstock.weights.gguf_layout import Part, parts_of
-from penstock.weights.safetensors_reader import read_into, read_part
+from penstock.weights.safetensors_reader import read_part
 from penstock.weights.stored import RawRows, StoredTensor
+from penstock.weights.weight_file import WeightFile
 
 logger = logging.getLogger(__name__)
 
@@ -45,66 +46,69 @@ def open_gguf(path: Path) -> list[StoredTensor]:
     """Every tensor of the model, checked against the sizes of the files; reads no data yet."""
     model = read_model(path)
     _require_readable(path, model.tensors.values())
-    return [_stored(part) for part in parts_of(model)]
+    files = {one: WeightFile(one) for one in {info.path for info in model.tensors.values()}}
+    return [_stored(part, files[part.info.path]) for part in parts_of(model)]
 
 
-def _stored(part: Part) -> StoredTensor:
+def _stored(part: Part, file: WeightFile) -> StoredTensor:
     kind = part.info.type.name
     num_bytes = part.num_rows * part.row_bytes
     if kind in DTYPES:
         return StoredTensor(
-            part.name, part.shape, DTYPES[kind], partial(_read, part), "", num_bytes
+            part.name, part.shape, DTYPES[kind], partial(_read, part, file), "", num_bytes
         )
     stored = StoredTensor(
-        part.name, part.shape, torch.float32, partial(_read, part), kind, num_bytes
+        part.name, part.shape, torch.float32, partial(_read, part, file), kind, num_bytes
     )
     if kind not in READERS or part.convert is not None:
         return stored
-    raw = RawRows(kind, part.row_bytes, partial(_read_raw, part), partial(_decode, part))
-    return replace(stored, read_codes=partial(_read_codes, part), raw=raw)
+    raw = RawRows(kind, part.row_bytes, partial(_read_raw, part, file), partial(_decode, part))
+    return replace(stored, read_codes=partial(_read_codes, part, file), raw=raw)
 
 
-def _read(part: Part, rows: slice | None) -> Tensor:
+def _read(part: Part, file: WeightFile, rows: slice | None) -> Tensor:
     kind = part.info.type.name
     chosen = part.rows_of(rows)
     if kind in DTYPES:
-        weight = _ordered(_read_bytes(part, chosen).view(DTYPES[kind]), part.columns)
+        weight = _ordered(_read_bytes(part, file, chosen).view(DTYPES[kind]), part.columns)
     else:
         weight = torch.empty(len(chosen), part.width)
         step = max(1, PIECE_ELEMENTS // part.width)
         expand = _expand_codes if kind in READERS else _expand_by_package
         for start in range(0, len(chosen), step):
             piece = chosen[start : start + step]
-            weight[start : start + step] = expand(part, piece)
+            weight[start : start + step] = expand(part, file, piece)
     if part.convert is not None:
         weight = part.convert(weight)
     return weight.reshape(-1, *part.shape[1:])
 
 
-def _read_codes(part: Part, rows: slice | None, columns: slice | None = None) -> Codes:
+def _read_codes(
+    part: Part, file: WeightFile, rows: slice | None, columns: slice | None = None
+) -> Codes:
     own_rows = part.rows_of(rows)
     if columns is None:
-        return _codes_of(part, own_rows)
+        return _codes_of(part, file, own_rows)
     if part.columns is not None or not isinstance(own_rows, range):
-        return _codes_of(part, own_rows).cut(slice(None), columns)
+        return _codes_of(part, file, own_rows).cut(slice(None), columns)
     block = part.info.type
     first, end, _ = columns.indices(part.width)
     blocks = slice(first // block.block_size, -(-end // block.block_size))
     in_bytes = slice(blocks.start * block.block_bytes, blocks.stop * block.block_bytes)
     whole = (own_rows.stop, part.row_bytes)
     source = (slice(own_rows.start, own_rows.stop), in_bytes)
-    raw = read_part(part.info.path, part.info.offset, torch.uint8, whole, source)
+    raw = read_part(file, part.info.offset, torch.uint8, whole, source)
     codes = READERS[block.name](raw.unflatten(-1, (-1, block.block_bytes)))
     before = blocks.start * block.block_size
     return codes.cut(slice(None), slice(first - before, end - before))
 
 
-def _read_raw(part: Part, rows: slice | None, out: Tensor) -> None:
-    _read_bytes(part, part.rows_of(rows), out)
+def _read_raw(part: Part, file: WeightFile, rows: slice | None, out: Tensor) -> None:
+    _read_bytes(part, file, part.rows_of(rows), out)
 
 
-def _codes_of(part: Part, rows: range | Tensor) -> Codes:
-    return _decode(part, _read_bytes(part, rows))
+def _codes_of(part: Part, file: WeightFile, rows: range | Tensor) -> Codes:
+    return _decode(part, _read_bytes(part, file, rows))
 
 
 def _decode(part: Part, raw: Tensor) -> Codes:
@@ -113,15 +117,15 @@ def _decode(part: Part, raw: Tensor) -> Codes:
     return replace(codes, columns=columns if columns is None else columns.to(raw.device))
 
 
-def _expand_codes(part: Part, rows: range | Tensor) -> Tensor:
-    return _codes_of(part, rows).dequantize()
+def _expand_codes(part: Part, file: WeightFile, rows: range | Tensor) -> Tensor:
+    return _codes_of(part, file, rows).dequantize()
 
 
-def _expand_by_package(part: Part, rows: range | Tensor) -> Tensor:
+def _expand_by_package(part: Part, file: WeightFile, rows: range | Tensor) -> Tensor:
     import gguf
 
     kind = gguf.GGMLQuantizationType[part.info.type.name]
-    weight = torch.from_numpy(gguf.quants.dequantize(_read_bytes(part, rows).numpy(), kind))
+    weight = torch.from_numpy(gguf.quants.dequantize(_read_bytes(part, file, rows).numpy(), kind))
     return _ordered(weight, part.columns)
 
 
@@ -133,7 +137,9 @@ def _ordered(weight: Tensor, columns: Tensor | None) -> Tensor:
     return ordered
 
 
-def _read_bytes(part: Part, rows: range | Tensor, out: Tensor | None = None) -> Tensor:
+def _read_bytes(
+    part: Part, file: WeightFile, rows: range | Tensor, out: Tensor | None = None
+) -> Tensor:
     """Fills and returns [rows, bytes of a row] uint8."""
     if out is None:
         out = torch.empty(len(rows), part.row_bytes, dtype=torch.uint8)
@@ -141,10 +147,12 @@ def _read_bytes(part: Part, rows: range | Tensor, out: Tensor | None = None) -> 
         return out
     if isinstance(rows, range):
         offset = part.info.offset + rows[0] * part.row_bytes
-        read_into(part.info.path, offset, out.view(-1).numpy().data)
+        file.read_into(offset, out.view(-1).numpy().data)
         return out
     first, last = int(rows.min()), int(rows.max())
-    return torch.index_select(_read_bytes(part, range(first, last + 1)), 0, rows - first, out=out)
+    return torch.index_select(
+        _read_bytes(part, file, range(first, last + 1)), 0, rows - first, out=out
+    )
 
 
 def _require_readable(path: Path, infos: Iterable[TensorInfo]) -> None:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,9 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock.weights.stored import StoredTensor
+from penstock.weights.weight_file import WeightFile
 
 MAX_HEADER_BYTES = 100_000_000
-PIECE_BYTES = 32 * 2**20  # a large tensor is read in pieces of this size, several at a time
-NUM_READERS = 4
 DISK_PAGE_BYTES = 4096
 
 DTYPES = {
@@ -54,17 +51,17 @@ def open_safetensors(path: Path) -> list[StoredTensor]:
     """The tensors of a file, checked against its size: a truncated file fails here, not hours
     later.
     """
-    size = path.stat().st_size
-    header, data_start = _read_header(path, size)
+    file = WeightFile(path)
+    header, data_start = _read_header(file)
     tensors = []
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         dtype, shape, start, end = _parse_entry(path, name, entry)
-        if data_start + end > size:
+        if data_start + end > file.size:
             raise CheckpointError(
                 f"{path.name} is truncated: {name} ends at byte {data_start + end:,}, the file at "
-                f"{size:,}"
+                f"{file.size:,}"
             )
         offset = data_start + start
         tensors.append(
@@ -72,22 +69,24 @@ def open_safetensors(path: Path) -> list[StoredTensor]:
                 name,
                 shape,
                 dtype,
-                read=_reader(path, offset, dtype, shape),
-                read_part=partial(read_part, path, offset, dtype, shape),
+                read=_reader(file, offset, dtype, shape),
+                read_part=partial(read_part, file, offset, dtype, shape),
             )
         )
     return tensors
 
 
-def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if size < 8 or header_bytes > min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(
-                f"{path.name} is truncated or not safetensors: "
-                f"its header should have {header_bytes:,} bytes, the file has {size:,}"
-            )
-        raw = file.read(header_bytes)
+def _read_header(file: WeightFile) -> tuple[dict[str, Any], int]:
+    path, length = file.path, bytearray(min(8, file.size))
+    file.read_into(0, memoryview(length))
+    header_bytes = int.from_bytes(length, "little")
+    if file.size < 8 or header_bytes > min(MAX_HEADER_BYTES, file.size - 8):
+        raise CheckpointError(
+            f"{path.name} is truncated or not safetensors: "
+            f"its header should have {header_bytes:,} bytes, the file has {file.size:,}"
+        )
+    raw = bytearray(header_bytes)
+    file.read_into(8, memoryview(raw))
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -129,7 +128,7 @@ def _parse_entry(
 
 
 def _reader(
-    path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
+    file: WeightFile, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Callable[[slice | None], Tensor]:
     def read(rows: slice | None) -> Tensor:
         first, own_shape = 0, shape
@@ -139,14 +138,18 @@ def _reader(
             own_shape = (max(0, end - first), *shape[1:])
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         raw = torch.empty(math.prod(own_shape) * dtype.itemsize, dtype=torch.uint8)
-        read_into(path, offset + first * row_bytes, raw.numpy().data)
+        file.read_into(offset + first * row_bytes, raw.numpy().data)
         return raw.view(dtype).reshape(own_shape)
 
     return read
 
 
 def read_part(
-    path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...], source: tuple[slice, ...]
+    file: WeightFile,
+    offset: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    source: tuple[slice, ...],
 ) -> Tensor:
     """A part between bounds of each dimension: reads its runs of bytes, and the gaps between them
     only if they are so short that a disk reads them anyway.
@@ -168,34 +171,6 @@ def read_part(
     for number, places in enumerate(itertools.product(*read[:inner])):
         first = offset + read[inner].start * strides[inner]
         first += sum(place * stride for place, stride in zip(places, strides))
-        read_into(path, first, buffer[number * run_bytes : (number + 1) * run_bytes])
+        file.read_into(first, buffer[number * run_bytes : (number + 1) * run_bytes])
     cut = [slice(own.start - had.start, own.stop - had.start) for own, had in zip(wanted, read)]
     return raw.view(dtype).reshape(own_shape)[tuple(cut)].contiguous()
-
-
-def read_into(path: Path, offset: int, buffer: memoryview) -> None:
-    """Fills the buffer from the file; large ones with several reads in flight, for fast disks."""
-
-    def read_piece(start: int) -> None:
-        end = min(start + PIECE_BYTES, len(buffer))
-        while start < end:
-            num_read = os.preadv(file, [buffer[start:end]], offset + start)
-            if num_read == 0:
-                raise CheckpointError(
-                    f"{path} ended at byte {offset + start:,} while it was read",
-                    "The file became shorter after it was opened.",
-                    "Download or copy the file again.",
-                )
-            start += num_read
-
-    starts = range(0, len(buffer), PIECE_BYTES)
-    file = os.open(path, os.O_RDONLY)
-    try:
-        if len(starts) <= 1:
-            for start in starts:
-                read_piece(start)
-        else:
-            with ThreadPoolExecutor(NUM_READERS) as pool:
-                list(pool.map(read_piece, starts))
-    finally:
-        os.close(file)
