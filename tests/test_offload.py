@@ -227,6 +227,47 @@ def test_verify_finds_a_flipped_bit(checkpoint: Path, tmp_path: Path) -> None:
         conversion.verify(index, lambda _: None)
 
 
+def test_verify_finds_a_flipped_bit_in_dense_weights(checkpoint: Path, tmp_path: Path) -> None:
+    conversion = Conversion(find_model(str(checkpoint)), "cpu")
+    index = conversion.write(tmp_path / "out", lambda _: None)
+    path = tmp_path / "out" / "dense.safetensors"
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"in .*dense\.safetensors differs from plain"):
+        conversion.verify(index, lambda _: None)
+
+
+def test_verify_refuses_a_model_of_other_layers(checkpoint: Path, tmp_path: Path) -> None:
+    """One has all layers of the other: with equal weights, only their number tells."""
+    config = {**HYBRID_MOE, "mtp_num_hidden_layers": 1}
+    model = write(tmp_path / "model", plain_state(config), config)
+    conversions = [Conversion(find_model(str(path)), "cpu") for path in (checkpoint, model)]
+    written = [one.write(tmp_path / str(i), lambda _: None) for i, one in enumerate(conversions)]
+    for conversion, index in zip(conversions, reversed(written), strict=True):
+        with pytest.raises(CheckpointError, match="is not a conversion of"):
+            conversion.verify(index, lambda _: None)
+
+
+def test_all_files_of_a_conversion_have_the_same_permissions(converted: Path) -> None:
+    """Another user may serve it."""
+    modes = {path.stat().st_mode for path in converted.rglob("*") if path.is_file()}
+    assert len(modes) == 1
+
+
+@pytest.mark.parametrize("made_for", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["nvfp4", "gptq"])
+def test_the_plan_knows_the_size_of_repacked_experts(
+    name: str, made_for: str, tmp_path: Path
+) -> None:
+    format = FORMATS[name]
+    packed, _ = pack_state(plain_state(HYBRID_MOE), format)
+    model = write(tmp_path / "packed", packed, {**HYBRID_MOE, format.key: format.quantization})
+    conversion = Conversion(find_model(str(model)), made_for)
+    index = conversion.write(tmp_path / "out", lambda _: None)
+    assert conversion.plan.expert_bytes == index.num_bytes
+
+
 def test_a_truncated_file_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
     output = convert(checkpoint, tmp_path / "out")
     os.truncate(output / "experts" / "layer-003.bin", 5000)
@@ -414,6 +455,69 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(checkpoint: Path, tmp_path
     conversion.verify(conversion.write(output, lambda _: None), lambda _: None)
 
 
+def test_a_disk_that_is_full_at_the_dense_weights_is_said(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+
+    def fill_disk(phase: Any) -> None:
+        part = output / "dense.safetensors.part"
+        if phase.detail == "dense.safetensors" and not part.is_symlink():
+            part.symlink_to("/dev/full")
+
+    conversion = Conversion(find_model(str(checkpoint)), "cpu")
+    with pytest.raises(CheckpointError, match=r"dense\.safetensors cannot be written\nThe disk is"):
+        conversion.write(output, fill_disk)
+    conversion.verify(conversion.write(output, lambda _: None), lambda _: None)
+
+
+@pytest.mark.parametrize("place", ["/proc/out", "file/out", "link"])
+def test_a_folder_that_cannot_be_made_is_said(checkpoint: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing" / "here")
+    conversion = Conversion(find_model(str(checkpoint)), "cpu")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        conversion.write(tmp_path / place, lambda _: None)
+
+
+def stopped(checkpoint: Path, output: Path) -> Conversion:
+    """A conversion that ended before its last layer."""
+
+    def stop(phase: Any) -> None:
+        if phase.detail == "layers.3.mlp":
+            raise KeyboardInterrupt
+
+    conversion = Conversion(find_model(str(checkpoint)), "cpu")
+    with pytest.raises(KeyboardInterrupt):
+        conversion.write(output, stop)
+    return conversion
+
+
+def test_a_layer_that_is_gone_is_written_again(checkpoint: Path, tmp_path: Path) -> None:
+    conversion = stopped(checkpoint, tmp_path / "out")
+    os.truncate(tmp_path / "out" / "experts" / "layer-001.bin", 5000)
+    conversion.verify(conversion.write(tmp_path / "out", lambda _: None), lambda _: None)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"identity"', "[]"])
+def test_damaged_notes_of_a_stopped_conversion_are_said(
+    checkpoint: Path, tmp_path: Path, text: str
+) -> None:
+    conversion = stopped(checkpoint, tmp_path / "out")
+    (tmp_path / "out" / "unfinished.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"unfinished\.json is damaged"):
+        conversion.write(tmp_path / "out", lambda _: None)
+
+
+def test_two_conversions_do_not_write_to_one_folder(checkpoint: Path, tmp_path: Path) -> None:
+    conversion = Conversion(find_model(str(checkpoint)), "cpu")
+
+    def write_too(phase: Any) -> None:
+        if phase.detail == "layers.1.mlp":
+            with pytest.raises(ConfigError, match="Another `penstock convert` is writing"):
+                conversion.write(tmp_path / "out", lambda _: None)
+
+    conversion.verify(conversion.write(tmp_path / "out", write_too), lambda _: None)
+
+
 def test_the_command_plans_converts_and_verifies(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -427,8 +531,9 @@ def test_the_command_plans_converts_and_verifies(
     report = json.loads(capsys.readouterr().out)
     assert report["verified"]
     assert plan["expert_bytes"] <= report["expert_bytes"] <= plan["most_bytes"]
-    assert main(words) == 1
-    assert "already holds a converted model" in capsys.readouterr().err
+    for again in (words, [*words, "--dry-run"]):
+        assert main(again) == 1
+        assert "already holds a converted model" in capsys.readouterr().err
     assert main(["inspect", str(output), "--json"]) == 0
     stored = json.loads(capsys.readouterr().out)["stored"]
     assert main(["inspect", str(checkpoint), "--json"]) == 0

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 DESCRIPTION = """Convert a checkpoint for a machine that has no room for all of its experts.
 
 Each layer's experts go into one file, aligned for direct reads; everything else goes into another.
-Quantized weights are copied as they are, so the converted model gives the same tokens. Only one
-layer at a time is in memory. To continue a run that was stopped, run the same command again."""
+Quantized weights are copied as they are, so the converted model gives the same tokens. The experts
+of one layer at a time are in memory, and at the end everything else. To continue a run that was
+stopped, run the same command again."""
 USAGE = "penstock convert MODEL -o OUT [flags]"
 EXAMPLES = [
     "penstock convert ~/models/Qwen3.5-397B-A17B-INT4 -o experts --dry-run",
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare every expert in OUT with MODEL; converts first if OUT does not exist",
+        help="compare every weight in OUT with MODEL; converts first if OUT does not exist",
     )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
 
@@ -69,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         index = read_index(output) if arguments.verify and is_converted(output) else None
         conversion = Conversion(source, made_for if index is None else index.made_for)
         if arguments.dry_run:
+            conversion.check_output(output)
             phases.close()
             return _print_plan(conversion.plan, output, made_for, arguments.json)
         if index is None:
@@ -145,6 +147,6 @@ def _print_report(report: dict[str, Any]) -> None:
             ["experts, bytes", human_bytes(report["expert_bytes"])],
             ["everything else", human_bytes(report["dense_bytes"])],
             ["for", report["made_for"]],
-            ["verified", "yes, every expert" if report["verified"] else "no"],
+            ["verified", "yes, every weight" if report["verified"] else "no"],
         ],
     )

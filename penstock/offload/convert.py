@@ -2,14 +2,16 @@
 another.
 
 A layer is read and repacked into the kernels' layout, exactly as an engine does when it loads the
-model; quantized weights stay quantized, and others keep their dtype. Only one layer is in memory at
-a time. Written layers are recorded, so a run that was stopped resumes after them.
+model; quantized weights stay quantized, and others keep their dtype. In memory are the experts of
+one layer, and at the end everything else. Written layers are recorded, so a run that was stopped
+resumes after them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -17,13 +19,12 @@ import shutil
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.errors import CapacityError, CheckpointError, ConfigError
@@ -37,10 +38,9 @@ from penstock.models.source import (
     WEIGHT_SUFFIXES,
     ModelSource,
     is_converted,
-    read_json_object,
 )
-from penstock.offload.files import DENSE, FOLDER, Index, LayerRecords
-from penstock.offload.layout import RECORD_ALIGNMENT, ExpertLayout, StoredMatrix, stack_tensors
+from penstock.offload.files import DENSE, FOLDER, Index, LayerRecords, RecordFile
+from penstock.offload.layout import ExpertLayout, StoredMatrix, stack_tensors
 from penstock.ops import Weight
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.tiles import can_tile, tile
@@ -54,6 +54,7 @@ from penstock.weights.load import (
 )
 from penstock.weights.packing import WeightParts
 from penstock.weights.quantized import find_format, open_weights
+from penstock.weights.safetensors_reader import DTYPES, open_safetensors
 from penstock.weights.storage_report import describe_storage
 from penstock.weights.stored import StoredTensor
 
@@ -63,17 +64,16 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a conversion will write, as far as that is known before anything is read."""
+    """What a conversion will write."""
 
     modules: tuple[str, ...]  # of layers with experts
     num_experts: int
-    expert_bytes: int  # in the checkpoint's files; records add at most 4 KB each
-    dense_bytes: int
+    expert_bytes: int
+    dense_bytes: int  # in the checkpoint's files
 
     @property
     def num_bytes(self) -> int:
-        padding = len(self.modules) * self.num_experts * RECORD_ALIGNMENT
-        return self.expert_bytes + padding + self.dense_bytes
+        return self.expert_bytes + self.dense_bytes
 
 
 class Conversion:
@@ -108,28 +108,34 @@ class Conversion:
 
     @property
     def plan(self) -> Plan:
-        of_experts = {
-            tensor.name
-            for module in self.modules
-            for name in _stacks(module)
-            for tensor in self.by_target[name]
-        }
-        sizes = {tensor.name: tensor.num_bytes for tensor in self.wanted}
-        expert_bytes = sum(sizes[name] for name in of_experts)
-        first = next(iter(self.modules.values()))
+        """Reads one expert of each layer: records may be larger than what the checkpoint stores,
+        such as FP4 in the tiles of a GPU.
+        """
+        counts = {name: mlp.router.shape[0] for name, mlp in self.modules.items()}
+        sizes = {name: self.read_expert(name, 0)[0].record_bytes for name in counts}
+        stacks = {name for module in counts for name in _stacks(module)}
+        dense = [one for one in self.wanted if self.placements[one.name].parameter not in stacks]
         return Plan(
-            tuple(self.modules),
-            first.router.shape[0],
-            expert_bytes,
-            sum(sizes.values()) - expert_bytes,
+            tuple(counts),
+            next(iter(counts.values())),
+            sum(counts[name] * sizes[name] for name in counts),
+            sum(tensor.num_bytes for tensor in dense),
         )
 
     def write(self, output: Path, on_phase: OnPhase) -> Index:
-        _check_output(self.path, output)
-        work = _Unfinished(output, self._identity())
-        _check_room(output, self.plan, len(work.layers) / len(self.modules))
-        (output / FOLDER).mkdir(exist_ok=True)
-        _copy_files(self.source, output)
+        self.check_output(output)
+        with _report_write_errors(output):
+            output.mkdir(parents=True, exist_ok=True)
+        with _only_writer(output):
+            self.check_output(output)  # another run may have ended since
+            return self._write(output, on_phase)
+
+    def _write(self, output: Path, on_phase: OnPhase) -> Index:
+        with _report_write_errors(output):
+            work = _Unfinished(output, self._identity())
+            _check_room(output, self.plan, len(work.layers) / len(self.modules))
+            (output / FOLDER).mkdir(exist_ok=True)
+            _copy_files(self.source, output)
         with timed("convert", on_phase) as report:
             for number, module in enumerate(self.modules):
                 if number < len(work.layers):
@@ -151,27 +157,66 @@ class Conversion:
         work.remove()
         return index
 
+    def check_output(self, output: Path) -> None:
+        """Whether a conversion may write there: to a new folder, or one that it began."""
+        folder = self.path if self.path.is_dir() else self.path.parent
+        with _report_write_errors(output):
+            if output.resolve() == folder.resolve() or (output.exists() and not output.is_dir()):
+                raise ConfigError(
+                    f"-o is {output}",
+                    "It must be a new folder, not that of the model.",
+                    "Give another one.",
+                )
+            if is_converted(output):
+                raise ConfigError(
+                    f"{output} already holds a converted model",
+                    todo="Add --verify to check it, or give another folder with -o.",
+                )
+            is_begun = (output / UNFINISHED).is_file()
+            if not is_begun and output.exists() and any(output.iterdir()):
+                raise ConfigError(
+                    f"{output} is not empty",
+                    "Its files are not those of an unfinished conversion.",
+                    "Give another folder with -o, or remove this one.",
+                )
+
     def verify(self, index: Index, on_phase: OnPhase) -> None:
-        """Reads the checkpoint again and compares every record with its file."""
+        """Reads the checkpoint again and compares everything with the files."""
+        counts = {name: mlp.router.shape[0] for name, mlp in self.modules.items()}
+        dense = self.targets.keys() - {name for module in counts for name in _stacks(module)}
+        found = {layer.module: layer.num_experts for layer in index.layers}
+        if found != counts or index.dense.keys() != dense:
+            raise CheckpointError(
+                f"{index.folder} is not a conversion of {self.source.name}",
+                f"It has {_count(found)}; {self.source.name} has {_count(counts)}.",
+                "Give the model that was converted.",
+            )
         with timed("verify", on_phase) as report:
             for number, layer in enumerate(index.layers):
-                report(Phase("verify", layer.file, number / len(index.layers)))
-                layout = index.layouts[layer.layout]
-                path = index.folder / layer.file
-                try:
-                    file = path.open("rb")
-                except OSError as error:
-                    raise CheckpointError(f"{path} cannot be read", f"{error.strerror}.") from error
-                with file:
-                    for expert, record in enumerate(self._records(layer.module)[1]):
-                        written = file.read(layout.record_bytes)
-                        if written != record or zlib.crc32(written) != layer.checksums[expert]:
-                            raise CheckpointError(
-                                f"Expert {expert} in {path} differs from {self.source.name}",
-                                f"Its {len(written):,} bytes differ from those that the checkpoint "
-                                "gives.",
-                                "Remove the folder and convert again; the disk may be faulty.",
-                            )
+                report(Phase("verify", layer.file, number / (len(found) + 1)))
+                self._verify_layer(layer, index)
+            report(Phase("verify", DENSE, len(found) / (len(found) + 1)))
+            path = index.folder / DENSE
+            stored = {tensor.name: tensor for tensor in open_safetensors(path)}
+            for name in dense:
+                for key, expected in _numbered(name, self.read(name)):
+                    if key not in stored or _raw(stored[key].load()) != _raw(expected):
+                        raise self._differs(f"{name} in {path}")
+
+    def _verify_layer(self, layer: LayerRecords, index: Index) -> None:
+        path, size = index.folder / layer.file, index.layouts[layer.layout].record_bytes
+        file, written = RecordFile(path, layer.num_experts, size), bytearray(size)
+        for expert, record in enumerate(self._records(layer.module)[1]):
+            file.read(expert, memoryview(written))
+            if written != record or zlib.crc32(written) != layer.checksums[expert]:
+                raise self._differs(f"Expert {expert} in {path}")
+
+    def _differs(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{what} differs from {self.source.name}",
+            "Either it was converted from another model, or the disk changed it.",
+            "Give the model that was converted, or remove the folder and convert again.",
+        )
 
     def _identity(self) -> dict[str, Any]:
         """What must be unchanged for a run to resume."""
@@ -258,12 +303,9 @@ class Conversion:
             if name not in stacks:
                 weight = self.read(name)
                 matrices[name] = StoredMatrix.of(weight, is_stack=False)
-                own = stack_tensors([weight])
-                tensors |= {f"{name}:{i}": one.contiguous() for i, one in enumerate(own)}
-        part = output / f"{DENSE}.part"
-        with _report_write_errors(part):
-            save_file(tensors, part)
-            part.replace(output / DENSE)
+                tensors |= _numbered(name, weight)
+        with written_whole(output / DENSE) as file:
+            _write_safetensors(tensors, file)
         return matrices
 
 
@@ -299,6 +341,35 @@ def _stacks(module: str) -> tuple[str, str]:
     return f"{module}.gate_up", f"{module}.down"
 
 
+def _count(experts_of: Mapping[str, int]) -> str:
+    return f"{sum(experts_of.values()):,} experts in {len(experts_of)} layers"
+
+
+def _numbered(name: str, weight: Weight) -> list[tuple[str, Tensor]]:
+    """The tensors of a weight, under their names in the file of dense weights."""
+    return [(f"{name}:{i}", one) for i, one in enumerate(stack_tensors([weight]))]
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], file: Any) -> None:
+    """The library's own writer hides the file from other users, and what the disk says of it."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    ordered = sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize)  # aligns them
+    header, end = {}, 0
+    for name, tensor in ordered:
+        place = {"dtype": names[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = {**place, "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in ordered:
+        file.write(_raw(tensor))
+
+
 def _cut_records(layout: ExpertLayout, stacks: list[Tensor]) -> Iterator[bytes]:
     record = torch.zeros(layout.record_bytes, dtype=torch.uint8)
     views = layout.views(record)
@@ -316,22 +387,34 @@ class _Unfinished:
         self.layouts: list[dict[str, Any]] = []
         self.layers: list[dict[str, Any]] = []
         if self._path.is_file():
-            begun = read_json_object(self._path)
-            if begun["identity"] != self._identity:
-                raise ConfigError(
-                    f"{output} was started with another model, or for another device",
-                    "The checkpoint's files or the flags have changed since.",
-                    "Give another folder with -o, or remove this one.",
-                )
-            self.layouts, self.layers = begun["layouts"], begun["layers"]
-        elif output.exists() and any(output.iterdir()):
+            self._resume(output)
+        self._record()
+
+    def _resume(self, output: Path) -> None:
+        """Keeps the layers up to the first whose file is no longer whole."""
+        try:
+            begun = json.loads(self._path.read_text())
+            identity, self.layouts = begun["identity"], begun["layouts"]
+            layouts = [ExpertLayout.from_json(one) for one in self.layouts]
+            layers = [LayerRecords(**one) for one in begun["layers"]]
+            sizes = [one.num_experts * layouts[one.layout].record_bytes for one in layers]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self._path} is damaged",
+                f"{type(error).__name__}: {error}.",
+                "Remove the folder and convert again.",
+            ) from error
+        if identity != self._identity:
             raise ConfigError(
-                f"{output} is not empty",
-                "Its files are not those of an unfinished conversion.",
+                f"{output} was started with another model, or for another device",
+                "The checkpoint's files or the flags have changed since.",
                 "Give another folder with -o, or remove this one.",
             )
-        output.mkdir(parents=True, exist_ok=True)
-        self._record()
+        for layer, size in zip(layers, sizes, strict=True):
+            file = output / layer.file
+            if not file.is_file() or file.stat().st_size != size:
+                break
+            self.layers.append(dataclasses.asdict(layer))
 
     def add(self, layout: ExpertLayout, layer: LayerRecords) -> None:
         given = json.loads(json.dumps(layout.to_json()))
@@ -349,19 +432,25 @@ class _Unfinished:
         write_text(json.dumps(state), self._path)
 
 
-def _check_output(source: Path, output: Path) -> None:
-    folder = source if source.is_dir() else source.parent
-    if output.resolve() == folder.resolve() or (output.exists() and not output.is_dir()):
+@contextmanager
+def _only_writer(output: Path) -> Iterator[None]:
+    """Locks the folder, so that two runs do not write the same files."""
+    with _report_write_errors(output):
+        folder = os.open(output, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(folder)
         raise ConfigError(
-            f"-o is {output}",
-            "It must be a new folder, not that of the model.",
-            "Give another one.",
-        )
-    if is_converted(output):
-        raise ConfigError(
-            f"{output} already holds a converted model",
-            todo="Add --verify to check it, or give another folder with -o.",
-        )
+            f"Another `penstock convert` is writing to {output}",
+            todo="Wait until it ends, or give another folder with -o.",
+        ) from error
+    except OSError:
+        pass  # this file system has no locks
+    try:
+        yield
+    finally:
+        os.close(folder)
 
 
 def _check_room(output: Path, plan: Plan, share_done: float) -> None:
@@ -384,25 +473,28 @@ def write_text(text: str, path: Path) -> None:
 def written_whole(path: Path) -> Iterator[Any]:
     """A file that appears under its name once all of it is on the disk."""
     part = path.with_name(path.name + ".part")
-    with _report_write_errors(part):
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+    with _report_write_errors(path, part), part.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
         part.replace(path)
 
 
 @contextmanager
-def _report_write_errors(part: Path) -> Iterator[None]:
+def _report_write_errors(path: Path, part: Path | None = None) -> Iterator[None]:
+    """Also removes what was written of the file."""
     try:
         yield
     except OSError as error:
-        part.unlink(missing_ok=True)
+        if part is not None:
+            with suppress(OSError):
+                part.unlink()
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise CheckpointError(
-            f"{part.with_suffix('')} cannot be written",
+            f"{path} cannot be written",
             "The disk is full." if is_full else f"{error.strerror or error}.",
-            "Free some space and run the same command again: written layers are kept.",
+            f"{'Free some space' if is_full else 'Check the folder and its permissions'} and run "
+            "the same command again: written layers are kept.",
         ) from error
 
 
