@@ -75,6 +75,7 @@ def test_a_log_that_ends_within_a_line_is_read_up_to_there(tmp_path: Path) -> No
     [
         ("", "Line 1"),
         ("hello\n", "Line 1"),
+        ('{"layers": 0, "experts": 4}\n', "Line 1: there are no layers"),
         ('{"layers": 2, "experts": 4}\n2 0\n0 0\n', "Line 2: there is no layer 2"),
         ('{"layers": 2, "experts": 4}\n0 4\n0 0\n', "Line 2: there are 4 experts"),
         ('{"layers": 2, "experts": 4}\n0 1 1\n0 0\n', "Line 2: an expert is listed twice"),
@@ -85,6 +86,21 @@ def test_another_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
     path.write_text(text)
     with pytest.raises(CheckpointError, match=words):
         read_log(path)
+
+
+def test_an_engine_goes_on_without_a_log_that_cannot_be_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = ExpertLog(Path("/dev/full"), 2, 4)
+    for _ in range(100_000):
+        log.add(0, [1, 2])
+    log.close()
+    assert caplog.messages == ["/dev/full ends here: No space left on device"]
+
+
+def test_two_engines_do_not_write_one_log(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--replicas", "2", "--expert-log", "log"]) == 1
+    assert "expert_log is log, and replicas is 2" in capsys.readouterr().err
 
 
 def test_a_resident_model_has_no_log(tmp_path: Path) -> None:

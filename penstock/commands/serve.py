@@ -81,6 +81,12 @@ def serve(
         raise UsageError(
             "The page cannot be opened: --no-page turns it off", todo="Leave one of them out."
         )
+    if engine_config.expert_log is not None and serve_config.replicas > 1:
+        raise ConfigError(
+            f"expert_log is {engine_config.expert_log}, and replicas is {serve_config.replicas}",
+            "A log has the steps of one engine.",
+            "Leave one of them out.",
+        )
     serve_config.load_api_keys()
     source = find_model(engine_config.model)  # report errors before anything is imported
     name = serve_config.served_model_name or source.name

@@ -10,8 +10,10 @@ Text, so that any tool can read it. Imports no torch.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -21,6 +23,8 @@ import numpy as np
 from penstock.errors import CheckpointError, ConfigError
 from penstock.offload.residency import MEMORY, Residency
 
+log = logging.getLogger("penstock.engine")
+
 Turn = tuple[int, list[int]]
 
 
@@ -28,19 +32,32 @@ class ExpertLog:
     def __init__(self, path: Path, num_layers: int, num_experts: int) -> None:
         try:
             # Stays open as long as the engine runs.
-            self._file: TextIO = path.open("w", encoding="ascii", buffering=1 << 16)
+            self._file: TextIO | None = path.open("w", encoding="ascii", buffering=1 << 16)
         except OSError as error:
             raise ConfigError(
                 f"expert_log is {path}, which cannot be written", f"{error.strerror or error}."
             ) from error
-        header = {"layers": num_layers, "experts": num_experts}
-        self._file.write(json.dumps(header) + "\n")
+        self._path = path
+        self._write(json.dumps({"layers": num_layers, "experts": num_experts}))
 
     def add(self, layer: int, experts: Sequence[int]) -> None:
-        self._file.write(f"{layer} {' '.join(map(str, experts))}\n")
+        self._write(f"{layer} {' '.join(map(str, experts))}")
+
+    def _write(self, line: str) -> None:
+        """After an error, such as a full disk, the engine goes on without a log."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(line + "\n")
+        except OSError as error:
+            log.warning("%s ends here: %s", self._path, error.strerror or error)
+            self.close()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        self._file = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +86,19 @@ def read_log(path: Path) -> Log:
         raise CheckpointError(f"{path} cannot be read", f"{error}.") from error
     try:
         header = json.loads(lines[0])
-        log = Log(int(header["layers"]), int(header["experts"]), [])
+        found = Log(int(header["layers"]), int(header["experts"]), [])
+        if min(found.num_layers, found.num_experts) < 1:
+            raise ValueError("there are no layers or no experts")
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise _not_a_log(path, 1, error) from error
     for number, line in enumerate(lines[1:], 2):
         try:
-            log.turns.append(_read_turn(line, log))
+            found.turns.append(_read_turn(line, found))
         except ValueError as error:
             if number == len(lines):  # the engine was killed while it wrote
                 break
             raise _not_a_log(path, number, error) from error
-    return log
+    return found
 
 
 def _read_turn(line: str, log: Log) -> Turn:
