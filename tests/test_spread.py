@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,10 +52,13 @@ def test_all_files_of_a_split_model_count_and_no_others(tmp_path: Path) -> None:
     assert weight_bytes(ModelSource("o", tmp_path / "other-Q4.gguf", {}), EngineConfig()) == 3 * GB
 
 
-@pytest.mark.parametrize("settings", [{"device": "cpu"}, {"expert_cache": "6GB"}])
-def test_other_ways_to_run_are_left_alone(tmp_path: Path, settings: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"device": "cpu"}, {"expert_cache": "6GB"}, {"expert_ram": "40GB"}, {"offload_layers": 4}],
+)
+def test_other_ways_to_run_are_left_alone(tmp_path: Path, settings: dict[str, Any]) -> None:
     source = folder(tmp_path, 800 * GB)
-    assert choose_tp(source, EngineConfig(**settings), 8, 141 * GB) == 1  # type: ignore[arg-type]
+    assert choose_tp(source, EngineConfig(**settings), 8, 141 * GB) == 1
     assert choose_tp(source, EngineConfig(), 8, None) == 1
     assert choose_tp(find_model("Qwen3.5-397B-A17B"), EngineConfig(), 8, 141 * GB) == 1
 

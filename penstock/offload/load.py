@@ -82,6 +82,7 @@ def load_with_experts(
         else:
             model = load(find_host_weights=stack_names)
             _move_to_slots(model, config)
+    _check_misses(model, config)
     _limit_experts(model, config)
     _open_log(model, config)
     if experts := describe_experts(model, config):
@@ -121,6 +122,17 @@ def _load_with_lanes(load: Callable[..., nn.Module], config: EngineConfig) -> nn
         give_device_slots(model, mlps, config, config.expert_cache_bytes or 0)
     loaded: nn.Module = model
     return loaded
+
+
+def _check_misses(model: nn.Module, config: EngineConfig) -> None:
+    store = getattr(model, "expert_store", None)
+    if config.expert_misses == "cpu" and isinstance(store, ExpertStore):
+        reason = "experts are in files" if store.device.type == "cuda" else "there is no GPU"
+        raise ConfigError(
+            f"expert_misses is cpu, but {reason}",
+            "The CPU computes experts that a GPU misses, if all of them are in RAM.",
+            "Omit it.",
+        )
 
 
 def _open_log(model: nn.Module, config: EngineConfig) -> None:

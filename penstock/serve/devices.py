@@ -88,7 +88,8 @@ def choose_tp(
 ) -> int:
     """The default of --tp: the fewest GPUs that hold the weights and leave room for requests; 1 if
     not even all of them do, so that the engine reports what does not fit."""
-    is_offloaded = engine.expert_cache is not None or is_converted(source.path)
+    is_asked = (engine.expert_cache, engine.expert_ram, engine.offload_layers) != (None,) * 3
+    is_offloaded = is_asked or is_converted(source.path)  # not with ranks
     if engine.device not in ("auto", "cuda") or gpu_bytes is None or is_offloaded:
         return 1
     needed = WEIGHT_ROOM * weight_bytes(source, engine)
