@@ -545,12 +545,15 @@ def test_the_command_plans_converts_and_verifies(
 
 
 def test_the_bench_compares_tokens_and_counts_tiers(
-    converted: Path, capsys: pytest.CaptureFixture[str]
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["bench", "offload", "-m", str(converted), "--device", "cpu", "--memory-gb", "0.05"]
     words += ["--expert-cache", SOME, "--batch", "1,2", "--context", "20", "--new-tokens", "6"]
-    assert main([*words, "--runs", "2", "--against-resident"]) == 0
+    logged = ["--expert-log", str(tmp_path / "log")]
+    assert main([*words, *logged, "--runs", "2", "--against-resident"]) == 0
     said = capsys.readouterr().out
+    assert main(["inspect", "experts", *logged[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"] == 4
     assert said.count("MATCH (resident)") == 2
     report = json.loads(said.splitlines()[-1])
     for row in report["rows"]:

@@ -320,7 +320,9 @@ def _run_resident(source: ModelSource, config: EngineConfig, cases: Sequence[Cas
     from penstock.engine.engine import Engine
 
     room_for_all = "1000TB" if is_converted(source.path) else None
-    resident = dataclasses.replace(config, expert_cache=room_for_all, expert_ram=None)
+    resident = dataclasses.replace(
+        config, expert_cache=room_for_all, expert_ram=None, expert_misses="fetch", expert_log=None
+    )
     engine = Engine.from_source(source, resident)
     found = [[_run(engine, case) for _ in range(2)][1] for case in cases]
     del engine
