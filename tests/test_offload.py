@@ -420,12 +420,9 @@ def test_random_experts_go_to_temporary_files(
     resident = all_logprobs(make_engine(HYBRID_MOE, quantization=quantization))
     given = {"quantization": quantization, "expert_cache": SOME, "expert_ram": "1MB"}
     engine = make_engine(HYBRID_MOE, **given)
+    assert not list(tmp_path.iterdir())  # without names: nothing stays, even if it is killed
     assert all_logprobs(engine) == resident
     assert store_of(engine).stats()["disk_reads"] > 0
-    assert list(tmp_path.glob("*/experts/layer-003.bin"))
-    del engine
-    gc.collect()
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_unquantized_checkpoint_is_not_quantized_at_each_read(checkpoint: Path) -> None:

@@ -27,7 +27,7 @@ from penstock.offload.host import (
 from penstock.offload.in_ram import give_device_slots, pin_weight
 from penstock.offload.layout import ExpertLayout, stack_tensors
 from penstock.offload.load_files import Files, checked_ram, load_from, open_converted, open_in_place
-from penstock.offload.spill import spill
+from penstock.offload.spill import spilled
 from penstock.offload.store import ExpertStore, sparse_layers, stack_names, use_slots
 from penstock.ops import Weight
 from penstock.ops.weight import map_part
@@ -221,9 +221,9 @@ def _move_to_ram(weight: Weight) -> None:
 
 def _use_spilled(model: Any, config: EngineConfig) -> None:
     """Random experts in temporary files that exist as long as the engine."""
-    mlps = _sparse_layers_of(model, config)
-    index = spill(mlps, model.device.type, model.dtype)
-    host = FiledExperts(index, checked_ram(index, config), pin_memory=model.device.type == "cuda")
+    mlps, kind = _sparse_layers_of(model, config), model.device.type
+    with spilled(mlps, kind, model.dtype) as index:
+        host = FiledExperts(index, checked_ram(index, config), pin_memory=kind == "cuda")
     use_slots(model, mlps, host, config.expert_cache_bytes or 0)
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,11 +24,16 @@ from penstock.ops import Weight
 WRITERS = 4
 
 
-def spill(mlps: Sequence[SparseMLP], made_for: str, dtype: torch.dtype) -> Index:
-    """Writes the layers' stacks to files, which are removed with the index; layers keep only
-    shapes.
+@contextmanager
+def spilled(mlps: Sequence[SparseMLP], made_for: str, dtype: torch.dtype) -> Iterator[Index]:
+    """The layers' stacks in files; layers keep only shapes. The files lose their names at the end,
+    so that nothing of them stays, however the engine ends: who opened them still reads them.
     """
-    folder = Path(tempfile.mkdtemp(prefix="penstock-experts-"))
+    with tempfile.TemporaryDirectory(prefix="penstock-experts-") as folder:
+        yield _spill(mlps, made_for, dtype, Path(folder))
+
+
+def _spill(mlps: Sequence[SparseMLP], made_for: str, dtype: torch.dtype, folder: Path) -> Index:
     layouts: dict[str, ExpertLayout] = {}
     layers, jobs = [], []
     for number, mlp in enumerate(mlps):
@@ -45,13 +50,11 @@ def spill(mlps: Sequence[SparseMLP], made_for: str, dtype: torch.dtype) -> Index
     index = Index(folder, made_for, tuple(layouts.values()), tuple(layers), {}, ())
     free = shutil.disk_usage(folder).free
     if index.num_bytes > free:
-        shutil.rmtree(folder)
         raise CapacityError(
             f"{folder.parent} has too little space for random experts",
             f"They take {index.num_bytes / 1e9:.1f} GB; {free / 1e9:.1f} GB are free.",
             "Set TMPDIR to a folder on a larger disk.",
         )
-    weakref.finalize(index.layouts[0], shutil.rmtree, folder, True)
     (folder / FOLDER).mkdir()
     with ThreadPoolExecutor(WRITERS) as writers:
         list(writers.map(lambda job: _write(*job), jobs))
