@@ -169,6 +169,17 @@ def test_batches_prefixes_and_chunks_of_a_converted_checkpoint(
     assert stats["misses"] == stats["ram_hits"] + stats["disk_reads"]
 
 
+def test_on_a_cpu_slots_are_part_of_the_ram_for_experts(checkpoint: Path, converted: Path) -> None:
+    """Without a size of their own."""
+    one = request("one", prompt(40))
+    said = logprobs_of(run(open_engine(checkpoint), one)["one"])
+    for path in (checkpoint, converted):
+        engine = open_engine(path, expert_ram="600kB")
+        assert store_of(engine).num_bytes <= 300_000
+        assert logprobs_of(run(engine, one)["one"]) == said
+        assert open_engine(path, expert_ram="1MB").expert_store is None  # which holds all
+
+
 def test_a_prompt_fetches_each_expert_once_a_chunk(converted: Path) -> None:
     """Eight experts in four layers, four slots: two passes, and no expert twice."""
     engine = open_engine(converted, expert_cache="100kB", max_step_tokens=512)

@@ -132,9 +132,13 @@ def load_from(
     total = sum(
         layer.num_experts * index.layouts[layer.layout].slot_bytes(dtype) for layer in layers
     )
-    given = config.expert_cache_bytes
+    given, ram_bytes = config.expert_cache_bytes, checked_ram(index, config)
     slot_bytes = _free_bytes(device) if given is None else given
-    ram_bytes = checked_ram(index, config)
+    if given is None and ram_bytes is not None and device.type == "cpu":
+        slot_bytes = min(slot_bytes, ram_bytes)  # slots are in RAM, too
+        if slot_bytes < total:
+            slot_bytes //= 2
+            ram_bytes = max(ram_bytes - slot_bytes, least_ram_bytes(index))
     goes_to_ram = slot_bytes < total and is_for_ram(index, ram_bytes, device)
     host = FiledExperts(
         index,
