@@ -46,12 +46,30 @@ def test_more_of_anything_is_never_slower(what: str, factor: float) -> None:
     ("changes", "limit"),
     [
         ({"gpu_bytes": 10 * GB}, "GPU memory: 4.0 GB more are needed"),
-        ({"disk_speed": None}, "RAM: 129.0 GB more are needed, or a disk (--disk-gbs)"),
+        ({"disk_speed": None}, "RAM: 142.0 GB more are needed, or a disk (--disk-gbs)"),
     ],
 )
 def test_what_is_missing_is_said(changes: dict[str, float | None], limit: str) -> None:
     found = estimate(NEED, replace(MACHINE, **changes))
     assert (found.tokens_per_s, found.limit) == (0.0, limit)
+
+
+def test_experts_in_ram_take_room_for_two_layers_on_the_gpu() -> None:
+    """RAM holds all experts, also those on the GPU."""
+    machine = replace(MACHINE, ram_bytes=200 * GB + SYSTEM_BYTES, disk_speed=None)
+    on_gpu = 24 * GB - 9 * GB - STEP_BYTES - 2 * NEED.layer_experts
+    assert estimate(NEED, machine).shares["gpu"] == pytest.approx(on_gpu / 200e9)
+    assert not estimate(NEED, replace(machine, ram_bytes=machine.ram_bytes - 1)).shares
+    least = 2 * NEED.layer_experts + NEED.token_experts + 9 * GB + STEP_BYTES
+    found = estimate(NEED, replace(machine, gpu_bytes=least - GB))
+    assert found.limit == "GPU memory: 1.0 GB more are needed"
+    assert estimate(NEED, replace(machine, gpu_bytes=least)).tokens_per_s > 0
+
+
+def test_a_dense_model_may_have_layers_in_ram() -> None:
+    need = replace(NEED, dense=40 * GB, experts=0.0, token_experts=0.0, layer_experts=0.0)
+    assert "--offload-layers" in estimate(need, MACHINE).limit
+    assert "--offload-layers" not in estimate(need, replace(MACHINE, ram_bytes=8 * GB)).limit
 
 
 def test_the_command_answers_for_a_preset(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,7 @@ CONTEXT = 8192  # tokens of the one request that must fit
 STEP_BYTES = 2 * GB  # kernels, activations, workspaces on the GPU
 SYSTEM_BYTES = 6 * GB  # RAM of the process and the system
 PROMPT_TOKENS = 4096  # per chunk, which reads nearly all experts once
+LANES = 2  # layers in transit from RAM (`offload/lanes.py`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,23 +181,43 @@ class Estimate:
 def estimate(need: Need, machine: Tiers) -> Estimate:
     """Whether a model runs on a machine, at what speed at most, and what limits it.
 
-    Experts fill the GPU's memory first, then RAM, then the disk. Routing is assumed uniform, the
-    worst case, so a tier serves the share that it holds. Reads of all tiers overlap: the slowest
-    one sets the pace.
+    All experts on the GPU; or all in RAM, and some of them on the GPU beside two layers in transit;
+    or GPU, RAM and disk filled in this order: the fastest that the machine has room for. Routing is
+    assumed uniform, the worst case, so a tier serves the share that it holds. Reads of all tiers
+    overlap: the slowest one sets the pace.
     """
     slots = machine.gpu_bytes - need.dense - need.request - STEP_BYTES
-    least = min(need.layer_experts, need.experts)
-    if slots < least:
-        missing = (least - slots) / GB
-        return Estimate(0.0, 0.0, {}, f"GPU memory: {missing:.1f} GB more are needed")
     in_ram = max(machine.ram_bytes - SYSTEM_BYTES, 0.0)
-    on_gpu = min(slots, need.experts)
+    lanes = LANES * need.layer_experts
+    has_disk = machine.disk_speed is not None
+    held = []  # bytes of experts on the GPU and in RAM, in each way that is possible
+    if slots >= need.experts:
+        held.append((need.experts, 0.0))
+    elif in_ram >= need.experts and slots >= lanes + need.token_experts:
+        held.append((slots - lanes, need.experts))
+    if has_disk and need.layer_experts <= slots < need.experts:
+        held.append((slots, in_ram))
+    if not held:
+        least = need.layer_experts if has_disk else lanes + need.token_experts
+        missing = min(least, need.experts) - slots
+        return Estimate(0.0, 0.0, {}, _missing(missing, in_ram, need))
+    ways = [_pace(need, machine, *one) for one in held]
+    return max(ways, key=lambda way: way.tokens_per_s)
+
+
+def _missing(on_gpu: float, in_ram: float, need: Need) -> str:
+    if on_gpu <= 0:
+        missing = (need.experts - in_ram) / GB
+        return f"RAM: {missing:.1f} GB more are needed, or a disk (--disk-gbs)"
+    said = f"GPU memory: {on_gpu / GB:.1f} GB more are needed"
+    if on_gpu < need.dense and need.experts + on_gpu <= in_ram:
+        said += ", or layers in RAM (--offload-layers)"
+    return said
+
+
+def _pace(need: Need, machine: Tiers, on_gpu: float, in_ram: float) -> Estimate:
     in_ram = min(in_ram, need.experts - on_gpu)
     on_disk = need.experts - on_gpu - in_ram
-    if on_disk > 0 and machine.disk_speed is None:
-        return Estimate(
-            0.0, 0.0, {}, f"RAM: {on_disk / GB:.1f} GB more are needed, or a disk (--disk-gbs)"
-        )
     shares = {
         name: size / need.experts if need.experts else 0.0
         for name, size in (("gpu", on_gpu), ("ram", in_ram), ("disk", on_disk))
