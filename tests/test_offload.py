@@ -436,6 +436,11 @@ def test_random_experts_go_to_temporary_files(
     assert store_of(engine).stats()["disk_reads"] > 0
 
 
+def test_random_experts_in_files_need_slots() -> None:
+    with pytest.raises(ConfigError, match="Set --expert-cache, too"):
+        make_engine(HYBRID_MOE, expert_ram="1MB")
+
+
 def test_an_unquantized_checkpoint_is_not_quantized_at_each_read(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="quantize the model first"):
         open_engine(checkpoint, expert_cache=SOME, expert_ram="1MB", quantization="int4")

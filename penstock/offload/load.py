@@ -70,6 +70,12 @@ def load_with_experts(
         )
         if config.offload_layers is not None:
             model = _load_with_lanes(load, config)
+        elif config.expert_cache is None and config.expert_ram is not None:
+            raise ConfigError(
+                f"expert_ram is {config.expert_ram}, and expert_cache is not set",
+                "Random experts are in files only if the device has slots for some of them.",
+                "Set --expert-cache, too.",
+            )
         elif config.expert_cache is None:
             model = load()
         elif config.expert_ram is not None:
