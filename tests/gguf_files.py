@@ -336,7 +336,9 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, vocab_size: int) 
     }
 
 
-def write_embedded(path: Path, matrices: str = "F32") -> Path:
+def write_embedded(
+    path: Path, matrices: str = "F32", changed_metadata: Mapping[str, Any] | None = None
+) -> Path:
     """The embedded model with its tokenizer and template, and sampling parameters that it does not
     have.
     """
@@ -354,5 +356,6 @@ def write_embedded(path: Path, matrices: str = "F32") -> Path:
         "tokenizer.chat_template": (folder / "chat_template.jinja").read_text(),
         "general.sampling.temp": 0.7,
         "general.sampling.top_k": 20,
+        **(changed_metadata or {}),
     }
     return write_gguf(path, "qwen35moe", config, state, matrices=matrices, metadata=metadata)

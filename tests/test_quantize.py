@@ -17,18 +17,20 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from clear_routing import make_routing_clear
 from gguf_files import write_embedded
-from packed_checkpoints import plain_state
+from packed_checkpoints import FORMATS, pack_state, plain_state, write
+from penstock.assets import default_model
 from penstock.cli import main
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
 from penstock.models.source import find_model
 from penstock.ops.weight import Weight
 from penstock.progress import Phase
-from penstock.quantize import awq
+from penstock.quantize import awq, unfinished
 from penstock.quantize.compressed import pack
 from penstock.quantize.inputs import LayerInputs, Moments
 from penstock.quantize.layerwise import LayerwiseModel
@@ -329,8 +331,8 @@ def test_a_killed_run_goes_on_at_its_layer_to_the_same_bytes(tmp_path: Path) -> 
     folder = write_model(tmp_path / "plain", FAMILIES["hybrid_dense"])
     words = [sys.executable, "-c", KILLED, str(folder), str(tmp_path / "out")]
     assert subprocess.run(words, env=os.environ, check=False).returncode == -signal.SIGKILL
-    unfinished = tmp_path / "out" / "unfinished" / "progress.json"
-    assert len(json.loads(unfinished.read_text())["rows"]) == 3  # the embedding and two layers
+    record = tmp_path / "out" / "unfinished" / "progress.json"
+    assert len(json.loads(record.read_text())["rows"]) == 3  # the embedding and two layers
     given = {"scheme": "int4", "method": "gptq"}
     with pytest.raises(ConfigError) as refused:
         run(folder, tmp_path / "out", **given, group=None)
@@ -354,6 +356,8 @@ def test_a_killed_run_goes_on_at_its_layer_to_the_same_bytes(tmp_path: Path) -> 
         (["--group", "48"], "--group is 48"),
         (["--scheme", "fp8", "--group", "64"], "FP8 has a scale for each row"),
         (["--calibration", "x.txt"], "--method rtn uses no text"),
+        (["--eval", "x.txt", "--eval-tokens", "0"], "--eval-tokens 0 measures no perplexities"),
+        (["--eval-tokens", "1"], "--eval-tokens is 1"),
         (["--rule", "lm_head"], "Write PATTERN=SCHEME"),
         (["--rule", "lm_head=int2"], "int2"),
         (["--rule", "nothing=int8"], "--rule nothing=int8 matches no linear layer"),
@@ -401,3 +405,81 @@ def test_the_command_prints_a_table_and_writes_its_report(
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
         folder / "tokenizer.json"
     ).read_bytes()
+
+
+def test_a_quantized_head_counts_in_the_perplexity_and_has_its_error(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "plain", LLAMA)
+    report = run(folder, tmp_path / "out", scheme="int8", rule=("lm_head=int4",))
+    [ids] = read_rows(None, 128, Tokenizer.load(folder), judges=True, longest=4096)
+    logits = ByHand(load_weights(tmp_path / "out")).prefill(ids)[:-1]
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]))
+    assert report["perplexity_after"] == pytest.approx(float(loss.exp()), rel=1e-4)
+    assert 0.05 < report["layers"][-1]["weight_error"] < 0.2
+
+
+def test_biases_of_zeros_beside_gptq_weights_are_left_out(tmp_path: Path) -> None:
+    gptq = FORMATS["gptq"]
+    state, _ = pack_state(plain_state(LLAMA), gptq)
+    for name in [name for name in state if name.endswith("up_proj.qweight")]:
+        state[name.replace("qweight", "bias")] = torch.zeros(state[name].shape[1])
+    folder = write(tmp_path / "gptq", state, {**LLAMA, "quantization_config": gptq.quantization})
+    run(folder, tmp_path / "out", scheme="int8", eval_tokens=0)
+    assert not any(name.endswith(".bias") for name in load_names(tmp_path / "out"))
+
+
+def test_small_weights_of_a_float16_model_keep_their_precision() -> None:
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(2)) * 1e-3
+    for scheme, most in ((Scheme("int8", 32), 0.01), (Scheme("fp8"), 0.03)):
+        codes = quantize_matrix(weight, scheme, torch.float16, None, corrects=False)
+        assert (codes.dequantize() - weight).norm() < most * weight.norm()
+
+
+def test_other_users_can_read_what_was_written(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "plain", LLAMA)
+    run(folder, tmp_path / "out", scheme="fp8", eval_tokens=0)
+    files = [entry for entry in (tmp_path / "out").iterdir() if entry.is_file()]
+    assert {entry.stat().st_mode for entry in files} == {(folder / "config.json").stat().st_mode}
+
+
+def test_a_full_disk_is_named_and_the_run_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "plain", LLAMA)
+    real = unfinished.save_file
+
+    def full(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        if path.name.startswith("model-00002"):
+            raise SafetensorError("I/O error: No space left on device")
+        real(tensors, path, metadata=metadata)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unfinished, "save_file", full)
+        with pytest.raises(ConfigError, match=r"(?s)could not be completed.*No space left"):
+            run(folder, tmp_path / "out", scheme="int8")
+    assert run(folder, tmp_path / "out", scheme="int8")["bytes"] > 0
+
+
+@pytest.mark.parametrize("text", ["{}", '{"settings": 1, "rows": []}', '{"settings": {}}'])
+def test_a_damaged_record_of_a_run_is_refused(tmp_path: Path, text: str) -> None:
+    folder = write_model(tmp_path / "plain", LLAMA)
+    (tmp_path / "out" / "unfinished").mkdir(parents=True)
+    (tmp_path / "out" / "unfinished" / "progress.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"progress\.json is damaged"):
+        run(folder, tmp_path / "out", scheme="int8")
+
+
+def test_another_tokenizer_is_used_and_copied(tmp_path: Path) -> None:
+    """A GGUF file may have one that cannot be read."""
+    file = write_embedded(tmp_path / "model.gguf", "Q8_0", {"tokenizer.ggml.pre": "unheard of"})
+    with pytest.raises(CheckpointError, match="--tokenizer"):
+        run(file, tmp_path / "out", scheme="int8")
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        run(file, tmp_path / "out", scheme="int8", eval_tokens=0, tokenizer=str(tmp_path))
+    given = Path(default_model())
+    run(file, tmp_path / "out", scheme="int8", tokenizer=str(given))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (given / name).read_bytes()
+    run(file, tmp_path / "other", scheme="int8", tokenizer=str(given / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path / "other").encode("What?") == Tokenizer.load(given).encode(
+        "What?"
+    )

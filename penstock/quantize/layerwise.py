@@ -20,7 +20,7 @@ from penstock.models.source import ModelSource
 from penstock.ops import TokenBlocks, Weight
 from penstock.quantize.rules import Matrix
 from penstock.types import CacheSpec, KVSpec
-from penstock.weights.load import match_tensors, resolve_dtype, targets_of
+from penstock.weights.load import match_tensors, resolve_dtype, targets_of, without_idle_biases
 from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.stored import StoredTensor
 
@@ -40,8 +40,9 @@ class LayerwiseModel:
         model: Any = build_model(source.config, dtype, torch.device("meta"))
         self.model: Any = model
         stored = split_experts(open_weights(source, find_format(source)))
+        self.placements = model.placements([tensor.name for tensor in stored])
+        stored = without_idle_biases(stored, self.placements)
         self.stored = {tensor.name: tensor for tensor in stored}
-        self.placements = model.placements(list(self.stored))
         match_tensors(source.path, stored, self.placements, model.ignored)
         self.num_layers = len(model.layers)
         self.rope = model.rope.rows(min(model.max_position, STEP_TOKENS)).to(self.device)
@@ -128,13 +129,19 @@ class LayerwiseModel:
             out[first : first + num_tokens] = layer(own, inputs, cache, self.rope)
         return out
 
-    def score(self, hidden: Tensor, token_ids: Tensor) -> Score:
-        """The final norm and the head on activations [R * L, H] of rows [R, L]."""
+    def load_head(self) -> dict[str, Tensor]:
+        """The tensors of the final norm and the head, by name."""
+        is_tied = self.model.head.weight is self.model.embedding
+        found = {}
+        for parameter in ("head.norm", "embedding" if is_tied else "head.weight"):
+            name = next(n for n, p in self.placements.items() if p.parameter == parameter)
+            found[name] = self.stored[name].load()
+        return found
+
+    def score(self, tensors: Mapping[str, Tensor], hidden: Tensor, token_ids: Tensor) -> Score:
+        """A head with these tensors on activations [R * L, H] of rows [R, L]."""
         head = self.model.head
-        names = [n for n, p in self.placements.items() if p.parameter in ("head.norm",)]
-        weight = "embedding" if head.weight is self.model.embedding else "head.weight"
-        names += [n for n, p in self.placements.items() if p.parameter == weight][:1]
-        self._fill(head, {name: self.stored[name].load() for name in names})
+        self._fill(head, tensors)
         num_rows, row_len = token_ids.shape
         asked = hidden.view(num_rows, row_len, -1)[:, :-1].flatten(0, 1)
         targets = token_ids[:, 1:].flatten()

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.errors import CheckpointError, ConfigError
-from penstock.gguf.folder import FILES, read_text
+from penstock.gguf.folder import FILES, folder_of, has_file, read_text
 from penstock.gguf.header import is_gguf
 from penstock.models.source import WEIGHT_SUFFIXES, ModelSource
 from penstock.progress import OnPhase, Phase, timed
@@ -40,6 +41,7 @@ from penstock.weights.safetensors_reader import open_safetensors
 REPORT = "quantize_report.json"
 INDEX = "model.safetensors.index.json"
 INDEX_END = ".index.json"
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -49,12 +51,19 @@ def quantize(
 ) -> dict[str, Any]:
     """Writes the checkpoint and its report, and returns the report."""
     _check_output(source, output)
-    run = _Run(source, output, settings, device)
-    with timed("quantize", on_phase) as report:
-        for stage in range(len(run.work.rows), run.model.num_stages):
-            report(Phase("quantize", run.title(stage), stage / run.model.num_stages))
-            run.do_stage(stage)
-    return run.finish(on_phase)
+    try:
+        run = _Run(source, output, settings, device)
+        with timed("quantize", on_phase) as report:
+            for stage in range(len(run.work.rows), run.model.num_stages):
+                report(Phase("quantize", run.title(stage), stage / run.model.num_stages))
+                run.do_stage(stage)
+        return run.finish(on_phase)
+    except (OSError, SafetensorError) as error:  # a full disk, a missing file, no permission
+        raise ConfigError(
+            f"{output} could not be completed",
+            f"{error}.",
+            "When that is corrected, the same command continues with the layer that was not done.",
+        ) from error
 
 
 def _check_output(source: ModelSource, output: Path) -> None:
@@ -77,13 +86,16 @@ class _Run:
         self, source: ModelSource, output: Path, settings: QuantizeSettings, device: str
     ) -> None:
         self.source, self.settings = source, settings
+        assert source.path is not None
+        given = settings.tokenizer
+        self.tokenizer = source.path if given is None else Path(given).expanduser()
         self.model = LayerwiseModel(source, device)
         self.schemes = assign_schemes(settings, self.model.matrices())
         stored = self.model.stored_dtype
         self.scale_dtype = stored if stored in SCALE_DTYPES else torch.float32
         self.texts = self._read_texts()
         self.work = Unfinished(output, self._identity())
-        _copy_files(source, output)  # first: copy errors appear before hours of work
+        _copy_files(source, output, self.tokenizer)  # first: errors appear before hours of work
 
     def _read_texts(self) -> dict[str, Tensor]:
         """Rows [R, L] by their use."""
@@ -93,10 +105,9 @@ class _Run:
             asked["calibration"] = (settings.calibration, settings.calibration_tokens)
         if settings.eval_tokens and self.model.can_score:
             asked["eval"] = (settings.eval, settings.eval_tokens)
-        if not asked:
+        if not asked and settings.tokenizer is None:
             return {}
-        assert self.source.path is not None
-        tokenizer = Tokenizer.load(self.source.path)
+        tokenizer = Tokenizer.load(self.tokenizer)
         texts = {}
         for use, (file, num_tokens) in asked.items():
             rows = read_rows(file, num_tokens, tokenizer, judges=use == "eval", longest=longest)
@@ -144,6 +155,7 @@ class _Run:
             row |= errors
         else:
             codes = self._quantize(tensors, None)
+            row |= self._weight_error(tensors, codes) if codes else {}
             stream = self.work.read_stream() if self.texts else {}
         out: dict[str, Tensor] = {}
         for name, values in tensors.items():
@@ -211,8 +223,14 @@ class _Run:
             if (scheme := self.schemes.get(name)) is None:
                 continue
             moments = None if inputs is None else inputs.of(self.model.placements[name])
+            weight = values.to(self.model.device, torch.float32)
+            if not bool(torch.isfinite(weight).all()):
+                raise CheckpointError(
+                    f"{name} has values that are not finite",
+                    todo="Check that the checkpoint is not damaged.",
+                )
             codes[name] = quantize_matrix(
-                values.to(self.model.device, torch.float32),
+                weight,
                 scheme,
                 self.scale_dtype,
                 moments,
@@ -238,8 +256,11 @@ class _Run:
         if "eval" in self.texts:
             stream = self.work.read_stream()
             with timed("perplexity", on_phase):
-                scores["before"] = self.model.score(stream["eval_before"], self.texts["eval"])
-                scores["after"] = self.model.score(stream["eval"], self.texts["eval"])
+                head, rows = self.model.load_head(), self.texts["eval"]
+                scores["before"] = self.model.score(head, stream["eval_before"], rows)
+                codes = self._quantize(head, None)
+                head |= {name: own.dequantize() for name, own in codes.items()}
+                scores["after"] = self.model.score(head, stream["eval"], rows)
         output = self.work.output
         self._write_index(output)
         config = {k: v for k, v in self.source.config.items() if k not in CONFIG_KEYS}
@@ -282,18 +303,26 @@ class _Run:
         write_atomically(json.dumps(index, indent=1), output / INDEX)
 
 
-def _copy_files(source: ModelSource, output: Path) -> None:
+def _copy_files(source: ModelSource, output: Path, tokenizer: Path) -> None:
     """Tokenizer, template and all other files next to the weights."""
     assert source.path is not None
+    texts: dict[str, Path] = {}  # of another tokenizer
+    if tokenizer != source.path:
+        texts = {name: folder_of(tokenizer) / name for name in TEXT_FILES}
+        if tokenizer.suffix == ".json":
+            texts = {TEXT_FILES[0]: tokenizer}
+    for name, file in texts.items():
+        if has_file(file):
+            write_atomically(read_text(file), output / name)
     if is_gguf(source.path):
-        for name in FILES.keys() - {"config.json"}:
+        for name in FILES.keys() - {"config.json"} - texts.keys():
             write_atomically(read_text(source.path / name), output / name)
         return
     folder = source.path if source.path.is_dir() else source.path.parent
     for entry in sorted(folder.iterdir()):
         is_weights = entry.suffix in (*WEIGHT_SUFFIXES, ".gguf") or entry.name.endswith(INDEX_END)
         is_config = entry.name in ("config.json", MODELOPT_CONFIG)
-        if entry.is_file() and not (is_weights or is_config):
+        if entry.is_file() and not (is_weights or is_config or entry.name in texts):
             shutil.copyfile(entry, output / entry.name)
 
 

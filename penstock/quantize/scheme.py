@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.errors import CheckpointError
 from penstock.quantize.inputs import Moments
 from penstock.weights.codes import Codes, Scales
 
@@ -76,8 +75,11 @@ class Scheme:
 
 
 def _rounded(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to the storage dtype. A scale that is zero or too small becomes the smallest one."""
-    return scales.clamp_min(torch.finfo(dtype).tiny).to(dtype).float()
+    """Rounded to the storage dtype. A scale that is zero or too small becomes the smallest one: in
+    float16 a subnormal number, since rows of small weights have scales below its normal ones.
+    """
+    own, wide = torch.finfo(dtype), torch.finfo(torch.float32)
+    return scales.clamp_min(max(own.tiny * own.eps, wide.tiny)).to(dtype).float()
 
 
 BLOCK = 128  # columns corrected one by one before the rest at once
@@ -95,11 +97,6 @@ def quantize_matrix(
 ) -> Codes:
     """Rounds to nearest or, if it corrects, column by column, where later columns compensate for
     the errors of earlier ones (GPTQ, arXiv 2210.17323)."""
-    if not bool(torch.isfinite(weight).all()):
-        raise CheckpointError(
-            "A matrix has values that are not finite",
-            todo="Check that the checkpoint is not damaged.",
-        )
     importance = None if moments is None else moments.importance
     scales = scheme.find_scales(weight, dtype, importance)
     if moments is not None and corrects:

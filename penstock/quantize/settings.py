@@ -39,6 +39,9 @@ class QuantizeSettings:
         None, "text that perplexities are measured on (default: the end of Python's own manual)"
     )
     eval_tokens: int = setting(4096, "of that text; 0: no perplexities, and half of the work")
+    tokenizer: str | None = setting(
+        None, "folder or tokenizer.json to use (default: the model's own)"
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
 
     def __post_init__(self) -> None:
@@ -59,12 +62,19 @@ class QuantizeSettings:
                 "--calibration is given, and --method rtn uses no text",
                 todo="Choose --method awq or gptq, or leave --calibration out.",
             )
-        for name, value, least in (
-            ("--calibration-tokens", self.calibration_tokens, 1),
-            ("--eval-tokens", self.eval_tokens, 0),
+        if self.eval is not None and self.eval_tokens == 0:
+            raise ConfigError(
+                "--eval is given, and --eval-tokens 0 measures no perplexities",
+                todo="Leave one of them out.",
+            )
+        for name, value in (
+            ("--calibration-tokens", self.calibration_tokens),
+            ("--eval-tokens", self.eval_tokens or 2),
         ):
-            if value < least:
-                raise ConfigError(f"{name} is {value}", f"It must be at least {least}.")
+            if value < 2:
+                raise ConfigError(
+                    f"{name} is {value}", "A text has at least 2 tokens: one, and the next."
+                )
 
     @property
     def rules(self) -> Mapping[str, str]:

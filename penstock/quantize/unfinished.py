@@ -32,8 +32,15 @@ class Unfinished:
         record = self.folder / "progress.json"
         if record.is_file():
             begun = read_json_object(record)
+            rows = begun.get("rows")
+            if not isinstance(begun.get("settings"), dict) or not isinstance(rows, list):
+                raise ConfigError(
+                    f"{record} is damaged",
+                    "It holds no settings and rows of an unfinished run.",
+                    "Give another folder with -o, or remove this one.",
+                )
             _check_same(output, begun["settings"], self.settings)
-            self.rows = begun["rows"]
+            self.rows = rows
         elif output.exists() and any(entry.name != FOLDER for entry in output.iterdir()):
             raise ConfigError(
                 f"{output} is not empty",
@@ -85,7 +92,10 @@ def _check_same(output: Path, begun: Mapping[str, Any], asked: Mapping[str, Any]
 def save_atomically(tensors: dict[str, Tensor], path: Path) -> None:
     part = path.with_name(path.name + ".part")
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    part.touch()
+    mode = part.stat().st_mode  # the library's own file would be readable by its owner only
     save_file(whole, part, metadata={"format": "pt"})
+    part.chmod(mode)
     with part.open("rb+") as file:
         os.fsync(file.fileno())
     part.replace(path)
