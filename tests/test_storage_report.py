@@ -75,6 +75,26 @@ def test_inspect_says_how_a_gguf_file_stores_its_weights(
     assert "bits per weight" in said
 
 
+@pytest.mark.parametrize("format", ["gguf", "int4"])
+def test_inspect_counts_quantized_weights_as_they_are_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
+    path = write_embedded(tmp_path / "tiny.gguf", "Q4_0")
+    if format == "int4":
+        path = write_packed(tmp_path / "packed")
+    assert main(["inspect", str(path), "--json", "--gpus", "2xL40S"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_quantized"]
+    in_files = report["stored"]["num_bytes"]
+    assert 0.7 * in_files < report["weight_bytes"] < 1.1 * in_files
+    assert report["memory"]["uses"][0][:2] == ["weights", report["weight_bytes"]]
+    alone, both = (layout["weight_bytes"] for layout in report["layouts"])
+    assert alone == report["weight_bytes"]
+    assert 0.5 * alone <= both < 0.8 * alone
+    assert main(["inspect", str(path)]) == 0
+    assert "weights, quantized" in capsys.readouterr().out
+
+
 def test_inspect_of_a_folder_without_weights_says_what_its_model_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

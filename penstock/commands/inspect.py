@@ -26,10 +26,11 @@ from penstock.commands.layouts import (
     GPUS,
     build_without_memory,
     describe_layouts,
+    open_files,
     print_layouts,
     read_gpus,
 )
-from penstock.commands.roofline import Roofline, text_config
+from penstock.commands.roofline import Roofline, count_parameters, text_config
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import CapacityError
 from penstock.models.source import ModelSource, find_model, has_weight_files, is_converted
@@ -149,6 +150,7 @@ def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str,
     storage = _find_storage(source)
     machine = find_machine()
     parameters = roofline.parameters
+    plain = count_parameters(model, source.config, in_bytes=True)
     if drafts := _drafts_by_default(source, model, storage):
         config = dataclasses.replace(config, speculate="mtp")
     memory = _plan_memory(model, config, roofline.weight_bytes, machine)
@@ -170,6 +172,7 @@ def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str,
         "speculate": str(config.speculation) if drafts else "off",
         "max_context": longest,
         "weight_bytes": roofline.weight_bytes,
+        "is_quantized": roofline.weight_bytes < plain.total,
         "stored": storage,
         "kv_bytes_per_token": roofline.kv_bytes_per_token,
         "state_bytes_per_request": state_bytes,
@@ -261,7 +264,6 @@ def _find_storage(source: ModelSource) -> dict[str, Any] | None:
     """How the files store the weights; None without weight files."""
     if source.path is None or not has_weight_files(source.path):
         return None
-    from penstock.weights.quantized import find_format, open_weights
     from penstock.weights.storage_report import Storage, StorageGroup, describe_storage
 
     if is_converted(source.path):
@@ -270,7 +272,7 @@ def _find_storage(source: ModelSource) -> dict[str, Any] | None:
         groups = read_index(source.path).storage
         storage = Storage(tuple(StorageGroup(**group) for group in groups))
     else:
-        storage = describe_storage(open_weights(source, find_format(source)))
+        storage = describe_storage(open_files(source))
     return {
         "num_bytes": storage.num_bytes,
         "bits_per_weight": round(storage.bits_per_weight, 2),
@@ -303,7 +305,10 @@ def _print_report(report: dict[str, Any]) -> None:
         ["  experts", human_count(counts["experts"]) if counts["experts"] else "none"],
         ["  drafting head (MTP)", human_count(counts["mtp"]) if counts["mtp"] else "none"],
         ["drafts by default", f"--speculate {report['speculate']}"],
-        [f"weights in {report['dtype']}", human_bytes(report["weight_bytes"])],
+        [
+            "weights, quantized" if report["is_quantized"] else f"weights in {report['dtype']}",
+            human_bytes(report["weight_bytes"]),
+        ],
         ["KV of one token", human_bytes(report["kv_bytes_per_token"])],
         ["state of one request", human_bytes(report["state_bytes_per_request"])],
         ["longest context", f"{report['max_context']:,} tokens"],

@@ -15,10 +15,12 @@ from penstock.commands.console import human_bytes, print_table
 from penstock.commands.roofline import Roofline
 from penstock.config import EngineConfig
 from penstock.errors import CapacityError, ConfigError, nearest
+from penstock.models.source import has_weight_files, is_converted
 
 if TYPE_CHECKING:
     from penstock.engine.memory import MemoryPlan
     from penstock.models.source import ModelSource
+    from penstock.weights.stored import StoredTensor
 
 CONTEXT = 4096  # tokens of a request
 BATCHES = (1, 64)  # requests in a step of one engine
@@ -76,20 +78,33 @@ def describe_layouts(
 def build_without_memory(
     source: ModelSource, config: EngineConfig, tp: int = 1, *, with_drafting_head: bool = True
 ) -> tuple[Any, Roofline]:
-    """One rank of a model on torch's meta device, in the dtype that a GPU would use."""
+    """One rank of a model on torch's meta device, in the dtype that a GPU would use; weights that
+    its files store quantized count as they are stored.
+    """
     import torch
 
     from penstock.engine.device_cache import find_kv_dtype
     from penstock.models import build_model
     from penstock.parallel.ranks import Ranks
-    from penstock.weights.load import resolve_dtype
+    from penstock.weights.load import quantized_bytes, resolve_dtype
 
     dtype, ranks = resolve_dtype(config.dtype, source.config, "cuda"), Ranks(0, tp)
     given: dict[str, Any] = {"with_drafting_head": with_drafting_head, "ranks": ranks}
     model: Any = build_model(source.config, dtype, torch.device("meta"), **given)
     kv_bytes = find_kv_dtype(config.kv_dtype, dtype).itemsize
-    own_bytes = dtype.itemsize
-    return model, Roofline.of(model, source.config, own_bytes, config.state_bytes, kv_bytes)
+    given = {"kv_bytes": kv_bytes, "quantized": quantized_bytes(model, open_files(source), dtype)}
+    return model, Roofline.of(model, source.config, dtype.itemsize, config.state_bytes, **given)
+
+
+def open_files(source: ModelSource) -> list[StoredTensor]:
+    """The weights of a checkpoint. Empty for a preset, a config without weights, and a converted
+    model.
+    """
+    from penstock.weights.quantized import find_format, open_weights
+
+    if source.path is None or not has_weight_files(source.path) or is_converted(source.path):
+        return []
+    return open_weights(source, find_format(source))
 
 
 def collectives_s(

@@ -70,10 +70,14 @@ class Parameters:
 
 
 def count_parameters(
-    model: Any, config: Mapping[str, Any], *, in_bytes: bool = False
+    model: Any,
+    config: Mapping[str, Any],
+    *,
+    in_bytes: bool = False,
+    quantized: Mapping[str, int] | None = None,
 ) -> Parameters:
     """Counts the parameters of a model on any device, meta included. `in_bytes`: counts the bytes
-    that they take as stored.
+    that they take as stored; `quantized` are those of weights that a checkpoint stores quantized.
     """
     parameters = dict(model.named_parameters())
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
@@ -82,7 +86,8 @@ def count_parameters(
 
         sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
         weights = ((name, one) for name, one in model.named_modules() if isinstance(one, Weight))
-        sizes |= {f"{name}.values": weight.num_bytes for name, weight in weights}
+        own = quantized or {}
+        sizes |= {f"{name}.values": own.get(name, weight.num_bytes) for name, weight in weights}
     drafting = {name for name in sizes if name.startswith("mtp.")}
     # Only stacks of experts have three dimensions: [E, 2I, H] and [E, H, I].
     stacks = [name for name in parameters.keys() - drafting if parameters[name].ndim == 3]
@@ -150,13 +155,14 @@ class Roofline:
         state_bytes: int,
         kv_bytes: int | None = None,  # None: as `element_bytes`
         state_writes: float = 1.0,
+        quantized: Mapping[str, int] | None = None,  # bytes by weight, of a model without memory
     ) -> Roofline:
         text, specs = text_config(config), model.cache_specs()
         attention = tuple(spec for spec in specs if isinstance(spec, KVSpec))
         head_dim = attention[0].head_dim if attention else 0
         return cls(
             parameters=count_parameters(model, config),
-            stored=count_parameters(model, config, in_bytes=True),
+            stored=count_parameters(model, config, in_bytes=True, quantized=quantized),
             element_bytes=element_bytes,
             kv_bytes=kv_bytes or element_bytes,
             state_bytes=state_bytes,

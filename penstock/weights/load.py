@@ -164,16 +164,11 @@ def _check_fits(
     needed -= sum(weights_of(sizing)[name].num_bytes for name in on_host)
     if on_host:
         _check_ram(source, sizing, on_host, stored, quantization)
-    placed = sizing.placements([tensor.name for tensor in stored]) if stored else {}  # type: ignore[operator]
-    shares = shares_of(sizing)
-    for tensor in stored:
-        is_placed = tensor.name in placed and placed[tensor.name].parameter not in on_host
-        if tensor.read_codes is not None and is_placed:
-            share = shares.get(placed[tensor.name].parameter)
-            saved = max(0, math.prod(tensor.shape) * dtype.itemsize - tensor.num_bytes)
-            needed -= int(saved * (1.0 if share is None else share.fraction))
+    quantized = quantized_bytes(sizing, stored, dtype)
+    for name in quantized.keys() - on_host:
+        needed -= weights_of(sizing)[name].num_bytes - quantized[name]
     rounded = _weights_to_round(sizing, quantization)  # most become quantized
-    for name in rounded.keys() - on_host:
+    for name in rounded.keys() - on_host - quantized.keys():
         weight = weights_of(sizing)[name]
         needed -= weight.num_bytes - weight.shape.numel() * ROUNDED_BITS[quantization] // 8
     if needed > available:
@@ -183,6 +178,32 @@ def _check_fits(
             f"the device has {available / 1e9:.1f} GB for them.",
             "Use a smaller or a quantized model, --quantization, or another --device.",
         )
+
+
+def quantized_bytes(
+    model: nn.Module, stored: list[StoredTensor], dtype: torch.dtype
+) -> dict[str, int]:
+    """The memory of each weight of which any rows stay quantized (a rank's part of it): as in the
+    files, and the other rows in the model's dtype.
+    """
+    if not stored:  # a preset: all its weights exist
+        return {}
+    placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
+    weights, shares = weights_of(model), shares_of(model)
+    sizes: dict[str, dict[str, float]] = {}  # by weight and place: a tied head may be stored twice
+    quantized = set()
+    for tensor in stored:
+        place = placements.get(tensor.name)
+        if place is None or place.parameter not in weights:
+            continue
+        num_bytes = math.prod(tensor.shape) * dtype.itemsize
+        if tensor.read_codes is not None and weights[place.parameter].can_quantize:
+            num_bytes = min(num_bytes, tensor.num_bytes)
+            quantized.add(place.parameter)
+        share = shares.get(place.parameter)
+        own = num_bytes * (1.0 if share is None else share.fraction)
+        sizes.setdefault(place.parameter, {})[repr(place.index)] = own
+    return {name: int(sum(sizes[name].values())) for name in quantized}
 
 
 def _check_ram(
