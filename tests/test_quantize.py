@@ -483,3 +483,16 @@ def test_another_tokenizer_is_used_and_copied(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path / "other").encode("What?") == Tokenizer.load(given).encode(
         "What?"
     )
+
+
+@pytest.mark.parametrize(
+    ("rule", "warns"),
+    [(r"experts\.3\.=int8", True), (r"layers\.0\.=keep", True), ("attn=int8", False)],
+)
+def test_experts_with_several_schemes_are_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rule: str, warns: bool
+) -> None:
+    folder = write_model(tmp_path / "plain", FAMILIES["qwen3_moe"])
+    run(folder, tmp_path / "out", scheme="int4", rule=(rule,), eval_tokens=0)
+    assert ("transformers reads all experts with one scheme" in caplog.text) == warns
+    load_weights(tmp_path / "out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,12 @@ from penstock.errors import ConfigError
 from penstock.quantize.scheme import Scheme
 from penstock.quantize.settings import GROUPS, KEEP, QuantizeSettings
 
+logger = logging.getLogger(__name__)
+
 # Few but sensitive weights: the inputs and decay of the recurrent state, the head, and the input of
 # a drafting head. Routers and shared-expert gates are not candidates.
 HIGH_PRECISION = r"\.in_proj_(a|b|ba)$|(^|\.)lm_head$|^mtp\.fc$"
+EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,11 @@ def assign_schemes(
             "No matrix would be quantized",
             "The rules keep all of them, or have columns that 32 does not divide.",
             "Change --rule, or choose --scheme fp8 or int8, which need no groups.",
+        )
+    if len({schemes.get(matrix.name) for matrix in matrices if EXPERT.search(matrix.name)}) > 1:
+        logger.warning(
+            "not all experts have the same scheme: Penstock loads such a checkpoint, but "
+            "transformers reads all experts with one scheme"
         )
     return schemes
 
