@@ -485,6 +485,14 @@ def test_another_tokenizer_is_used_and_copied(tmp_path: Path) -> None:
     )
 
 
+def test_a_rule_that_no_group_fits_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "plain", {**LLAMA, "intermediate_size": 98})
+    with pytest.raises(ConfigError, match="--rule down_proj=int4 has no effect"):
+        run(folder, tmp_path / "out", scheme="int8", rule=("down_proj=int4",))
+    run(folder, tmp_path / "out", scheme="int8", rule=("mlp=int4",), eval_tokens=0)
+    assert "model.layers.0.mlp.down_proj.weight" in load_names(tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("rule", "warns"),
     [(r"experts\.3\.=int8", True), (r"layers\.0\.=keep", True), ("attn=int8", False)],

@@ -56,6 +56,15 @@ def assign_schemes(
             "The rules keep all of them, or have columns that 32 does not divide.",
             "Change --rule, or choose --scheme fp8 or int8, which need no groups.",
         )
+    for pattern, scheme in rules.items():
+        meant = [m for m in matrices if re.search(pattern, m.module) and names[m.name] == scheme]
+        if scheme == "int4" and meant and not any(matrix.name in schemes for matrix in meant):
+            raise ConfigError(
+                f"--rule {pattern}=int4 has no effect",
+                f"{min(GROUPS)} does not divide the {meant[0].shape[1]} columns of "
+                f"{meant[0].module}.",
+                f"Use --rule '{pattern}=int8' or '{pattern}=fp8', which need no groups.",
+            )
     if len({schemes.get(matrix.name) for matrix in matrices if EXPERT.search(matrix.name)}) > 1:
         logger.warning(
             "not all experts have the same scheme: Penstock loads such a checkpoint, but "
