@@ -555,6 +555,7 @@ class EngineInfo:
         str, ...
     ] = ()  # storage formats of its weights, such as Q4_K, largest share first
     bits_per_weight: float = 0.0  # in its files; 0: no files
+    quantization: str = "none"  # at load, of weights that are not quantized in its files
     kv_dtype: str = ""
     num_experts: int = 0  # in all layers, if the device does not hold all of them
     expert_slots: int = 0  # on the device

@@ -143,6 +143,16 @@ def test_a_server_of_a_gguf_file_answers_and_says_how_its_weights_are_stored(
         assert json.loads(reply["choices"][0]["message"]["content"]) == {"sum": 5}
 
 
+def test_a_server_that_quantizes_at_load_says_so() -> None:
+    with start_server(engine={"quantization": "int4"}) as server:
+        (card,) = server.http.get(f"{server.url}/v1/models").json()["data"]
+        assert card["weights"]["stored_as"][0] == "bfloat16"
+        assert card["weights"]["quantized_at_load"] == "int4"
+        assert server.health().json()["weights"] == card["weights"]
+        (listed,) = server.http.get(f"{server.url}/api/tags").json()["models"]
+        assert listed["details"]["quantization_level"] == "INT4"
+
+
 def write_packed(folder: Path) -> Path:
     format = FORMATS["int4"]
     packed, _ = pack_state(plain_state(LLAMA), format)

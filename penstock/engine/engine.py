@@ -258,6 +258,7 @@ def _describe(model: Any, name: str, memory: MemoryPlan, config: EngineConfig) -
         model_name=name,
         device=str(model.device),
         dtype=dtype,
+        quantization=config.quantization,
         kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
         max_model_len=pools.max_model_len,
         vocab_size=model.vocab_size,

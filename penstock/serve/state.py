@@ -39,10 +39,12 @@ class ServerState:
         info = self.client.info
         if info is None:
             return None
+        at_load = {} if info.quantization == "none" else {"quantized_at_load": info.quantization}
         return {
             "dtype": info.dtype,
             "stored_as": info.stored_as,
             "bits_per_weight": info.bits_per_weight,
+            **at_load,
         }
 
     @property

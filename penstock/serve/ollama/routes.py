@@ -306,11 +306,10 @@ class ModelCard:
     def _details(self) -> dict[str, Any]:
         info = self._state.client.info
         dtype = "" if info is None else info.dtype
-        packed = (
-            []
-            if info is None
-            else [scheme for scheme in info.stored_as if scheme not in PRECISIONS]
-        )
+        packed = []
+        if info is not None:
+            packed = [scheme for scheme in info.stored_as if scheme not in PRECISIONS]
+            packed += [info.quantization.upper()] if info.quantization != "none" else []
         return {
             "parent_model": "",
             "format": "",
