@@ -30,7 +30,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.models.source import find_model
 from penstock.ops.weight import Weight
 from penstock.progress import Phase
-from penstock.quantize import awq, unfinished
+from penstock.quantize import awq
 from penstock.quantize.compressed import pack
 from penstock.quantize.inputs import LayerInputs, Moments
 from penstock.quantize.layerwise import LayerwiseModel
@@ -38,6 +38,7 @@ from penstock.quantize.run import quantize, read_rows
 from penstock.quantize.scheme import Scheme, quantize_matrix
 from penstock.quantize.settings import QuantizeSettings
 from penstock.text.tokenizer import Tokenizer
+from penstock.weights import safetensors_writer
 from penstock.weights.quantized import find_format, open_weights
 from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, load_weights, prompt
 from step_inputs import ByHand
@@ -311,16 +312,16 @@ from penstock.quantize.run import quantize
 from penstock.quantize.settings import QuantizeSettings
 from penstock.quantize.run import read_rows
 from penstock.text.tokenizer import Tokenizer
-from penstock.quantize import unfinished
+from penstock.weights import safetensors_writer as writer
 
 def die(phase):
     if phase.detail == "layer 3 of 4":
-        real = unfinished.save_file
+        real = writer.save_file
         def torn(tensors, path, metadata):
             real(tensors, path, metadata=metadata)
             os.truncate(path, 100)
             os.kill(os.getpid(), signal.SIGKILL)
-        unfinished.save_file = torn
+        writer.save_file = torn
 
 settings = QuantizeSettings(scheme="int4", method="gptq", group=32, eval_tokens=128, calibration_tokens=256)
 quantize(find_model(sys.argv[1]), Path(sys.argv[2]), settings, "cpu", die)
@@ -445,7 +446,7 @@ def test_a_full_disk_is_named_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path / "plain", LLAMA)
-    real = unfinished.save_file
+    real = safetensors_writer.save_file
 
     def full(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
         if path.name.startswith("model-00002"):
@@ -453,7 +454,7 @@ def test_a_full_disk_is_named_and_the_run_continues(
         real(tensors, path, metadata=metadata)
 
     with monkeypatch.context() as patch:
-        patch.setattr(unfinished, "save_file", full)
+        patch.setattr(safetensors_writer, "save_file", full)
         with pytest.raises(ConfigError, match=r"(?s)could not be completed.*No space left"):
             run(folder, tmp_path / "out", scheme="int8")
     assert run(folder, tmp_path / "out", scheme="int8")["bytes"] > 0

@@ -54,7 +54,8 @@ from penstock.weights.load import (
 )
 from penstock.weights.packing import WeightParts
 from penstock.weights.quantized import find_format, open_weights
-from penstock.weights.safetensors_reader import DTYPES, open_safetensors
+from penstock.weights.safetensors_reader import open_safetensors
+from penstock.weights.safetensors_writer import save_atomically
 from penstock.weights.storage_report import describe_storage
 from penstock.weights.stored import StoredTensor
 
@@ -304,8 +305,9 @@ class Conversion:
                 weight = self.read(name)
                 matrices[name] = StoredMatrix.of(weight, is_stack=False)
                 tensors |= _numbered(name, weight)
-        with written_whole(output / DENSE) as file:
-            _write_safetensors(tensors, file)
+        path = output / DENSE
+        with _report_write_errors(path, path.with_name(f"{DENSE}.part")):
+            save_atomically(tensors, path)
         return matrices
 
 
@@ -352,22 +354,6 @@ def _numbered(name: str, weight: Weight) -> list[tuple[str, Tensor]]:
 
 def _raw(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _write_safetensors(tensors: Mapping[str, Tensor], file: Any) -> None:
-    """The library's own writer hides the file from other users, and what the disk says of it."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    ordered = sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize)  # aligns them
-    header, end = {}, 0
-    for name, tensor in ordered:
-        place = {"dtype": names[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = {**place, "data_offsets": [end, end + tensor.nbytes]}
-        end += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for _, tensor in ordered:
-        file.write(_raw(tensor))
 
 
 def _cut_records(layout: ExpertLayout, stacks: list[Tensor]) -> Iterator[bytes]:

@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.models.source import read_json_object
+from penstock.weights.safetensors_writer import save_atomically
 
 FOLDER = "unfinished"
 
@@ -87,18 +88,6 @@ def _check_same(output: Path, begun: Mapping[str, Any], asked: Mapping[str, Any]
             f"{'; '.join(changed)}.",
             "Go on with the same settings, or give another folder with -o.",
         )
-
-
-def save_atomically(tensors: dict[str, Tensor], path: Path) -> None:
-    part = path.with_name(path.name + ".part")
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    part.touch()
-    mode = part.stat().st_mode  # the library's own file would be readable by its owner only
-    save_file(whole, part, metadata={"format": "pt"})
-    part.chmod(mode)
-    with part.open("rb+") as file:
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def write_atomically(text: str, path: Path) -> None:
