@@ -103,6 +103,19 @@ def test_calls_come_whole_with_arguments_as_objects_and_their_results_are_taken(
     assert after.message.content
 
 
+def test_a_call_cut_off_has_the_arguments_that_were_whole(api: Any) -> None:
+    seen = set()
+    for num_predict in range(10, 32, 3):
+        options = {"num_predict": num_predict}
+        whole = api.chat(MODEL, LENA, tools=[FEED], options=options)
+        *parts, _ = api.chat(MODEL, LENA, tools=[FEED], options=options, stream=True)
+        calls = [call for part in parts for call in part.message.tool_calls or ()]
+        for found in (whole.message.tool_calls or [], calls):
+            seen |= {json.dumps(call.function.arguments) for call in found}
+        assert len(calls) == len(whole.message.tool_calls or ())
+    assert {"{}", '{"pet": "Lena"}'} <= seen
+
+
 @pytest.mark.parametrize("think", [True, "low", "medium", "high"])
 def test_thoughts_have_a_field_of_their_own(api: Any, think: bool | str) -> None:
     whole = api.chat(MODEL, ASKED, think=think).message

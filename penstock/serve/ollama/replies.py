@@ -2,7 +2,7 @@
 
 A stream is a line for each piece of text and for each whole call, then one that is `done`, with the
 reason why the reply ended and the times it took. A call that turned out to be invalid is never
-sent.
+sent; one that a limit cut off has the arguments that were whole.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from penstock.text.dialects import (
     ToolCallEnd,
     ToolCallStart,
 )
+from penstock.text.dialects.json_calls import whole_part
+from penstock.text.dialects.values import is_json
 
 NDJSON_TYPE = "application/x-ndjson"
 Fields = dict[str, Any]
@@ -168,8 +170,10 @@ def encode_error(error: PenstockError | str) -> bytes:
 
 
 def _call_fields(call: ParsedCall, index: int) -> Fields:
-    arguments = msgspec.Raw(call.arguments.encode() or b"{}")
-    return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}}
+    written = call.arguments
+    arguments = written if is_json(written) else whole_part(written) or "{}"
+    function = {"index": index, "name": call.name, "arguments": msgspec.Raw(arguments.encode())}
+    return {"id": call.id, "function": function}
 
 
 def _raw(pieces: Pieces) -> msgspec.Raw:
