@@ -106,6 +106,16 @@ def test_a_message_has_the_shape_the_sdk_knows(api: anthropic.Anthropic) -> None
     assert message._request_id
 
 
+def test_the_model_has_the_shape_the_sdk_knows(server: Server) -> None:
+    with anthropic.Anthropic(
+        base_url=server.url, api_key="none", _strict_response_validation=True
+    ) as api:
+        for models in (api.models, api.beta.models):
+            (card,) = models.list().data
+            assert card == models.retrieve(card.id)
+            assert card.lifecycle == "active"
+
+
 def test_the_async_client_streams_many_at_once(server: Server) -> None:
     async def ask_all() -> list[Any]:
         async with anthropic.AsyncAnthropic(

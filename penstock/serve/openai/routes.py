@@ -75,6 +75,7 @@ class OpenAIRoutes:
             "object": "model",
             "type": "model",
             "display_name": name,
+            "lifecycle": "active",
             "created": started_at,
             "created_at": datetime.fromtimestamp(started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "owned_by": "penstock",
