@@ -420,6 +420,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
     ({"output_config": {"format": {"type": "poem", "schema": {}}}}, "output_config.format.type"),
+    ({"thinking": {"type": "enabled", "display": "omited"}}, "thinking.display is 'omited'"),
     ({"messages": [{"role": "user", "content": "a b c d " * 2000}]}, "prompt is too long: "),
     (user(*[text("a")] * 9_000, result([text("b")] * 9_000)), "messages consist of 18001 blocks"),
 ]

@@ -82,6 +82,9 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     schema: Any = None  # llama.cpp's, beside json_object
 
 
+DISPLAYS = ("summarized", "omitted")  # the reasoning as it is, and none of it
+
+
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     """Anthropic's field for thinking, which others adopted."""
 
@@ -228,6 +231,8 @@ def thinking_switch(thinking: bool | Thinking | None) -> bool | None:
     switches = {"enabled": True, "disabled": False, "auto": None, "adaptive": None}
     if thinking.type not in switches:
         raise wrong_choice("thinking.type", thinking.type, switches)
+    if thinking.display is not None and thinking.display not in DISPLAYS:
+        raise wrong_choice("thinking.display", thinking.display, DISPLAYS)
     return switches[thinking.type]
 
 
