@@ -76,18 +76,29 @@ def test_a_top_k_of_minus_one_is_off_as_in_chats(sent: int, used: int) -> None:
 
 
 def test_the_model_is_told_of_the_tools_that_clients_run() -> None:
-    """As agents offer them, among tools that a vendor's server would run."""
+    """As agents offer them, among tools that a vendor's server would run. The response lists the
+    tools of the model: clients could not read others without all their fields."""
     tools = [
         {"type": "web_search"},
         {"type": "function", "name": "read_file", "parameters": {"type": "object"}},
         {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
         {"type": "custom", "name": "apply_patch"},
     ]
-    chat = response_request(
+    asked = response_request(
         parse_response(json.dumps({"input": "x", "tools": tools}).encode()), []
-    ).chat
-    assert chat.tools is not None
-    assert [tool["function"]["name"] for tool in chat.tools] == ["read_file", "apply_patch"]
+    )
+    assert asked.chat.tools is not None
+    names = ["read_file", "apply_patch"]
+    assert [tool["function"]["name"] for tool in asked.chat.tools] == names
+    assert [tool["name"] for tool in asked.echo["tools"]] == names
+
+
+@pytest.mark.parametrize("name", ["summary", "generate_summary"])
+def test_a_summary_is_asked_for_by_its_older_name_too(name: str) -> None:
+    body = json.dumps({"input": "x", "reasoning": {name: "auto"}}).encode()
+    asked = response_request(parse_response(body), [])
+    assert asked.form.has_summary
+    assert asked.echo["reasoning"]["summary"] == "auto"
 
 
 def test_the_store_keeps_its_limits_of_number_bytes_and_age() -> None:

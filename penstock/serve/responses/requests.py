@@ -119,6 +119,9 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     context: str | None = None  # which reasoning a prompt repeats: the chat template decides
     mode: str | None = None
 
+    def __post_init__(self) -> None:
+        self.summary = self.summary or self.generate_summary
+
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
@@ -393,7 +396,7 @@ def _echo(fields: ResponseBody, sampling: SamplingParams, is_stored: bool) -> di
             "verbosity": text.verbosity or "medium",
         },
         "tool_choice": fields.tool_choice or "auto",
-        "tools": [_echoed(tool) for tool in fields.tools or ()],
+        "tools": [_echoed(tool) for tool in fields.tools or () if tool.type in CLIENTS_TOOLS],
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": fields.truncation or "disabled",
