@@ -87,6 +87,46 @@ def test_whatever_is_allowed_parses_as_valid_calls_and_nothing_else(
             assert is_valid(arguments, schema, schema), arguments
 
 
+PLACE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "side": {"enum": ["left", "right"]}},
+    "required": ["x"],
+}
+REFERENCES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    # Parameters, and what their last one may be and may not be.
+    ({"a": PLACE, "b": {"$ref": "#/properties/a"}}, ['{"x": 1}'], ["[]", "1", '{"y": 1}']),
+    ({"a": PLACE, "b": {"$ref": "#/properties/a/properties/x"}}, ["7"], ["left", "{}"]),
+    ({"a": PLACE, "b": {"$ref": "#/properties/a/properties/side"}}, ["left"], ["up", "7"]),
+    (
+        {"a": {"anyOf": [PLACE, {"const": 5}]}, "b": {"$ref": "#/properties/a/anyOf/1"}},
+        ["5"],
+        ["6"],
+    ),
+    ({"b": {"type": "array", "items": {"$ref": "#"}}}, ["[]", '[{"b": []}]'], ["[[]]", "[1]"]),
+    ({"b": {"anyOf": [{"$ref": "#/$defs/a~1b"}, {"type": "null"}]}}, ["aa", "null"], ["ab", "1"]),
+    ({"b": {"allOf": [{"$ref": "#/$defs/a~1b"}]}}, ["bb"], ["null", "x"]),
+    ({"b": {"anyOf": [{"type": "integer"}, {"const": "auto"}]}}, ["3", "auto"], ["other"]),
+]
+
+
+@pytest.mark.parametrize(("properties", "allowed", "refused"), REFERENCES)
+def test_a_value_between_tags_is_held_to_what_its_schema_refers_to(
+    properties: dict[str, Any], allowed: list[str], refused: list[str]
+) -> None:
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$id": "https://example.com/tool",
+        "type": "object",
+        "properties": properties,
+        "required": ["b"],
+        "$defs": {"a/b": {"enum": ["aa", "bb"]}},
+    }
+    grammar = grammar_of("qwen_xml", [{"function": {"name": "f", "parameters": schema}}])
+    call = "<tool_call>\n<function=f>\n<parameter=b>\n{}\n</parameter>\n</function>\n</tool_call>"
+    assert [value for value in allowed if not is_allowed(grammar, call.format(value))] == []
+    assert [value for value in refused if is_allowed(grammar, call.format(value))] == []
+
+
 @pytest.mark.parametrize("dialect", FORMS)
 def test_parallel_calls_are_allowed_on_demand(dialect: str) -> None:
     two = FORMS[dialect].separator.join([EXAMPLES[dialect]] * 2)

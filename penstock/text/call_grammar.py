@@ -30,6 +30,7 @@ from penstock.text.grammar import (
     regex_grammar,
     regex_in_lark,
 )
+from penstock.text.references import standalone, target_of
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _PARAMETER_NAME = re.compile(r"[^\n<>]{1,256}")
@@ -166,7 +167,7 @@ class _Writer:
         yield f"{self.rule}: {start} {arguments} {end}"
         yield f"{arguments}: {_json({'type': 'object', **schema})}"
 
-    def xml_call(self, name: str, schema: Schema) -> Iterator[str]:
+    def xml_call(self, name: str, schema: dict[str, Any]) -> Iterator[str]:
         properties = schema.get("properties")
         if isinstance(properties, dict) and all(map(_PARAMETER_NAME.fullmatch, properties)):
             required = schema.get("required")
@@ -181,22 +182,22 @@ class _Writer:
             yield self._text(f"{self.rule}_any_value")
         start, end = self._spelled(self.form.start_of(name)), self._spelled(self.form.end)
         yield f"{self.rule}: {start} {' '.join(parts)} {end}"
-        types_of = Parameters(schema).types_of
         for rule, (key, child) in zip(names, properties.items()):
             yield f"{rule}: {_literal(self.form.start_of_parameter(key))} {rule}_value"
-            yield self._value(f"{rule}_value", child, schema, "string" in types_of(key))
+            yield self._value(f"{rule}_value", child, schema)
 
-    def _value(self, rule: str, schema: Any, root: Schema, is_text: bool) -> str:
+    def _value(self, rule: str, schema: Any, root: dict[str, Any]) -> str:
         """The rule of a value: text is verbatim, everything else is JSON."""
-        end = _literal(self.form.parameter_end)
-        choices = _listed(_resolve(schema, root))
-        if choices:
-            texts = [value if isinstance(value, str) else json.dumps(value) for value in choices]
-            return f"{rule}: ({' | '.join(map(_literal, texts))}) {end}"
-        if is_text:
-            return self._text(rule)
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return f"{rule}: {_json({**schema, **definitions})} {end}"
+        parameters = Parameters(root)
+        forms: list[str] = []
+        for part in _alternatives(schema, root):
+            if choices := _listed(part):
+                forms += [_literal(c if isinstance(c, str) else json.dumps(c)) for c in choices]
+            elif "string" in parameters.types_in(part):
+                return self._text(rule)
+            else:
+                forms.append(_json(standalone(part, root)))
+        return f"{rule}: ({' | '.join(forms)}) {_literal(self.form.parameter_end)}"
 
     def _text(self, rule: str) -> str:
         grammar, end = self._text_grammar, _literal(self.form.parameter_end)
@@ -214,16 +215,35 @@ class _Writer:
         )
 
 
-def _resolve(schema: Any, root: Schema) -> Any:
-    """The target of a reference into the root's own definitions; llguidance judges all others."""
-    for _ in range(8):  # references may be circular
-        reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(reference, str):
-            break
-        schema = root
-        for key in reference.removeprefix("#/").split("/"):
-            schema = schema.get(key) if isinstance(schema, Mapping) else None
-    return schema
+def _alternatives(schema: Any, root: Schema) -> list[Any]:
+    """The schemas one of which a value matches: behind references and lists of alternatives."""
+    found: list[Any] = []
+    waiting, seen = [schema], set()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:  # references may be circular
+            continue
+        seen.add(id(part))
+        options = _options(part, root)
+        if options:
+            waiting += reversed(options)
+        else:
+            found.append(part)
+    return found or [schema]
+
+
+def _options(schema: Any, root: Schema) -> list[Any]:
+    """The schemas that this one stands for; none if it says something itself."""
+    if not isinstance(schema, dict):
+        return []
+    target = target_of(schema.get("$ref"), root)
+    if target is not None and (len(schema) == 1 or _listed(target)):
+        return [target]
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(keyword)
+        if isinstance(options, list) and len(schema) == 1:
+            return options if keyword != "allOf" or len(options) == 1 else []
+    return []
 
 
 def _listed(schema: Any) -> list[Any]:

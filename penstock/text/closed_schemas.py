@@ -8,9 +8,11 @@ it stays open. Knows nothing of grammars.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from penstock.text.references import target_of
 
 Schema = dict[str, Any]
 
@@ -109,14 +111,7 @@ class _Closing:
         return keys
 
     def _resolve(self, reference: Any) -> Any:
-        """The target of a reference into the root; None if it cannot be found."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        schema: Any = self._root
-        for key in filter(None, reference[1:].split("/")):
-            key = key.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(key) if isinstance(schema, Mapping) else None
-        return schema
+        return target_of(reference, self._root)
 
 
 def _may_list(schema: Any) -> bool:

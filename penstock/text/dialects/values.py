@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.text.references import target_of
+
 TYPES = frozenset({"null", "boolean", "integer", "number", "array", "object", "string"})
 TEXT_ONLY = frozenset({"string"})
 NULLS = ("null", "none")  # as in JSON and in Python, in any case
@@ -62,7 +64,7 @@ class Parameters:
         schema = self._properties.get(name, self._root.get("additionalProperties"))
         if name not in self._properties and not isinstance(schema, dict):
             return TEXT_ONLY
-        return self._collect_types(schema)
+        return self.types_in(schema)
 
     def choices_of(self, name: str) -> frozenset[str]:
         """The strings among the values that a schema lists: they stay strings even if they look
@@ -70,7 +72,7 @@ class Parameters:
         schema = self._properties.get(name)
         return frozenset(value for value in _listed(schema) if isinstance(value, str))
 
-    def _collect_types(self, schema: Any) -> frozenset[str]:
+    def types_in(self, schema: Any) -> frozenset[str]:
         """The types of all alternatives. Visits each part once: references may be circular."""
         types: set[str] = set()
         seen: set[int] = set()
@@ -87,20 +89,13 @@ class Parameters:
                 continue
             alternatives = [*_options(part, "anyOf"), *_options(part, "oneOf")]
             if isinstance(reference := part.get("$ref"), str):
-                alternatives.append(self._resolve(reference))
+                alternatives.append(target_of(reference, self._root))
             restrictions = _options(part, "allOf")
             waiting += [(option, True) for option in alternatives]
             waiting += [(option, False) for option in restrictions]
             if is_alternative and not alternatives and not restrictions:
                 types |= TYPES  # it names no type, so anything is allowed
         return frozenset(types) if types and types <= TYPES else TYPES
-
-    def _resolve(self, reference: str) -> Any:
-        """A reference inside this schema, as `#/$defs/Color`."""
-        found: Any = self._root
-        for part in reference.removeprefix("#/").split("/"):
-            found = found.get(part) if isinstance(found, dict) else None
-        return found
 
 
 def _named_types(schema: Mapping[str, Any]) -> set[str]:
