@@ -360,6 +360,20 @@ def test_a_reply_goes_on_from_the_words_put_into_its_mouth(api: anthropic.Anthro
     assert counted == api.messages.count_tokens(model=ANY_MODEL, messages=QUESTION).input_tokens + 1
 
 
+def test_words_before_a_constrained_reply_are_a_turn_of_their_own(
+    server: Server, api: anthropic.Anthropic
+) -> None:
+    messages = [*QUESTION, {"role": "assistant", "content": "{"}]
+    whole = {"messages": messages, "continue_final_message": False}
+    form: Any = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    message = api.messages.create(
+        model=ANY_MODEL, max_tokens=8, messages=messages, output_config=form
+    )
+    assert message.content[0].text.startswith("{")
+    num_tokens = message.usage.input_tokens + message.usage.cache_read_input_tokens
+    assert num_tokens == server.post(whole, "/tokenize").json()["count"]
+
+
 # Refusals
 
 

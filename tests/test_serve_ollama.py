@@ -147,6 +147,25 @@ def test_the_last_message_may_begin_the_reply(api: Any) -> None:
     assert reply.message.content == "3"
 
 
+def test_the_last_message_begins_the_reply_as_in_chat_completions(server: Server, api: Any) -> None:
+    """The reasoning in it counts, and that of the model ends before it; a message before it stays,
+    and a form makes it a turn of its own."""
+    last = {"role": "assistant", "content": "4"}
+    cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        ([last], {"think": True}, {"thinking": True}),
+        ([{**last, "thinking": "17 + 26 = 43."}], {"think": True}, {"thinking": True}),
+        ([{"role": "assistant", "content": "Hm."}, last], {}, {}),
+        ([last], {"format": "json"}, {"response_format": {"type": "json_object"}}),
+    ]
+    for turns, ours, theirs in cases:
+        said = [*ASKED, *turns]
+        reply = api.chat(MODEL, said, options={"num_predict": 12}, **ours)
+        messages = [{**m, "reasoning_content": m.get("thinking")} for m in said]
+        chat = server.post({"messages": messages, "max_tokens": 12, **theirs}).json()
+        assert reply.prompt_eval_count == chat["usage"]["prompt_tokens"]
+        assert reply.message.content == chat["choices"][0]["message"]["content"]
+
+
 def test_logprobs_are_those_of_the_tokens(api: Any) -> None:
     whole = api.chat(MODEL, ASKED, logprobs=True, top_logprobs=2)
     parts = list(api.chat(MODEL, ASKED, logprobs=True, top_logprobs=2, stream=True))

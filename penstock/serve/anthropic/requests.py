@@ -205,15 +205,19 @@ def _chat_request(
     _check_num_blocks(fields)
     omitted: list[str] = []
     instructions, turns = _split_turns(fields, omitted)
-    reply_start = ""
-    if turns and turns[-1].role == "assistant":
-        reply_start = _reply_start(turns.pop(), f"messages[{len(fields.messages) - 1}]")
     held: tuple[PlainMessage, ...] = ()
     tools = _plain_tools(fields.tools or []) or None
     if thread is not None and thread.previous is not None:
         _refuse_held_fields(fields)
         held, tools = thread.messages, list(thread.tools) or None
     choice = _openai_choice(fields.tool_choice)
+    must_call, form = demanded_tools(choice, tools), _json_form(fields)
+    reply_start = ""
+    if turns and turns[-1].role == "assistant":
+        start = _reply_start(turns[-1], f"messages[{len(fields.messages) - 1}]")
+        if not (must_call or form):  # these constrain a reply from its beginning
+            turns.pop()
+            reply_start = start
     output = fields.output_config or OutputConfig()
     return ChatRequest(
         messages=place_instructions(
@@ -224,11 +228,11 @@ def _chat_request(
         sampling=sampling,
         is_stream=is_stream,
         include_usage=True,
-        must_call=demanded_tools(choice, tools),
+        must_call=must_call,
         is_parallel=not (
             fields.tool_choice is not None and fields.tool_choice.disable_parallel_tool_use
         ),
-        json_form=_json_form(fields),
+        json_form=form,
         effort_budget=None
         if output.effort is None
         else effort_of(output.effort, "output_config.effort")[1],

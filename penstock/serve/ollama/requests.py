@@ -197,9 +197,6 @@ def _chat_request(
     defaults: Defaults,
     tools: list[Tool] | None = None,
 ) -> ChatRequest:
-    reply_start = ""
-    if len(messages) > 1 and messages[-1].role == "assistant" and not messages[-1].tool_calls:
-        reply_start = str(messages.pop().content or "")
     body = ChatBody(
         messages=messages,
         tools=tools,
@@ -217,7 +214,7 @@ def _chat_request(
     _set(body, _sampling(fields.options))
     with renaming(NAMES):
         chat = chat_request(body, defaults)
-    return replace(chat, reply_start=reply_start, is_cut_to_context=True)
+    return replace(chat, is_cut_to_context=True)
 
 
 def _response_format(form: str | dict[str, Any] | None) -> ResponseFormat | None:
