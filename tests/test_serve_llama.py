@@ -131,6 +131,9 @@ def test_replies_are_drawn_as_asked(server: Server) -> None:
     assert complete(server, logit_bias={str(four): -100}, n_predict=1)["content"] != "4"
     settings = complete(server, temperature=0.5, seed=7, n_predict=1)["generation_settings"]
     assert (settings["temperature"], settings["seed"], settings["n_predict"]) == (0.5, 7, 1)
+    for samplers, penalty in ((["top_k"], 1.0), (["top_k", "penalties"], 1.5)):
+        reply = complete(server, samplers=samplers, repeat_penalty=1.5, n_predict=1)
+        assert reply["generation_settings"]["repeat_penalty"] == penalty
 
 
 def test_fields_that_change_no_reply_are_taken_and_fields_can_be_chosen(server: Server) -> None:

@@ -36,10 +36,16 @@ NAMES = {
 }
 NEVER_DRAWN = -100.0
 MAX_TEXTS = 256  # in a prompt that mixes texts and token ids
-# Samplers, by field, with the value that turns one off if it is not in `samplers`.
-WITHOUT_SAMPLER = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
+# The fields of each sampler, with the values that turn it off if it is not in `samplers`.
+WITHOUT_SAMPLER: dict[str, dict[str, float]] = {
+    "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    "top_k": {"top_k": 0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "temperature": {"temperature": 1.0},
+}
 # Can only be turned off.
-OTHER_SAMPLERS = ("penalties", "dry", "top_n_sigma", "typ_p", "typical_p", "xtc")
+OTHER_SAMPLERS = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc")
 
 MixedPrompt = list[str | int]
 Prompt = str | MixedPrompt
@@ -201,7 +207,8 @@ def _without_samplers(samplers: list[str] | None) -> dict[str, float]:
                 f"This server has {', '.join(WITHOUT_SAMPLER)}.",
                 param="samplers",
             )
-    return {field: off for field, off in WITHOUT_SAMPLER.items() if field not in samplers}
+    missing = [fields for name, fields in WITHOUT_SAMPLER.items() if name not in samplers]
+    return {field: off for fields in missing for field, off in fields.items()}
 
 
 def _form_of(fields: LlamaBody) -> dict[str, Any]:
