@@ -26,6 +26,7 @@ from penstock.errors import RequestError
 from penstock.serve.metrics import Metrics, TokenTimer
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat, OpenAIReplyFormat
 from penstock.serve.openai.requests import parse_completion
+from penstock.serve.openai.scores import CompletionScores
 from penstock.serve.text_engine import MAX_ECHO_CHARS, TextEngine
 from penstock.serve.text_stream import PlainText, Reply, ReplyDelta, ScoredToken, TextStream
 from penstock.text.dialects import ContentDelta
@@ -327,6 +328,13 @@ def test_scores_are_the_same_however_they_arrive() -> None:
     assert together["tokens"] == ["a", "\ufffd", '"', "b"]
     assert together["token_logprobs"][-1] == -9999.0
     assert together["text_offset"] == [0, 1, 2, 3]
+
+
+def test_an_offset_counts_characters_of_the_text_and_not_their_parts() -> None:
+    scores = CompletionScores()
+    for data in (b"a\xe6", b"\xbc", b"\xa2", b"b"):  # the text is a漢b
+        scores.add(packed_tokens([data]))
+    assert json.loads(b"".join(scores.take()))["text_offset"] == [0, 1, 1, 2]
 
 
 def packed_tokens(texts: list[bytes], logprob: float = -1.0) -> Any:

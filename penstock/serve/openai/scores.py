@@ -5,6 +5,7 @@ A reply may have a million of them: they are stored as JSON, which only has to b
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,7 @@ from penstock.serve.answer import Pieces
 from penstock.serve.text_stream import ScoredToken
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI writes this instead
+UTF_8 = codecs.getincrementaldecoder("utf-8")
 COLUMN_HEADS = (
     b'{"tokens":[',
     b'],"token_logprobs":[',
@@ -61,7 +63,8 @@ class CompletionScores:
     """Scores of a completion: four parallel lists."""
 
     def __init__(self) -> None:
-        self._num_chars = 0  # in all tokens so far
+        self._num_chars = 0  # whole ones, in all tokens so far
+        self._decoder = UTF_8("replace")  # tokens may end inside a character
         self._clear()
 
     def add(self, tokens: Sequence[ScoredToken]) -> None:
@@ -72,9 +75,9 @@ class CompletionScores:
             for text, logprob, token in zip(texts, logprobs, tokens)
         ]
         offsets = []
-        for text in texts:
+        for token in tokens:
             offsets.append(self._num_chars)
-            self._num_chars += len(text)
+            self._num_chars += len(self._decoder.decode(token.data))
         _append(self._texts, texts)
         _append(self._logprobs, logprobs)
         _append(self._tops, tops)
