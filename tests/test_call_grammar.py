@@ -128,6 +128,28 @@ def test_a_value_between_tags_is_held_to_what_its_schema_refers_to(
 
 
 @pytest.mark.parametrize("dialect", FORMS)
+def test_a_schema_that_is_a_reference_is_what_it_refers_to(dialect: str) -> None:
+    """As pydantic writes a model that contains itself."""
+    node = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer", "maximum": 9},
+            "unit": {"anyOf": [{"$ref": "#/$defs/Node"}, {"const": "celsius"}]},
+        },
+        "required": ["city", "days"],
+    }
+    schema = {"$defs": {"Node": node}, "$ref": "#/$defs/Node"}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    assert is_allowed(grammar_of(dialect, tools), EXAMPLES[dialect])
+    for wrong in ("3", "city", "celsius"):
+        assert not is_allowed(grammar_of(dialect, tools), EXAMPLES[dialect].replace(wrong, "other"))
+    parser = StreamParser(DIALECTS[dialect], tools)
+    reply = ParsedReply.of([*parser.feed(EXAMPLES[dialect]), *parser.close("stop")])
+    assert json.loads(reply.calls[0].arguments)["days"] == 3
+
+
+@pytest.mark.parametrize("dialect", FORMS)
 def test_parallel_calls_are_allowed_on_demand(dialect: str) -> None:
     two = FORMS[dialect].separator.join([EXAMPLES[dialect]] * 2)
     assert is_allowed(grammar_of(dialect), two)

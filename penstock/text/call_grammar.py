@@ -30,7 +30,7 @@ from penstock.text.grammar import (
     regex_grammar,
     regex_in_lark,
 )
-from penstock.text.references import standalone, target_of
+from penstock.text.references import standalone, target_of, top_of
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _PARAMETER_NAME = re.compile(r"[^\n<>]{1,256}")
@@ -168,9 +168,10 @@ class _Writer:
         yield f"{arguments}: {_json({'type': 'object', **schema})}"
 
     def xml_call(self, name: str, schema: dict[str, Any]) -> Iterator[str]:
-        properties = schema.get("properties")
+        top = top_of(schema)
+        properties = top.get("properties") if isinstance(top, dict) else None
         if isinstance(properties, dict) and all(map(_PARAMETER_NAME.fullmatch, properties)):
-            required = schema.get("required")
+            required = top.get("required")
             required = required if isinstance(required, list) else []
             names = [f"{self.rule}_{index}" for index in range(len(properties))]
             parts = [n if key in required else f"{n}?" for n, key in zip(names, properties)]

@@ -24,6 +24,19 @@ def target_of(reference: Any, root: Any) -> Any:
     return part
 
 
+def top_of(root: Any) -> Any:
+    """What a root that is only a reference stands for, as generators write recursive schemas."""
+    top = root
+    for _ in range(8):  # references may be circular
+        if not isinstance(top, dict) or "properties" in top:
+            break
+        target = target_of(top.get("$ref"), root)
+        if target is None:
+            break
+        top = target
+    return top
+
+
 def standalone(schema: Schema, root: Schema) -> Schema:
     """A part of `root` as a schema of its own: its definitions are copies of what it refers to."""
     names: dict[str, str] = {}  # of definitions, by reference

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.text.references import target_of
+from penstock.text.references import target_of, top_of
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "array", "object", "string"})
 TEXT_ONLY = frozenset({"string"})
@@ -52,7 +52,9 @@ class Parameters:
 
     def __init__(self, schema: Any) -> None:
         self._root: Mapping[str, Any] = schema if isinstance(schema, dict) else {}
-        properties = self._root.get("properties")
+        top = top_of(self._root)
+        self._top: Mapping[str, Any] = top if isinstance(top, dict) else {}
+        properties = self._top.get("properties")
         self._properties: Mapping[str, Any] = properties if isinstance(properties, dict) else {}
 
     @property
@@ -61,7 +63,7 @@ class Parameters:
 
     def types_of(self, name: str) -> frozenset[str]:
         """The types that a parameter may have. An undeclared one is text."""
-        schema = self._properties.get(name, self._root.get("additionalProperties"))
+        schema = self._properties.get(name, self._top.get("additionalProperties"))
         if name not in self._properties and not isinstance(schema, dict):
             return TEXT_ONLY
         return self.types_in(schema)
