@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -285,6 +286,21 @@ def test_a_parameter_may_have_any_name_that_a_tag_can_hold(name: str) -> None:
         f"<tool_call>\n<function=f>\n<parameter={name}>\n1\n</parameter>\n</function>\n</tool_call>"
     )
     assert is_allowed(grammar_of("qwen_xml", tools), call)
+
+
+def test_copies_of_what_many_parameters_refer_to_are_not_made_in_vain() -> None:
+    large = {"type": "object", "properties": {f"k{n}": {"type": "integer"} for n in range(300)}}
+    referring = {"type": "array", "items": {"$ref": "#/$defs/large"}}
+    schema = {
+        "type": "object",
+        "properties": {f"p{n}": referring for n in range(300)},
+        "$defs": {"large": large},
+    }
+    tools = [{"function": {"name": f"f{n}", "parameters": schema}} for n in range(256)]
+    began = time.perf_counter()
+    with pytest.raises(RequestError, match="The grammar has"):
+        grammar_of("qwen_xml", tools)
+    assert time.perf_counter() - began < 1
 
 
 def test_without_tools_no_call_can_be_demanded() -> None:

@@ -24,7 +24,9 @@ from penstock.text.closed_schemas import close_objects
 from penstock.text.dialects.dialect import CallForm
 from penstock.text.dialects.values import Parameters
 from penstock.text.grammar import (
+    MAX_LARK_CHARACTERS,
     check_schema,
+    check_size,
     json_options,
     lark_grammar,
     regex_grammar,
@@ -73,6 +75,7 @@ def tool_calls_grammar(
     names: list[str] = []
     rules: list[str] = []
     nested: dict[str, str] = {}
+    num_chars = 0
     for index, function in enumerate(tool["function"] for tool in tools):
         name = function["name"]
         if not _TOOL_NAME.fullmatch(name):
@@ -89,11 +92,11 @@ def tool_calls_grammar(
         writer = _Writer(
             form, is_token, f"call_{index}", _checked(text_grammars.get(name), name, form, param)
         )
-        rules += (
-            writer.xml_call(name, schema)
-            if form.arguments == "xml"
-            else writer.json_call(name, schema)
-        )
+        write = writer.xml_call if form.arguments == "xml" else writer.json_call
+        for rule in write(name, schema):
+            num_chars += len(rule)
+            check_size("The grammar", num_chars, MAX_LARK_CHARACTERS, param)
+            rules.append(rule)
         names.append(writer.rule)
         nested |= writer.nested
     calls = f"call ({_literal(form.separator)} call)*" if is_parallel else "call"

@@ -75,7 +75,7 @@ def json_options(is_lenient: bool) -> dict[str, Any]:
 
 def regex_grammar(pattern: str, *, param: str = "regex") -> str:
     """Text that a regular expression matches from its start to its end."""
-    _check_size("A regular expression", len(pattern), MAX_REGEX_CHARACTERS, param)
+    check_size("A regular expression", len(pattern), MAX_REGEX_CHARACTERS, param)
     try:
         literal = regex_in_lark(pattern)
     except ValueError as error:
@@ -94,19 +94,19 @@ def choice_grammar(choices: Sequence[str], *, param: str = "choice") -> str:
             param=param,
         )
     literals = [_to_json(choice, param) for choice in dict.fromkeys(choices)]
-    _check_size("The grammar", sum(map(len, literals)), MAX_LARK_CHARACTERS, param)
+    check_size("The grammar", sum(map(len, literals)), MAX_LARK_CHARACTERS, param)
     return _compiled({"lark_grammar": f"start: {' | '.join(literals)}"}, "The choice", param)
 
 
 def client_grammar(text: str, *, param: str = "grammar") -> str:
     """A grammar as clients send it: Lark, or GBNF, whose rules are `name ::= ...`."""
-    _check_size("The grammar", len(text), MAX_LARK_CHARACTERS, param)
+    check_size("The grammar", len(text), MAX_LARK_CHARACTERS, param)
     if not _GBNF_RULE.search(text):
         return lark_grammar(text, param=param)
     return gbnf_grammar(text, param=param)
 
 
-def _check_size(what: str, num_chars: int, limit: int, param: str) -> None:
+def check_size(what: str, num_chars: int, limit: int, param: str) -> None:
     if num_chars > limit:
         raise RequestError(
             f"{what} has {num_chars} characters", f"The limit is {limit}.", param=param
@@ -127,7 +127,7 @@ def lark_grammar(
     """A grammar in llguidance's dialect of lark; `<name>` in it is a control token of the model,
     `@name` one of the nested grammars."""
     num_chars = len(lark) + sum(map(len, nested.values()))
-    _check_size("The grammar", num_chars, MAX_LARK_CHARACTERS, param)
+    check_size("The grammar", num_chars, MAX_LARK_CHARACTERS, param)
     others = [{"name": name, "lark_grammar": text} for name, text in nested.items()]
     return _compiled({"lark_grammar": lark}, "The grammar", param, others, has_control_tokens=True)
 
@@ -136,7 +136,7 @@ def gbnf_grammar(gbnf: str, *, param: str = "grammar") -> str:
     """A grammar in llama.cpp's format, whose first rule is `root`."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    _check_size("The grammar", len(gbnf), MAX_GBNF_CHARACTERS, param)
+    check_size("The grammar", len(gbnf), MAX_GBNF_CHARACTERS, param)
     try:
         lark = gbnf_to_lark(_GBNF_PART.sub(_plain_part, gbnf))
     except RecursionError as error:
@@ -241,7 +241,7 @@ def _check_keywords(schema: Mapping[str, Any], param: str) -> None:
     patterns = schema.get("patternProperties")
     for pattern in (schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
         if isinstance(pattern, str):
-            _check_size("A regular expression", len(pattern), MAX_REGEX_CHARACTERS, param)
+            check_size("A regular expression", len(pattern), MAX_REGEX_CHARACTERS, param)
 
 
 def _to_json(value: Any, param: str) -> str:

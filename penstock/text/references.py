@@ -17,8 +17,8 @@ def target_of(reference: Any, root: Any) -> Any:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(part, dict):
             part = part.get(name)
-        elif isinstance(part, list) and name in map(str, range(len(part))):
-            part = part[int(name)]
+        elif isinstance(part, list) and name.isascii() and name.isdigit() and len(name) < 10:
+            part = part[int(name)] if int(name) < len(part) else None
         else:
             return None
     return part
@@ -39,8 +39,8 @@ def top_of(root: Any) -> Any:
 
 def standalone(schema: Schema, root: Schema) -> Schema:
     """A part of `root` as a schema of its own: its definitions are copies of what it refers to."""
-    names: dict[str, str] = {}  # of definitions, by reference
-    unseen: list[str] = []
+    names: dict[int, str] = {}  # of definitions, by the identity of what they copy
+    unseen: list[Any] = []
 
     def copy(part: Any) -> Any:
         if isinstance(part, list):
@@ -50,17 +50,17 @@ def standalone(schema: Schema, root: Schema) -> Schema:
         new = {k: v if k in ("enum", "const") else copy(v) for k, v in part.items()}
         if isinstance(part.get("$id"), str):  # references would be about this part only
             del new["$id"]
-        reference = part.get("$ref")
-        if isinstance(reference, str) and target_of(reference, root) is not None:
-            if reference not in names:
-                names[reference] = str(len(names))
-                unseen.append(reference)
-            new["$ref"] = f"#/$defs/{names[reference]}"
+        target = target_of(part.get("$ref"), root)
+        if target is not None:
+            if id(target) not in names:
+                names[id(target)] = str(len(names))
+                unseen.append(target)
+            new["$ref"] = f"#/$defs/{names[id(target)]}"
         return new
 
     alone: Schema = copy(schema)
     definitions: Schema = {}
     while unseen:
-        reference = unseen.pop()
-        definitions[names[reference]] = copy(target_of(reference, root))
+        target = unseen.pop()
+        definitions[names[id(target)]] = copy(target)
     return {**alone, "$defs": definitions} if definitions else alone
