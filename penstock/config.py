@@ -8,6 +8,7 @@ never changed after it is built; properties derive other values from it. Imports
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,6 +265,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        _require_finite(self)
         positive: dict[str, float | None] = {
             "tp": self.tp,
             "max_rows": self.max_rows,
@@ -298,6 +300,10 @@ class EngineConfig:
         if self.session_gb is not None and not self.session_gb >= 0:
             raise ConfigError(
                 f"session_gb is {self.session_gb}", "It must be 0, for no sessions, or more."
+            )
+        if self.checkpoint_gb is not None and self.checkpoint_gb < 0:
+            raise ConfigError(
+                f"checkpoint_gb is {self.checkpoint_gb}", "It must be 0, for none, or more."
             )
         if self.draft_vocabulary < 0:
             raise ConfigError(
@@ -523,6 +529,7 @@ class ServeConfig:
     )
 
     def __post_init__(self) -> None:
+        _require_finite(self)
         positive: dict[str, float | None] = {
             "replicas": self.replicas,
             "hang_timeout": self.hang_timeout,
@@ -647,6 +654,14 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
             f"It must be one of {', '.join(choices)}.",
             nearest(value, choices),
         )
+
+
+def _require_finite(config: Any) -> None:
+    """`inf` and `nan` are floats too, but no amount of bytes or seconds."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{field.name} is {value}", "It must be a finite number.")
 
 
 def _keys_in(path: Path) -> tuple[str, ...]:

@@ -483,3 +483,25 @@ def test_counts_are_said_in_three_digits(number: float, said: str) -> None:
 def test_bytes_are_decimal() -> None:
     assert human_bytes(20480) == "20.5 kB"
     assert human_bytes(71e9) == "71.0 GB"
+
+
+@pytest.mark.parametrize("port", ["-1", "70000"])
+def test_a_port_out_of_range_is_told_the_range(
+    port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = f"error: port is {port}\n  It must be between 0 and 65535.\n"
+    assert fails(capsys, "serve", "--port", port) == (1, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "value"),
+    [
+        (EngineConfig, "memory_gb", float("inf")),
+        (EngineConfig, "checkpoint_gb", float("nan")),
+        (EngineConfig, "checkpoint_gb", -1.0),
+        (ServeConfig, "drain_timeout", float("inf")),
+    ],
+)
+def test_amounts_are_finite_and_not_negative(settings: Any, name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {value}"):
+        settings(**{name: value})

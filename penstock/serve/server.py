@@ -84,11 +84,11 @@ def _with_checkpoint_sampling(
 
 
 def open_port(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port is {port}", "It must be between 0 and 65535.")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OverflowError as error:
-        raise ConfigError(f"port is {port}", "It must be between 0 and 65535.") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
