@@ -74,21 +74,22 @@ Exit codes: 0 done, 1 an error, 2 a command line not understood, 130 stopped wit
 def main(words: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     words = sys.argv[1:] if words is None else list(words)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(
-            HELP.format(
-                commands="\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
-            )
-        )
-        return 0
-    if words[0] in ("-V", "--version"):
-        print(f"penstock {__version__}")
-        return 0
+    if sys.stdout is None:  # closed by the caller, as `>&-` does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
+        if not words or words[0] in ("-h", "--help", "help"):
+            commands = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+            print(HELP.format(commands=commands), flush=True)
+            return 0
+        if words[0] in ("-V", "--version"):
+            print(f"penstock {__version__}", flush=True)
+            return 0
         name, arguments = parse(words)
     except PenstockError as error:
         print_error(error)
         return 2
+    except OSError as error:
+        return _output_failed(error)
     return _run(name, arguments)
 
 
@@ -134,17 +135,22 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader of our output has closed the pipe, as `| head` does. Python would complain
-        # again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError as error:
+        return _output_failed(error)
     except Exception as error:
         if arguments.debug:
             traceback.print_exc()
         print_error(_missing_package(error) if isinstance(error, ModuleNotFoundError) else error)
         return 2 if isinstance(error, UsageError) else 1
     return exit_code
+
+
+def _output_failed(error: OSError) -> int:
+    """A reader that has closed the pipe, as `| head` does, needs no message."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
+    if not isinstance(error, BrokenPipeError):
+        print_error(error)
+    return 1
 
 
 def _missing_package(error: ModuleNotFoundError) -> PenstockError:

@@ -505,3 +505,33 @@ def test_a_port_out_of_range_is_told_the_range(
 def test_amounts_are_finite_and_not_negative(settings: Any, name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
         settings(**{name: value})
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["inspect"]])
+def test_output_that_cannot_be_written_is_no_traceback(words: list[str]) -> None:
+    command = [sys.executable, "-m", "penstock", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment()
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: Cannot write the output\n  No space left on device.\n")
+
+
+def test_a_closed_pipe_or_a_closed_output_needs_no_message() -> None:
+    command = f"{sys.executable} -m penstock --help"
+    for shell in (f"({command}; echo $? >&2) | :", f"{command} >&-; echo $? >&2"):
+        done = subprocess.run(
+            ["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT, env=environment()
+        )
+        assert done.stderr in ("0\n", "1\n")
+
+
+def test_a_path_that_cannot_be_opened_is_not_called_a_bug() -> None:
+    stream = io.StringIO()
+    print_error(IsADirectoryError(21, "Is a directory", "results"), stream)
+    assert stream.getvalue() == (
+        "error: Cannot read or write results\n"
+        "  Is a directory.\n"
+        "  Check the path, its permissions and the free space.\n"
+    )

@@ -6,6 +6,7 @@ servers. rich is imported when a table is drawn, so that help and errors are imm
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -23,7 +24,15 @@ def paint(text: str, style: str, stream: TextIO) -> str:
 def print_error(error: BaseException, stream: TextIO | None = None) -> None:
     """What happened, why, and what to do. A bug of ours gets the same three lines."""
     stream = stream or sys.stderr
-    if not isinstance(error, PenstockError):
+    if isinstance(error, OSError) and (error.filename or error.errno == errno.ENOSPC):
+        error = PenstockError(
+            f"Cannot read or write {error.filename}"
+            if error.filename
+            else "Cannot write the output",
+            f"{error.strerror}.",
+            "Check the path, its permissions and the free space.",
+        )
+    elif not isinstance(error, PenstockError):
         error = PenstockError(
             f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
             "Penstock did not expect this; it is probably a bug.",
