@@ -114,6 +114,8 @@ class EngineLossError(EngineDeadError):
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """A did-you-mean sentence for a misspelt name; empty when nothing is close."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return f"Did you mean {matches[0]!r}?" if matches else ""
+    """A did-you-mean sentence for a misspelt or shortened name; empty when nothing is close."""
+    word, names = word.lstrip("-"), {name.lstrip("-"): name for name in known}
+    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
+    matches = longer or difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
+    return f"Did you mean {names[matches[0]]!r}?" if matches else ""

@@ -101,6 +101,8 @@ def test_a_file_or_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
     assert missing.returncode == 1
     assert "does not exist" in error_in(missing.stderr)
     source = tmp_path / "in.jsonl"
+    source.touch()
+    assert f"{source} is empty" in error_in(penstock("batch", str(source)).stderr)
     source.write_bytes(jsonl([chat_line("a")]))
     same = penstock("batch", str(source), "-o", str(source))
     assert "The output file is also the input file" in error_in(same.stderr)

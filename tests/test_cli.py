@@ -121,7 +121,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["generate"],
             2,
-            "error: the following arguments are required: TEXT\n"
+            "error: penstock generate needs TEXT\n"
             "  Run `penstock generate --help` for all flags.\n",
         ),
         (
@@ -183,7 +183,6 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             ["generate", "x", "--grammar", "y"],
             2,
             "error: penstock generate has no flag --grammar\n"
-            "  Did you mean '--graphs'?\n"
             "  Run `penstock generate --help` for all flags.\n",
         ),
     ],
@@ -485,28 +484,6 @@ def test_bytes_are_decimal() -> None:
     assert human_bytes(71e9) == "71.0 GB"
 
 
-@pytest.mark.parametrize("port", ["-1", "70000"])
-def test_a_port_out_of_range_is_told_the_range(
-    port: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = f"error: port is {port}\n  It must be between 0 and 65535.\n"
-    assert fails(capsys, "serve", "--port", port) == (1, expected)
-
-
-@pytest.mark.parametrize(
-    ("settings", "name", "value"),
-    [
-        (EngineConfig, "memory_gb", float("inf")),
-        (EngineConfig, "checkpoint_gb", float("nan")),
-        (EngineConfig, "checkpoint_gb", -1.0),
-        (ServeConfig, "drain_timeout", float("inf")),
-    ],
-)
-def test_amounts_are_finite_and_not_negative(settings: Any, name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is {value}"):
-        settings(**{name: value})
-
-
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["inspect"]])
 def test_output_that_cannot_be_written_is_no_traceback(words: list[str]) -> None:
     command = [sys.executable, "-m", "penstock", *words]
@@ -535,3 +512,53 @@ def test_a_path_that_cannot_be_opened_is_not_called_a_bug() -> None:
         "  Is a directory.\n"
         "  Check the path, its permissions and the free space.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bench"], "penstock bench needs one of step, prefill, engine, offload, serve"),
+        (["tune", "x"], "penstock tune takes no argument 'x'; it must be one of kernels, offload"),
+        (["serve", "--max-rows"], "--max-rows/--max-num-seqs needs a value"),
+        (["serve", "--overlap=1"], "--async-scheduling/--no-async-scheduling takes no value"),
+        (["inspect", "experts"], "penstock inspect experts needs a LOG"),
+        (["inspect", "--png", "x.png"], "--png is for `penstock inspect experts LOG`"),
+    ],
+)
+def test_wrong_words_are_named_in_plain_english(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exit_code, error = fails(capsys, *words)
+    assert exit_code == 2
+    assert said in error
+
+
+@pytest.mark.parametrize(("flag", "hint"), [("--temp", "'--temperature'"), ("--config", "")])
+def test_a_shortened_flag_is_completed_and_a_foreign_one_gets_no_wild_guess(
+    flag: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, error = fails(capsys, "serve", flag, "1")
+    assert hint in error
+    assert ("Did you mean" in error) is bool(hint)
+
+
+@pytest.mark.parametrize("port", ["-1", "70000"])
+def test_a_port_out_of_range_is_told_the_range(
+    port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = f"error: port is {port}\n  It must be between 0 and 65535.\n"
+    assert fails(capsys, "serve", "--port", port) == (1, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "value"),
+    [
+        (EngineConfig, "memory_gb", float("inf")),
+        (EngineConfig, "checkpoint_gb", float("nan")),
+        (EngineConfig, "checkpoint_gb", -1.0),
+        (ServeConfig, "drain_timeout", float("inf")),
+    ],
+)
+def test_amounts_are_finite_and_not_negative(settings: Any, name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {value}"):
+        settings(**{name: value})

@@ -104,6 +104,18 @@ def test_a_missing_folder_is_answered_with_the_nearest_sibling(tmp_path: Path) -
         find_model(str(tmp_path / "my-finetone"))
 
 
+def test_a_folder_without_a_model_is_not_suggested(tmp_path: Path) -> None:
+    (tmp_path / "opt").mkdir()
+    with pytest.raises(ModelNotFoundError) as caught:
+        find_model(str(tmp_path / "nope"))
+    assert "opt" not in caught.value.todo
+
+
+def test_the_start_of_a_presets_name_is_completed() -> None:
+    with pytest.raises(ModelNotFoundError, match=r"Did you mean 'Qwen3\.5-35B-A3B'\?"):
+        find_model("Qwen3.5-35B")
+
+
 def test_a_missing_folder_with_no_relatives_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"Give the folder that holds config.json"):
         find_model(str(tmp_path / "absent" / "zzzzzz"))

@@ -98,6 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     with source.open("rb") as lines, _opened(output) as results:
         batch = _Batch(lines, results, _Progress.of(source, output))
         if batch.progress.is_complete(source):
+            if not batch.progress.num_total:
+                raise ConfigError(f"{source} is empty", "The file must have one request per line.")
             print_note(f"all {batch.progress.num_total} lines already have results in {output}")
             return batch.progress.exit_code
         with (

@@ -52,8 +52,28 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises `UsageError` and suggests the nearest flag."""
 
     def error(self, message: str) -> NoReturn:
+        raise UsageError(self._plain(message), todo=f"Run `{self.prog} --help` for all flags.")
+
+    def _plain(self, message: str) -> str:
+        """argparse's message in our words."""
+        positionals = [action for action in self._actions if not action.option_strings]
+        if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+            for action in positionals:  # a choice is clearer than its placeholder
+                if (
+                    action.choices
+                    and action.required
+                    and missing[1] in (action.metavar, action.dest)
+                ):
+                    return f"{self.prog} needs one of {', '.join(action.choices)}"
+            return f"{self.prog} needs {missing[1]}"
         message = re.sub(r"^argument (\S+): ", r"\1: ", message)
-        raise UsageError(message, todo=f"Run `{self.prog} --help` for all flags.")
+        message = re.sub(r": expected (one|at least one) argument$", " needs a value", message)
+        message = re.sub(r": ignored explicit argument .*", " takes no value", message)
+        if choice := re.fullmatch(r"(.*): invalid choice: '(.*)' \(choose from (.*)\)", message):
+            is_flag, names = choice[1].startswith("-"), choice[3].replace("'", "")
+            wrong = f"{choice[1]} is" if is_flag else f"{self.prog} takes no argument"
+            return f"{wrong} {choice[2]!r}; it must be one of {names}"
+        return message
 
     def parse_strictly(self, words: Sequence[str]) -> argparse.Namespace:
         # Intermixed: `serve --port 8001 MODEL` must work as `serve MODEL --port 8001` does.
@@ -63,7 +83,7 @@ class Parser(argparse.ArgumentParser):
             flags = [flag for action in shown for flag in action.option_strings]
             word = unknown[0].split("=")[0]
             if word.startswith("-"):
-                what, hint = f"{self.prog} has no flag {word}", nearest(word, flags)
+                what, hint = f"{self.prog} has no flag {word}", nearest(word, flags, cutoff=0.65)
             else:
                 what = f"{self.prog} takes no argument {word!r}"
                 hint = "Text with spaces needs quotes."

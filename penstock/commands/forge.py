@@ -41,7 +41,7 @@ def read_duration(text: str) -> float:
 # Flag, type, metavar, default, help; {} stands for the default.
 FLAGS: tuple[tuple[str, Callable[[str], Any], str, Any, str], ...] = (
     ("--config", Path, "FILE", None, "model_config.json (default: in /target or target)"),
-    ("--weights", Path, "FOLDER", None, "folder with model.pt (default: in /target or target)"),
+    ("--weights", Path, "FOLDER", None, "folder with model.pt (default: target/weights)"),
     ("--out", Path, "FILE", Path("workspace/engine.py"), "the engine; logs go beside it ({})"),
     ("--budget", read_duration, "TIME", 600.0, "time limit, such as 90s or 10m (default: 10m)"),
     ("--device", str, "NAME", "auto", "auto, cuda or cpu ({})"),

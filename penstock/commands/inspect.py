@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands import inspect_experts
@@ -31,6 +32,7 @@ from penstock.commands.layouts import (
     read_gpus,
 )
 from penstock.commands.roofline import Roofline, count_parameters, text_config
+from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import CapacityError
 from penstock.models.source import ModelSource, find_model, has_weight_files, is_converted
@@ -102,6 +104,16 @@ def run(arguments: argparse.Namespace) -> int:
                 "Run `penstock inspect --help` for all flags.",
             )
         return inspect_experts.run(arguments.log, arguments.json, arguments.png)
+    if getattr(arguments, "model", None) == "experts" and not Path("experts").exists():
+        raise UsageError(
+            "penstock inspect experts needs a LOG",
+            "It is the file that `penstock serve --expert-log LOG` writes.",
+            "Run `penstock inspect experts LOG`.",
+        )
+    if arguments.png is not None and not is_given_by_variable(arguments, "png"):
+        raise UsageError(
+            "--png is for `penstock inspect experts LOG`", "A model has no curves to draw."
+        )
     config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
     gpus = None if arguments.gpus is None else read_gpus(arguments.gpus)
     report = inspect_model(config, read_tiers(arguments))

@@ -74,8 +74,8 @@ class Target:
             raise CheckpointError(
                 f"There is no {weight_dir / 'model.pt'}",
                 "Weights are one state dict in a file model.pt.",
-                f"python scripts/generate_toy_weights.py --config {config_path} --output "
-                f"{weight_dir}",
+                f"Give their folder with --weights, or run `python scripts/generate_toy_weights.py "
+                f"--config {config_path} --output {weight_dir}`.",
             )
         target = cls.of(config, weight_dir, device)
         if target.is_cuda and not torch.cuda.is_available():

@@ -140,5 +140,6 @@ def _todo(path: Path) -> str:
 def _suggest(path: Path) -> str:
     siblings: list[str] = []
     if path.parent.is_dir():
-        siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+        configs = (file for name in CONFIG_NAMES for file in path.parent.glob(f"*/{name}"))
+        siblings = [file.parent.name for file in configs]
     return nearest(path.name, [*PRESETS, *siblings])

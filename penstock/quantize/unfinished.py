@@ -45,7 +45,7 @@ class Unfinished:
         elif output.exists() and any(entry.name != FOLDER for entry in output.iterdir()):
             raise ConfigError(
                 f"{output} is not empty",
-                "It holds files that no unfinished run of `penstock quantize` has left.",
+                "Its files are not those of an unfinished `penstock quantize`.",
                 "Give another folder with -o, or remove this one.",
             )
         self.folder.mkdir(parents=True, exist_ok=True)
