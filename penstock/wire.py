@@ -10,8 +10,10 @@ Does not know what the messages do.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any, cast
@@ -25,6 +27,7 @@ from penstock.progress import Phase
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, TokenDelta
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_SOCKET_FOLDER_BYTES = 70  # a socket's path may have about 100
 _LENGTH = struct.Struct(">I")
 
 
@@ -193,6 +196,15 @@ def _request_id_in(payload: bytearray) -> str | None:
     except (msgspec.DecodeError, TypeError, KeyError):
         return None
     return found if isinstance(found, str) else None
+
+
+def new_socket_folder(prefix: str) -> str:
+    """A folder of mode 0700, so that only this user can connect; in /tmp if TMPDIR does not exist
+    or is too long.
+    """
+    chosen = tempfile.gettempdir()
+    is_usable = os.path.isdir(chosen) and len(os.fsencode(chosen)) <= MAX_SOCKET_FOLDER_BYTES
+    return tempfile.mkdtemp(prefix=prefix, dir=chosen if is_usable else "/tmp")
 
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytearray | None:

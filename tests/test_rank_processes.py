@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -28,8 +30,13 @@ def new_llm(tp: int) -> LLM:
     return LLM(two_layers(), device="cpu", memory_gb=0.05, max_model_len=512, tp=tp)
 
 
-def test_ranks_say_what_one_says_and_end_with_their_engine() -> None:
+def test_ranks_say_what_one_says_and_end_with_their_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the path of TMPDIR is too long for a socket."""
     (expected,) = new_llm(1).generate(PROMPT, SHORT)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    (tmp_path / ("x" * 100)).mkdir()
     llm = new_llm(2)
     (pid,) = rank_pids(os.getpid())
     (found,) = llm.generate(PROMPT, SHORT)

@@ -13,6 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from penstock import wire
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, ContextLengthError, EngineDeadError, ModelNotFoundError
 from penstock.serve import client as client_module
@@ -226,7 +227,7 @@ def test_without_a_folder_for_its_socket_an_engine_is_not_waited_for(
     long_folder = tmp_path / ("x" * 100)
     long_folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long_folder))
-    monkeypatch.setattr(client_module, "MAX_SOCKET_FOLDER_BYTES", 1000)
+    monkeypatch.setattr(wire, "MAX_SOCKET_FOLDER_BYTES", 1000)
     with pytest.raises(EngineDeadError, match="too long") as caught:
         asyncio.run(EngineClient.launch(EngineConfig(), on_phase=lambda _: None))
     assert "TMPDIR" in caught.value.todo

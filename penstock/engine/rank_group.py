@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from penstock.engine.rank_wire import (
 )
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.models.source import ModelSource
+from penstock.wire import new_socket_folder
 
 THREADS = "OMP_NUM_THREADS"
 PING_INTERVAL_S = 1.0
@@ -50,7 +50,7 @@ class RankGroup:
         self.has_started = False
         # Called once, in a thread, when a rank fails: a collective may wait for it forever.
         self.on_failure: Callable[[PenstockError], None] = lambda _: None
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
+        self._folder = Path(new_socket_folder("penstock-ranks-"))
         self._channels: dict[int, RankChannel] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._last_pong: dict[int, float] = {}

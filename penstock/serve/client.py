@@ -13,7 +13,6 @@ import itertools
 import logging
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -31,7 +30,6 @@ log = logging.getLogger("penstock.serve")
 
 # A socket's path may have 107 bytes on Linux and 103 on other systems; ours needs 30 beyond this
 # folder's.
-MAX_SOCKET_FOLDER_BYTES = 70
 KILLED_BY = (signal.SIGKILL, signal.SIGTERM)
 EXIT_GRACE_S = 5.0
 EXIT_NOTICE_S = 0.5  # how long to wait for an exit code before a death is reported
@@ -294,12 +292,9 @@ def _dead_engine() -> EngineDeadError:
 
 @contextlib.contextmanager
 def _socket_path() -> Iterator[str]:
-    """A socket in a folder of mode 0700, so that only this user can connect; in /tmp if TMPDIR does
-    not exist or is too long. Removing both opens no file, so it works even when file descriptors
-    run out."""
-    chosen = tempfile.gettempdir()
-    is_usable = os.path.isdir(chosen) and len(os.fsencode(chosen)) <= MAX_SOCKET_FOLDER_BYTES
-    folder = tempfile.mkdtemp(prefix="penstock-", dir=chosen if is_usable else "/tmp")
+    """Removing the socket and its folder opens no file, so it works even when file descriptors run
+    out."""
+    folder = wire.new_socket_folder("penstock-")
     path = os.path.join(folder, "engine.sock")
     try:
         yield path
