@@ -22,6 +22,7 @@ from penstock.engine.runner import Runner
 from penstock.engine.timing import StepTimer
 from penstock.errors import CapacityError, ConfigError, PenstockError
 from penstock.layers.packing import pack_weights, shorten_weights
+from penstock.models import build_model
 from penstock.models.source import ModelSource
 from penstock.offload.device_slots import DeviceSlots
 from penstock.offload.load import load_with_experts, without_graphs
@@ -164,6 +165,12 @@ def rank_device(config: EngineConfig, rank: int) -> str:
             f"Use --tp {num_devices} or less, or make more GPUs visible.",
         )
     return f"cuda:{rank}"
+
+
+def check_split(source: ModelSource, config: EngineConfig) -> None:
+    """Refuses a number of ranks that the model cannot be split over, before any of them starts."""
+    ranks = Ranks(0, config.tp, None, config.ep)
+    build_model(source.config, torch.float32, torch.device("meta"), ranks=ranks)
 
 
 def check_page_size(config: EngineConfig, device: torch.device) -> None:

@@ -23,7 +23,13 @@ from penstock import ops
 from penstock.config import EngineConfig
 from penstock.digests import PageDigests
 from penstock.engine.device import on_device, used_and_total_bytes
-from penstock.engine.device_part import DevicePart, load_part, load_share, rank_device
+from penstock.engine.device_part import (
+    DevicePart,
+    check_split,
+    load_part,
+    load_share,
+    rank_device,
+)
 from penstock.engine.grammar_masks import ConstrainedRow, StepMasks
 from penstock.engine.memory import MemoryPlan
 from penstock.engine.model_drafter import ModelDrafter, load_model_drafter
@@ -106,16 +112,17 @@ class Engine:
             part = load_part(source, config, 0, None, on_phase)
             engine._begin(part, source.name, tokenizer_file, drafter)
             return engine
-        rank_device(config, 0)  # raises config errors before processes start
+        rank_device(config, 0)
+        check_split(source, config)
         with timed("ranks", on_phase):
             group = RankGroup.start(source, config)
         try:
             part = load_part(source, config, 0, group.meeting_file, on_phase)
+            engine._begin(part, source.name, tokenizer_file)
         except Exception as error:
             reason = group.explain(error) if isinstance(error, RuntimeError) else error
             group.close()
             raise reason from error
-        engine._begin(part, source.name, tokenizer_file)
         engine._lead(group)
         return engine
 
