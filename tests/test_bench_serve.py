@@ -299,10 +299,20 @@ def test_a_scaled_trace_shares_what_it_shared_in_smaller_blocks(shared_data: Pat
     assert shares[0] == pytest.approx(shares[1], rel=0.01)
 
 
+def test_blocks_may_have_any_ids_and_lines_may_be_empty(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    row = '{"timestamp": 5, "input_length": 1024, "output_length": 9, "hash_ids": %s}\n'
+    file.write_text(row % '["a", -1]' + "\n" + row % '["a", 18446744073709551615]')
+    assert [arrival.block_ids for arrival in read_trace(file)] == [(0, 1), (0, 2)]
+
+
 def test_a_file_that_is_no_trace_is_said_to_be_none(tmp_path: Path) -> None:
     for content in (
         "a,b\n1,2\n",
         '{"timestamp": "soon"}\n',
+        '{"timestamp": NaN, "input_length": 1, "output_length": 1}\n',
+        '{"timestamp": 1, "input_length": 1e400, "output_length": 1}\n',
+        '{"timestamp": 1, "input_length": 1, "output_length": 1}\n[]\n',
         "",
         "TIMESTAMP,ContextTokens,GeneratedTokens\n",
     ):

@@ -51,7 +51,7 @@ def read_trace(
         raise PenstockError(
             f"Cannot read the trace {path}", f"{error.strerror or error}.", "Use an existing file."
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
         raise PenstockError(
             f"{path} is not a trace that can be replayed",
             f"{type(error).__name__}: {error}.",
@@ -81,12 +81,17 @@ def _read_csv(file: Iterable[str]) -> Iterator[Arrival]:
 
 
 def _read_json_lines(file: Iterable[str]) -> Iterator[Arrival]:
+    numbers: dict[object, int] = {}  # of blocks: their ids may be negative, or texts
     for line in file:
+        if not line.strip():
+            continue
         row = json.loads(line)
-        blocks = tuple(row.get("hash_ids", ()))
-        yield Arrival(
-            row["timestamp"] / 1e3, int(row["input_length"]), int(row["output_length"]), blocks
-        )
+        at_s = row["timestamp"] / 1e3
+        if not math.isfinite(at_s):
+            raise ValueError(f"a timestamp is {row['timestamp']}")
+        ids = row.get("hash_ids", ())
+        blocks = tuple(numbers.setdefault(id, len(numbers)) for id in ids)
+        yield Arrival(at_s, int(row["input_length"]), int(row["output_length"]), blocks)
 
 
 def poisson_arrivals(
