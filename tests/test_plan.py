@@ -172,6 +172,13 @@ def test_limits_that_no_fleet_keeps_are_said() -> None:
     assert fewest_engines(layout_of(), load, Slo(1e-3, 1.0), 4) is None
 
 
+def test_a_trial_of_many_machines_sees_the_few_requests_that_no_engine_serves_in_time() -> None:
+    load = [
+        Arrival(0.1 * i, 60_000 if i % 20 == 0 else 500, 4, block_tokens=512) for i in range(100)
+    ]
+    assert fewest_engines(layout_of(), load, LIMITS, 1024) is None
+
+
 def test_machines_share_a_load_by_their_engines() -> None:
     load = poisson_arrivals(3000, 100.0, 8, 8, seed=0)
     parts = split(load, [8, 8, 4], seed=5)

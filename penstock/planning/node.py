@@ -92,16 +92,16 @@ class Node:
         self._advance(math.inf)
         return self._close()
 
-    def keeps(self, arrivals: Iterable[Arrival], slo: Slo, max_missed: int) -> bool:
-        """Whether at most this many requests miss the SLO; stops as soon as more do."""
+    def count_missed(self, arrivals: Iterable[Arrival], slo: Slo, most: int) -> int:
+        """How many requests miss the SLO; stops as soon as there are more than `most`."""
         self._slo = slo
         for arrival in arrivals:
-            self._advance(arrival.at_s, max_missed)
-            if self._num_missed > max_missed:
-                return False
+            self._advance(arrival.at_s, most)
+            if self._num_missed > most:
+                break
             self._send(arrival, arrival.at_s)
-        self._advance(math.inf, max_missed)
-        return self._num_missed + self.run.num_refused <= max_missed
+        self._advance(math.inf, most)
+        return self._num_missed + self.run.num_refused
 
     def play_levels(self, arrivals: Sequence[Arrival], concurrency: int) -> NodeRun:
         """A closed load: this many clients, each with one request at a time."""
