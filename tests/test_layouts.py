@@ -42,6 +42,11 @@ def test_more_ranks_read_less_each_and_wait_for_each_other(
     assert steps[-1] > steps[0] / 4
 
 
+def test_no_layout_spreads_an_engine_over_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    layouts = layouts_of(capsys, "Qwen3.5-35B-A3B", "64xH200")
+    assert [one["tp"] for one in layouts] == [1, 2, 4, 8]
+
+
 def test_heads_that_cannot_be_split_are_said_in_the_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

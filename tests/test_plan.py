@@ -261,11 +261,32 @@ def test_the_command_prints_a_table_and_a_line_of_json(
     assert picture.stat().st_size > 10_000
 
 
+def test_a_load_that_is_too_long_for_the_model_is_refused_and_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["plan", MODEL, "--gpus", "1xH200", "--rate", "6", "--requests", "3"]
+    picture = tmp_path / "plan.png"
+    assert main([*words, "--max-model-len", "1000", "--plot", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "1 x 1 refuses 3 requests: prompt and reply are longer than 1,000 tokens." in said
+    assert "not even 16,384 GPUs" in said
+
+
+@pytest.mark.parametrize("words", [["--tp", "4"], ["--tp", "0"], ["--gpus", "32xH200", "--tp=16"]])
+def test_an_engine_is_on_one_machine_and_its_gpus_are_there(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    exit_code, said = fails(capsys, "plan", MODEL, "--rate", "3", "--gpus", "2xH200", *words)
+    assert (exit_code, "one machine of 8" in said) == (1, True)
+
+
 def test_a_plan_needs_one_load(capsys: pytest.CaptureFixture[str]) -> None:
     exit_code, said = fails(capsys, "plan", MODEL)
     assert (exit_code, "needs --trace or --rate" in said) == (1, True)
     _, said = fails(capsys, "plan", MODEL, "--rate", "3", "--trace", "x.csv")
     assert "both given" in said
+    _, said = fails(capsys, "plan", MODEL, "--rate", "3", "--repeat", "2")
+    assert "--repeat needs --trace" in said
     _, said = fails(capsys, "plan", MODEL, "--rate", "3", "--results", "/nowhere")
     assert "--results" in said
 

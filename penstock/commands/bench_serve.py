@@ -122,7 +122,7 @@ def refuse_contradictions(given: Mapping[str, Any]) -> None:
                     f"{flag_name(name)} and {flag_name(other)} are both set",
                     "They exclude each other: remove one.",
                 )
-    for name in ("speedup", "limit", "scale", "max_input_len", "max_output_len"):
+    for name in ("speedup", "limit", "repeat", "scale", "max_input_len", "max_output_len"):
         if name in given and "trace" not in given:
             raise ConfigError(f"{flag_name(name)} needs --trace", "It only applies to a trace.")
 

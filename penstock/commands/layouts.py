@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.models.source import ModelSource
     from penstock.weights.stored import StoredTensor
 
+NODE_GPUS = 8  # of one machine: the ranks of an engine are all on one
 CONTEXT = 4096  # tokens of a request
 BATCHES = (1, 64)  # requests in a step of one engine
 
@@ -65,7 +66,7 @@ def describe_layouts(
     """One layout for each tp that divides the number of GPUs; `why_not` if it does not work."""
     count, name = gpus
     found = []
-    for tp in (size for size in range(1, count + 1) if count % size == 0):
+    for tp in (size for size in range(1, min(count, NODE_GPUS) + 1) if count % size == 0):
         try:
             found.append({"tp": tp, "replicas": count // tp, **_layout(source, config, tp, name)})
         except ConfigError as error:

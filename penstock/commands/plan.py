@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.commands.bench_serve import refuse_contradictions
 from penstock.commands.console import print_table
 from penstock.commands.flags import add_flags, add_model_argument, read_settings
 from penstock.commands.layouts import GPUS, read_gpus
@@ -102,7 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings: PlanSettings = from_mapping(PlanSettings, read_settings(PlanSettings, arguments))
+    of_load = read_settings(PlanSettings, arguments)
+    settings: PlanSettings = from_mapping(PlanSettings, of_load)
+    refuse_contradictions(of_load)
     given = read_settings(EngineConfig, arguments)
     count, gpu_name = read_gpus(settings.gpus)
     prepare_output(settings.plot, "--plot")
@@ -186,6 +190,7 @@ def _row(
     return {
         "tp": layout.tp,
         "engines": num_engines,
+        "max_model_len": layout.shape.pools.max_model_len,
         **outcome.as_dict(num_engines),
         "gpus_needed": None if needed is None else needed * layout.tp,
         "step_times": times.source,
@@ -201,8 +206,8 @@ def choose(rows: list[dict[str, Any]]) -> int | None:
     fitting = [row for row in rows if "why_not" not in row]
 
     def rank(row: dict[str, Any]) -> tuple[float, float, float]:
-        needed = row["gpus_needed"] or float("inf")
-        return -round(row["attainment"], 3), needed, row["ttft_ms"]["p99"]
+        needed = row["gpus_needed"] or math.inf
+        return -round(row["attainment"], 3), needed, row["ttft_ms"].get("p99", math.inf)
 
     return min(fitting, key=rank)["tp"] if fitting else None
 
@@ -235,16 +240,20 @@ def _print(
                 f"{row['goodput_requests_s']:,.1f}",
                 f"{row['goodput_tok_s']:,.0f}",
                 f"{row['attainment']:.1%}",
-                f"{ttft['p50']:,.0f}",
-                f"{ttft['p99']:,.0f}",
-                f"{itl.get('p50', 0):.1f}",
-                f"{itl.get('p99', 0):.1f}",
+                *(f"{ttft[name]:,.0f}" if ttft else "" for name in ("p50", "p99")),
+                *(f"{itl[name]:.1f}" if itl else "" for name in ("p50", "p99")),
                 f"{row['busy']:.0%}",
                 "more than tried" if needed is None else f"{needed:,}",
                 row["step_times"],
             ]
         )
     print_table(COLUMNS, cells, title)
+    for row in rows:
+        if row.get("refused"):
+            print(
+                f"{row['engines']} x {row['tp']} refuses {row['refused']:,} requests: prompt and "
+                f"reply are longer than {row['max_model_len']:,} tokens."
+            )
     if best is None:
         print("No layout fits these GPUs.")
         return
@@ -276,5 +285,6 @@ def draw(path: Path, title: str, outcomes: Mapping[str, Outcome], slo: Slo) -> N
         axes.set_xlabel(label)
         axes.set_ylabel("% of requests")
         axes.grid(alpha=0.3)
-    panels[0].legend(title="engines x tp")
+    if outcomes:
+        panels[0].legend(title="engines x tp")
     figure.savefig(path, dpi=120)

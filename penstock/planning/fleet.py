@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from random import Random
 
+from penstock.commands.layouts import NODE_GPUS
 from penstock.config import EngineConfig
 from penstock.eval.traces import Arrival
 from penstock.planning.engine import EngineShape
@@ -19,7 +20,6 @@ from penstock.planning.node import Node, Slo
 from penstock.planning.outcome import Outcome
 from penstock.planning.step_times import StepTimes
 
-NODE_GPUS = 8
 # A trial of `fewest_engines` simulates this many requests, and of one machine at most this many,
 # in its busiest period.
 TRIAL_REQUESTS = 2000
@@ -38,7 +38,7 @@ class Layout:
 
     @property
     def engines_per_node(self) -> int:
-        return max(1, NODE_GPUS // self.tp)
+        return NODE_GPUS // self.tp
 
 
 def simulate_fleet(

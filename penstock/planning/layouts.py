@@ -9,14 +9,19 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.commands.layouts import GPUS, build_without_memory, plan_rank_memory
+from penstock.commands.layouts import (
+    GPUS,
+    NODE_GPUS,
+    build_without_memory,
+    plan_rank_memory,
+)
 from penstock.commands.roofline import Roofline
 from penstock.config import EngineConfig
 from penstock.engine.memory import STEP_TOKENS
 from penstock.errors import CapacityError, ConfigError, PenstockError
 from penstock.models.source import ModelSource, find_model
 from penstock.planning.engine import EngineShape
-from penstock.planning.fleet import NODE_GPUS, Layout
+from penstock.planning.fleet import Layout
 from penstock.planning.step_times import (
     Curve,
     Tables,
@@ -46,7 +51,14 @@ def possible_layouts(
     tables: Tables,
     only_tp: int | None = None,
 ) -> list[Layout | Unfit]:
-    sizes = [only_tp] if only_tp else [tp for tp in (1, 2, 4, 8) if tp <= min(count, NODE_GPUS)]
+    most = min(count, NODE_GPUS)
+    if only_tp is not None and not 1 <= only_tp <= most:
+        raise ConfigError(
+            f"--tp is {only_tp}, and there are {count} GPUs",
+            f"An engine has at least one GPU, and all of them in one machine of {NODE_GPUS}.",
+            f"Use --tp {most} or less.",
+        )
+    sizes = [only_tp] if only_tp else [tp for tp in (1, 2, 4, 8) if tp <= most]
     found: list[Layout | Unfit] = []
     for tp in sizes:
         try:
