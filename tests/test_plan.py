@@ -13,6 +13,7 @@ import pytest
 
 import penstock.planning.engine as simulated
 from command_line import ROOT, fails
+from packed_checkpoints import FORMATS, pack_state, plain_state, write
 from penstock.cli import main
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
@@ -23,6 +24,7 @@ from penstock.planning.layouts import Unfit, possible_layouts
 from penstock.planning.node import Node, NodeRun, Slo
 from penstock.planning.outcome import Outcome
 from penstock.planning.step_times import RESULTS, Curve, Tables
+from small_models import LLAMA
 
 MODEL = "Qwen3.5-35B-A3B"
 # Step times and loads measured with the same version: newer steps are faster than in older loads.
@@ -211,6 +213,15 @@ def test_ranks_read_less_and_pay_for_their_links() -> None:
 def test_quantized_weights_leave_more_room_for_requests() -> None:
     plain, rounded = layout_of().shape.pools, layout_of(quantization="fp8").shape.pools
     assert rounded.num_pages > plain.num_pages
+
+
+def test_a_quantized_checkpoint_is_planned_as_it_is_stored(tmp_path: Path) -> None:
+    packed, _ = pack_state(plain_state(LLAMA), FORMATS["int4"])
+    config = {**LLAMA, "quantization_config": FORMATS["int4"].quantization}
+    stored = layout_of(model=str(write(tmp_path / "int4", packed, config))).times
+    plain = layout_of(model=str(write(tmp_path / "plain", plain_state(LLAMA), LLAMA))).times
+    assert stored.roofline.weight_bytes < 0.5 * plain.roofline.weight_bytes
+    assert "in int4" in stored.source
 
 
 def test_prompts_that_share_blocks_are_computed_once() -> None:

@@ -31,7 +31,7 @@ from penstock.commands.layouts import (
     print_layouts,
     read_gpus,
 )
-from penstock.commands.roofline import Roofline, count_parameters, text_config
+from penstock.commands.roofline import Roofline, text_config
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import CapacityError
@@ -162,7 +162,6 @@ def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str,
     storage = _find_storage(source)
     machine = find_machine()
     parameters = roofline.parameters
-    plain = count_parameters(model, source.config, in_bytes=True)
     if drafts := _drafts_by_default(source, model, storage):
         config = dataclasses.replace(config, speculate="mtp")
     memory = _plan_memory(model, config, roofline.weight_bytes, machine)
@@ -184,7 +183,7 @@ def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str,
         "speculate": str(config.speculation) if drafts else "off",
         "max_context": longest,
         "weight_bytes": roofline.weight_bytes,
-        "is_quantized": roofline.weight_bytes < plain.total,
+        "is_quantized": roofline.is_quantized,
         "stored": storage,
         "kv_bytes_per_token": roofline.kv_bytes_per_token,
         "state_bytes_per_request": state_bytes,

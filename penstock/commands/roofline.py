@@ -35,6 +35,10 @@ class Parameters:
     mtp_experts: int = 0  # in the drafting head
 
     @property
+    def in_layers(self) -> int:
+        return self.total - self.embedding - (0 if self.is_tied else self.head)
+
+    @property
     def always_read(self) -> int:
         """Parameters that every step reads; the embedding only counts if it is also the head."""
         return self.total - self.experts - self.mtp - (0 if self.is_tied else self.embedding)
@@ -177,6 +181,10 @@ class Roofline:
     @property
     def weight_bytes(self) -> int:
         return self.stored.total
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.weight_bytes < self.element_bytes * self.parameters.total
 
     @property
     def kv_bytes_per_token(self) -> int:

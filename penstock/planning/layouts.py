@@ -73,8 +73,7 @@ def possible_layouts(
 def _layout(
     source: ModelSource, config: EngineConfig, tp: int, gpu_name: str, tables: Tables
 ) -> Layout:
-    scheme = _scheme(config)
-    model, roofline = _build(source, config, tp)
+    model, roofline, scheme = _build(source, config, tp)
     gpu = GPUS[gpu_name]
     memory = plan_rank_memory(model, roofline, config, gpu_name)
     most, shared = next(
@@ -87,14 +86,15 @@ def _layout(
     return Layout(config, EngineShape(memory.pools, most, min(most, shared)), times, tp)
 
 
-def _build(source: ModelSource, config: EngineConfig, tp: int) -> tuple[Any, Roofline]:
+def _build(source: ModelSource, config: EngineConfig, tp: int) -> tuple[Any, Roofline, str]:
+    """A model, and the scheme of its weights: a quantized checkpoint stays as it is."""
     model, roofline = build_without_memory(source, config, tp, with_drafting_head=False)
-    scheme = _scheme(config)
-    return model, roofline if scheme == "bf16" else quantized(roofline, BITS[scheme])
-
-
-def _scheme(config: EngineConfig) -> str:
-    return "bf16" if config.quantization == "none" else config.quantization
+    if roofline.is_quantized:
+        bits = 8 * roofline.stored.in_layers / roofline.parameters.in_layers
+        return model, roofline, "fp8" if bits > 6 else "int4"
+    if config.quantization == "none":
+        return model, roofline, "bf16"
+    return model, quantized(roofline, BITS[config.quantization]), config.quantization
 
 
 def _shares(
@@ -137,5 +137,5 @@ def _reference(name: str, source: ModelSource, config: EngineConfig, scheme: str
     """As measured: with KV and states in their default dtypes."""
     usual = EngineConfig(quantization="none" if scheme == "bf16" else scheme)
     usual = dataclasses.replace(usual, dtype=config.dtype)
-    _, roofline = _build(source if name == source.name else find_model(name), usual, 1)
+    _, roofline, _ = _build(source if name == source.name else find_model(name), usual, 1)
     return roofline
