@@ -78,6 +78,14 @@ def test_restored_prefix_equals_fresh_prefill(config: dict[str, Any]) -> None:
         assert logprobs_of(deltas) == alone(config, one, prefix_cache=False)
 
 
+def test_a_next_turn_gives_what_a_fresh_prefill_gives(config: dict[str, Any]) -> None:
+    """The keys of the reply before it were decoded, and round differently where there are states."""
+    engine = make_engine(config)
+    said = tokens_of(run(engine, request("first", prompt(50), max_tokens=90))["first"])
+    one = request("next", (*prompt(50), *said, *prompt(9, 2)))
+    assert logprobs_of(run(engine, one)["next"]) == alone(config, one, prefix_cache=False)
+
+
 def test_divergent_prompt_restores_nearest_checkpoint() -> None:
     engine = make_engine(SHALLOW_MOE)
     run(engine, request("first", prompt(300), boundaries=(0, 70, 200)))

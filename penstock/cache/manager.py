@@ -53,7 +53,7 @@ class Cache:
         num_slots: int = 0,  # including the reserved one; 0: the model has no recurrent layers
         max_checkpoints: int | None = None,  # None: half of the slots
         prefix_cache: bool = True,  # False: nothing is reused
-        # False: reuse only states of prompts, which have the same rounding as another prefill.
+        # False: with states, reuse only what prompts computed: another prefill rounds the same way.
         reply_states: bool = True,
         session_limits: SessionLimits = NO_SESSIONS,
         clock: Clock = time.monotonic,
@@ -345,6 +345,8 @@ class Cache:
             return []
         self._extend_digests(sequence)
         num_known = min(len(sequence.tokens), sequence.num_computed)
+        if self.has_slots and not self._reply_states:  # keys of a reply come from its states
+            num_known = min(num_known, sequence.num_prompt_tokens)
         replaced = (
             self._register_pages(sequence, num_known // self.page_size) if self.has_pages else []
         )
