@@ -43,7 +43,7 @@ from small_models import (
     run,
     tokens_of,
 )
-from test_grammar_masks import constrained, engine_of
+from test_grammar_masks import TOO_COSTLY, constrained, engine_of
 from test_laws import tight_budget
 
 WITH_HEAD = {**SHALLOW_MOE, "mtp_num_hidden_layers": 1}
@@ -294,6 +294,27 @@ def test_grammars_and_banned_words_mask_every_place(drafter: str) -> None:
     drafted = run(engine, *requests)
     assert_same(plain, drafted)
     assert len(drafted["pattern"]) < len(plain["pattern"])
+
+
+@pytest.mark.parametrize("case", ["too costly", "all banned"])
+def test_a_reply_that_no_token_can_follow_ends_there_also_inside_a_draft(case: str) -> None:
+    """By an error, before a token that its grammar forbids; not as if it were complete."""
+    one = constrained("x", TOO_COSTLY, token_ids=prompt(20, 1))
+    if case == "all banned":
+        free = constrained("x", regex_grammar("the only possible answer"))
+        forced = tokens_of(run(engine_of(), free)["x"])
+        one = dataclasses.replace(free, banned=((forced[3],),))
+    (plain,) = run(engine_of(), one).values()
+    assert plain[-1].finish == "error"
+    assert len(tokens_of(plain)) >= 3
+    engine = engine_of(speculate="ngram:7")
+    engine.policy.speculator.drafter = ScriptedDrafter({"x": tokens_of(plain)}, [ALWAYS_RIGHT])
+    engine.policy.speculator.pace = None
+    (drafted,) = run(engine, one).values()
+    assert len(drafted) < len(plain)
+    assert_same({"x": plain}, {"x": drafted})
+    assert drafted[-1].error == plain[-1].error
+    engine.policy.cache.check()
 
 
 @pytest.mark.bitwise

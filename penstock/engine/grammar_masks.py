@@ -7,8 +7,8 @@ that an expensive one delays only its own request, and llguidance's threads fill
 device computes the logits. The cost of a grammar is limited; one that exceeds the limit ends only
 its own request. The engine decides when masks are due and what happens to a failed request.
 
-A row with drafts needs a mask for each of its positions: its matcher consumes the drafts and rolls
-back. Tokens that a grammar forces become drafts or, without a drafter, are appended to the reply at
+A row with drafts needs a mask for each of its positions: a copy of its matcher consumes the drafts.
+Tokens that a grammar forces become drafts or, without a drafter, are appended to the reply at
 once.
 
 llguidance is imported by the first constrained request.
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 NUM_KEPT_GRAMMARS = 32
 ALL_ALLOWED = 0xFFFFFFFF  # 32 tokens per word
+NOTHING_LEFT = "bad_words forbid every token that it allows."
 
 # int32 memory of that shape, from which the device can copy without waiting.
 NewBuffer = Callable[[tuple[int, int]], np.ndarray]
@@ -51,6 +52,23 @@ class StepMasks:
     places: list[int]  # [N] their rows of logits
     allowed: np.ndarray  # [N, words] int32
     failures: list[tuple[str, str]]  # request ids, and why their grammars failed
+    dead_ends: list[DeadEnd]
+
+
+@dataclass(frozen=True, slots=True)
+class DeadEnd:
+    """A draft that no token can follow: a reply that reaches it ends there, with an error."""
+
+    sequence: Sequence
+    num_tokens: int  # of the sequence, including the draft
+    draft_id: int
+    problem: str
+
+    @property
+    def is_reached(self) -> bool:
+        tokens = self.sequence.tokens
+        is_here = len(tokens) == self.num_tokens and tokens[-1] == self.draft_id
+        return is_here and self.sequence.finish is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,44 +310,48 @@ class Constraints:
                 self._translate_end(words[index], constraint)
         for index, row in enumerate(rows):
             if row.constraint.banned and not _forbid_words(words[index], row.constraint):
-                failures.append(
-                    (row.constraint.sequence.id, "bad_words forbid every token that it allows.")
-                )
-        places, first = [row.place for row in rows], len(rows)
+                failures.append((row.constraint.sequence.id, NOTHING_LEFT))
+        places, first, dead_ends = [row.place for row in rows], len(rows), []
         for row in rows:
             end = first + len(row.draft_ids)
-            self._fill_ahead(row, words[first:end])
+            dead_end = self._fill_ahead(row, words[first:end])
+            dead_ends += [] if dead_end is None else [dead_end]
             places += range(row.place + 1, row.place + 1 + len(row.draft_ids))
             first = end
-        return StepMasks(places, allowed, failures)
+        return StepMasks(places, allowed, failures, dead_ends)
 
-    def _fill_ahead(self, row: ConstrainedRow, words: np.ndarray) -> None:
-        """The masks after each draft. After a draft that is forbidden or ends the reply everything
-        is allowed: those positions are never accepted.
+    def _fill_ahead(self, row: ConstrainedRow, words: np.ndarray) -> DeadEnd | None:
+        """The masks after each draft. After a draft that is forbidden or ends the reply, or that no
+        token can follow, everything is allowed: what is sampled there is never said.
         """
-        constraint, matcher = row.constraint, row.constraint.matcher
+        constraint, sequence = row.constraint, row.constraint.sequence
         words.fill(ALL_ALLOWED)
-        num_consumed, has_started = 0, constraint.has_started
+        # A copy: one that fails after a wrong draft could not be rolled back.
+        matcher = None if constraint.matcher is None else constraint.matcher.deep_copy()
+        has_started = constraint.has_started
         for place, draft in enumerate(row.draft_ids):
             own = words[place]
-            if draft in constraint.sequence.request.end_token_ids:
+            if draft in sequence.request.end_token_ids:
                 break
             if matcher is not None and has_started:
                 if matcher.is_error() or matcher.validate_tokens([draft]) < 1:
                     break
                 matcher.consume_token(draft)
-                num_consumed += 1
             elif matcher is not None:
                 has_started = constraint.starts_with(draft)
+            problem = ""
             if matcher is not None and has_started:
                 matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+                problem = problem_of(matcher) if matcher.is_error() else ""
                 self._translate_end(own, constraint)
             elif matcher is not None:
                 self._allow_all_but_ends(own, constraint)
-            if constraint.banned:
-                _forbid_words(own, constraint, row.draft_ids[: place + 1])
-        if matcher is not None and num_consumed:
-            matcher.rollback(num_consumed)
+            if constraint.banned and not _forbid_words(own, constraint, row.draft_ids[: place + 1]):
+                problem = problem or NOTHING_LEFT
+            if problem:
+                own.fill(ALL_ALLOWED)
+                return DeadEnd(sequence, len(sequence.tokens) + place + 1, draft, problem)
+        return None
 
     def _run(self, jobs: list[tuple[LLMatcher, int]], allowed: np.ndarray) -> None:
         num_bytes = allowed.shape[1] * 4

@@ -18,6 +18,7 @@ from penstock.config import EngineConfig
 from penstock.engine.grammar_masks import (
     ConstrainedRow,
     Constraints,
+    DeadEnd,
     GrammarCompiler,
     NewBuffer,
     StepMasks,
@@ -81,6 +82,7 @@ class Policy:
         self._deltas: list[TokenDelta] = []
         self.appends_forced = not config.deterministic  # prefill bits differ from decode bits
         self._expects_forced = False
+        self._dead_ends: list[DeadEnd] = []  # of the next step to commit
 
     @property
     def needs_all_tokens(self) -> bool:
@@ -148,7 +150,12 @@ class Policy:
 
     def commit(self, output: StepOutput) -> None:
         self._expects_forced = False
-        self._deltas += self.scheduler.commit(output)
+        dead_ends, self._dead_ends = self._dead_ends, []
+        limits = {one.sequence.id: one.num_tokens for one in dead_ends}
+        self._deltas += self.scheduler.commit(output, limits)
+        for dead_end in dead_ends:
+            if dead_end.is_reached:
+                self._fail(dead_end.sequence.id, dead_end.problem)
         if self.appends_forced:
             self._append_forced()
 
@@ -173,16 +180,19 @@ class Policy:
         if self.appends_forced or self.speculator.decode_tokens > 1:
             self._expects_forced = self.constraints.may_force(rows, LEAST_FORCED)
         for request_id, problem in masks.failures:
-            aborted = self.scheduler.abort(request_id)
-            if aborted is not None:
-                error = f"The reply can no longer follow its grammar: {problem}"
-                num_cached = aborted.num_cached_tokens
-                self._deltas.append(
-                    TokenDelta(
-                        request_id, finish="error", num_cached_tokens=num_cached, error=error
-                    )
-                )
+            self._fail(request_id, problem)
+        self._dead_ends = masks.dead_ends
         return masks
+
+    def _fail(self, request_id: str, problem: str) -> None:
+        """Ends a request whose grammar failed."""
+        aborted = self.scheduler.abort(request_id)
+        if aborted is not None:
+            error = f"The reply can no longer follow its grammar: {problem}"
+            num_cached = aborted.num_cached_tokens
+            self._deltas.append(
+                TokenDelta(request_id, finish="error", num_cached_tokens=num_cached, error=error)
+            )
 
     def take_deltas(self) -> list[TokenDelta]:
         deltas, self._deltas = self._deltas, []

@@ -14,7 +14,7 @@ import dataclasses
 import heapq
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain, islice
 
 from penstock.cache import Cache
@@ -220,7 +220,11 @@ class Scheduler:
             admitted = self._admit_overtakers(budget, share, is_behind=True)
         return chunks + admitted, admitted
 
-    def commit(self, output: StepOutput) -> list[TokenDelta]:
+    def commit(
+        self,
+        output: StepOutput,
+        limits: Mapping[str, int] | None = None,  # by request id: tokens that it may have
+    ) -> list[TokenDelta]:
         """Takes the sampled tokens of a step; sequences that have ended since its plan are
         skipped.
         """
@@ -237,7 +241,8 @@ class Scheduler:
                 deltas.append(self._finish_pooling(sequence, vectors[chunk.row]))
             elif chunk.samples:
                 token_ids, logprobs = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
-                deltas.append(self._append(chunk, token_ids, logprobs or ()))
+                limit = (limits or {}).get(sequence.id)
+                deltas.append(self._append(chunk, token_ids, logprobs or (), limit))
                 if not chunk.is_decode:
                     self._leaders.remove(sequence)  # its prompt is registered
             elif sequence.row is not None:
@@ -596,9 +601,13 @@ class Scheduler:
         return planned
 
     def _append(
-        self, chunk: Chunk, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+        self,
+        chunk: Chunk,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        limit: int | None = None,
     ) -> TokenDelta:
-        """Tokens after the one that ends the reply are dropped."""
+        """Tokens after the one that ends the reply, or beyond the limit, are dropped."""
         sequence = chunk.sequence
         assert 1 <= len(token_ids) <= chunk.max_new_tokens
         if self._speculator is not None and chunk.is_decode:
@@ -612,6 +621,8 @@ class Scheduler:
                 self.cache.note_passed_state(sequence, chunk.keep, start)
             sequence.num_in_slot = len(sequence.tokens)
         reason, num_taken = None, 0
+        if limit is not None:
+            token_ids = token_ids[: limit - len(sequence.tokens)]
         while reason is None and num_taken < len(token_ids):
             sequence.tokens.append(token_ids[num_taken])
             reason = self._finish_reason(sequence)
