@@ -88,6 +88,16 @@ def test_drafts_and_what_is_forced_take_turns(speculate: str, overlap: bool) -> 
     assert alone[1] < 0.8 * alone[0]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_that_are_forced_are_not_counted_as_the_heads(overlap: bool) -> None:
+    """Also if the next step is planned before the host knows what became of them."""
+    engine = engine_of(WITH_HEAD, speculate="mtp:3", overlap=overlap)
+    engine.policy.speculator.pace = None
+    run(engine, constrained("x", PERSON_GRAMMAR, seed=3))
+    counts = engine.stats().drafts.counts  # type: ignore[union-attr]
+    assert {count.drafter for count in counts} == {"grammar"}
+
+
 @pytest.mark.thinned
 @pytest.mark.parametrize("config", [LLAMA, SHALLOW_MOE], ids=["llama", "hybrid"])
 @pytest.mark.parametrize("overlap", [False, True])

@@ -120,14 +120,21 @@ class Speculator:
             most = 0 if self._beside_prompts else min(most, self.most_drafts(self._num_rows))
         if not most:
             return 0, ()
-        draft_ids: tuple[int, ...] = ()
         knows_all = not sequence.steps_in_flight
-        is_constrained = sequence.request.sampling.grammar is not None
-        if knows_all and is_constrained:
+        if knows_all and sequence.request.sampling.grammar is not None:
             draft_ids = self._forced_ids(sequence, most)  # always accepted
-        self._drafted_by[sequence] = GRAMMAR if draft_ids else self.speculation.kind
-        if draft_ids:
-            return len(draft_ids), draft_ids
+            if draft_ids:
+                self._drafted_by[sequence] = GRAMMAR
+                return len(draft_ids), draft_ids
+        num_drafts, draft_ids = self._proposed(sequence, most, knows_all)
+        if num_drafts:  # without any, those of the step in flight are still to be noted
+            self._drafted_by[sequence] = self.speculation.kind
+        return num_drafts, draft_ids
+
+    def _proposed(
+        self, sequence: Sequence, most: int, knows_all: bool
+    ) -> tuple[int, tuple[int, ...]]:
+        """The same, by the drafter."""
         if self.drafter is not None:
             if self.drafter.is_costly:
                 most = self._num_paying(sequence, most)
@@ -139,7 +146,7 @@ class Speculator:
             draft_ids = draft_ids[: self._num_paying(sequence, len(draft_ids))]
             return len(draft_ids), draft_ids
         # The mask of a position depends on the draft before it, which only the device has.
-        is_masked = is_constrained or bool(sequence.request.banned)
+        is_masked = sequence.request.sampling.grammar is not None or bool(sequence.request.banned)
         return (0 if is_masked else self._num_paying(sequence, most)), ()
 
     def _num_paying(self, sequence: Sequence, most: int) -> int:
