@@ -8,8 +8,7 @@ device computes the logits. The cost of a grammar is limited; one that exceeds t
 its own request. The engine decides when masks are due and what happens to a failed request.
 
 A row with drafts needs a mask for each of its positions: a copy of its matcher consumes the drafts.
-Tokens that a grammar forces become drafts or, without a drafter, are appended to the reply at
-once.
+Tokens that a grammar forces are appended to the reply at once, or become drafts.
 
 llguidance is imported by the first constrained request.
 """
