@@ -285,3 +285,17 @@ def test_an_engine_counts_drafts_by_place() -> None:
     assert first.num_accepted == first.num_drafted == drafts.num_decodes
     assert 0 < second.num_accepted < second.num_drafted
     assert make_engine(LLAMA).stats().drafts is None
+
+
+@pytest.mark.parametrize("num_appended", [0, 2])
+def test_a_guess_is_not_judged_by_tokens_behind_others(num_appended: int) -> None:
+    """Tokens that a grammar forced, or that a prefill sampled, are not compared with it."""
+    speculator = Speculator(Speculation("ngram", 3))
+    sequence = Sequence.start(Request(id="x", token_ids=(1, 2, 3, 4, 1, 2, 3)), 0)
+    speculator.start_plan([sequence])
+    assert speculator.drafts(sequence, 3) == (3, (4, 1, 2))
+    sequence.tokens += [9] * num_appended
+    before = list(speculator._acceptance_of(sequence).rates)
+    speculator.note_tokens(sequence, 0, (5,))
+    is_same = speculator._acceptance_of(sequence).rates == before
+    assert is_same == (num_appended > 0)

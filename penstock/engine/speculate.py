@@ -44,8 +44,9 @@ class Guess:
     several: measures acceptance while nothing is drafted.
     """
 
-    def __init__(self, token_ids: tuple[int, ...]) -> None:
+    def __init__(self, token_ids: tuple[int, ...], start: int) -> None:
         self.token_ids = token_ids
+        self.start = start  # position of the first
         self.num_right = 0
 
     def settles(self, new_ids: tuple[int, ...]) -> bool:
@@ -142,7 +143,7 @@ class Speculator:
                 return len(draft_ids), draft_ids
             draft_ids = self.drafter.propose(sequence, most) if knows_all else ()
             if draft_ids and sequence not in self._guesses:
-                self._guesses[sequence] = Guess(draft_ids)
+                self._guesses[sequence] = Guess(draft_ids, len(sequence.tokens))
             draft_ids = draft_ids[: self._num_paying(sequence, len(draft_ids))]
             return len(draft_ids), draft_ids
         # The mask of a position depends on the draft before it, which only the device has.
@@ -163,7 +164,9 @@ class Speculator:
         self._num_decodes += 1
         self._num_tokens += len(token_ids)
         guess = self._guesses.get(sequence)
-        if guess is not None and guess.settles(token_ids):
+        if guess is not None and guess.start + guess.num_right != len(sequence.tokens):
+            del self._guesses[sequence]  # tokens came in between that no decode sampled
+        elif guess is not None and guess.settles(token_ids):
             self._note_acceptance(sequence, len(guess.token_ids), guess.num_right)
             del self._guesses[sequence]
         if not num_drafts:
