@@ -18,10 +18,10 @@ import sys
 if "penstock.engine.worker" in sys.orig_argv:
     from penstock.engine.scheduler import Scheduler
     commit = Scheduler.commit
-    def commit_unless_poisoned(self, output):
+    def commit_unless_poisoned(self, output, limits):
         for sequence in self._running:
             assert sequence.tokens[:90] != {POISON}, "poisoned"
-        return commit(self, output)
+        return commit(self, output, limits)
     Scheduler.commit = commit_unless_poisoned
 """
 

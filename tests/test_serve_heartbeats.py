@@ -26,13 +26,13 @@ if "penstock.engine.worker" in sys.orig_argv:
     from penstock.engine.scheduler import Scheduler
     commit = Scheduler.commit
     slowed = set()
-    def commit_slowly(self, output):
+    def commit_slowly(self, output, limits):
         for sequence in self._running:
             request = sequence.request
             if request.sampling.max_tokens == {SLOW} and request.id not in slowed:
                 slowed.add(request.id)
                 time.sleep({SILENCE_S})
-        return commit(self, output)
+        return commit(self, output, limits)
     Scheduler.commit = commit_slowly
 elif any(argument.endswith("serving.py") for argument in sys.orig_argv):
     from penstock.serve import event_stream
