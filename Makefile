@@ -56,7 +56,7 @@ test: $(VENV)/installed-test
 	@$(BIN)/mypy > $(VENV)/types 2>&1 & types=$$!; \
 	  $(PYTEST) --no-loadscope-reorder --durations=25; tests=$$?; \
 	  wait $$types; types=$$?; cat $(VENV)/types; exit $$((tests | types))
-	$(AS_AVX2) $(PYTEST) -m 'bitwise and not slow' $$(grep -l 'mark\.bitwise' tests/test_*.py)
+	$(AS_AVX2) $(PYTEST) -n 2 --dist load -m 'bitwise and not slow' $$(grep -l 'mark\.bitwise' tests/test_*.py)
 
 versions:
 	rm -rf $(VENV)

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from packed_checkpoints import FORMATS, pack_state, plain_state, write
 from penstock import ops
+from penstock.config import EngineConfig
+from penstock.engine.engine import Engine
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import SparseMLP
 from penstock.layers.packing import pack_weights
-from penstock.ops.cpu import skinny_gemm
+from penstock.models.source import find_model
+from penstock.ops.cpu import few_tokens, skinny_gemm
 from penstock.ops.reference import packed
-from small_models import FAMILIES, logprobs_of, make_engine, prompt, request, run
+from penstock.ops.weight import bytes_of
+from small_models import (
+    FAMILIES,
+    LLAMA,
+    logprobs_of,
+    make_engine,
+    prompt,
+    request,
+    run,
+    tokens_of,
+)
 
 CAN_PACK = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 NEEDS_PACKING = pytest.mark.skipif(
@@ -111,3 +126,64 @@ def test_every_named_weight_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert layer.shared_gate_up.values.is_mkldnn
         assert layer.shared_down.values.is_mkldnn
         assert not layer.gate_up.values.is_mkldnn
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 40])
+@pytest.mark.parametrize("K", [96, 100])
+def test_what_is_exact_in_bf16_takes_half_the_memory_and_multiplies_the_same(
+    K: int, num_tokens: int, has_compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_compiler:
+        monkeypatch.setattr(few_tokens, "is_available", lambda: False)
+    wide = some(200, K, dtype=torch.bfloat16, seed=1).float()
+    x, norm = some(num_tokens, K, dtype=torch.float32), some(K, dtype=torch.float32, seed=2)
+    bias, residual = some(200, dtype=torch.float32, seed=3), torch.ones(num_tokens, 200)
+    weight, plain = ops.Weight(wide.clone()), ops.Weight(wide)
+    weight.narrow()
+    assert weight.num_bytes == plain.num_bytes // 2
+    for deterministic in (False, True):
+        given = {"deterministic": deterministic}
+        torch.testing.assert_close(
+            ops.linear(x, weight, bias, residual.clone(), **given),
+            ops.linear(x, plain, bias, residual.clone(), **given),
+        )
+        torch.testing.assert_close(
+            ops.norm_linear(x, norm, 1e-6, weight, **given),
+            ops.norm_linear(x, norm, 1e-6, plain, **given),
+        )
+    ids = torch.tensor([3, 199, 3])
+    assert torch.equal(weight.rows(ids), plain.rows(ids))
+    assert torch.equal(weight.first_rows(7).dequantize(), wide[:7])
+
+
+def test_what_bf16_would_round_stays_as_it_is() -> None:
+    values = some(5000, 64, dtype=torch.bfloat16).float()
+    values[4999, 63] = 1.0 + 2**-9
+    weight = ops.Weight(values)
+    weight.narrow()
+    assert not weight.parts
+    assert weight.values[4999, 63] == 1.0 + 2**-9
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_quantized_model_takes_hardly_more_memory_than_its_files(
+    is_tied: bool, tmp_path: Path
+) -> None:
+    """Its embedding and head are in bf16 there, and half of it."""
+    config = {**LLAMA, "vocab_size": 4096, "tie_word_embeddings": is_tied, "hidden_size": 128}
+    stored, _ = pack_state(plain_state(config), FORMATS["int4"])
+    stored = {
+        name: part.bfloat16() if part.dtype == torch.float32 else part
+        for name, part in stored.items()
+    }
+    config["quantization_config"] = FORMATS["int4"].quantization
+    folder = write(tmp_path / "int4", stored, config)
+    settings = EngineConfig(device="cpu", max_model_len=256, memory_gb=0.02)
+    engine = Engine.from_source(find_model(str(folder)), settings)
+    assert len(tokens_of(run(engine, request("x", prompt(40), max_tokens=4))["x"])) == 4
+    model = engine.runner.model
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert bytes_of(model) <= 1.25 * size
+    assert model.embedding.num_bytes == 2 * 4096 * 128
+    assert (model.head.weight is model.embedding) == is_tied

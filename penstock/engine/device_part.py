@@ -21,7 +21,7 @@ from penstock.engine.memory import MemoryPlan, build_runner
 from penstock.engine.runner import Runner
 from penstock.engine.timing import StepTimer
 from penstock.errors import CapacityError, ConfigError, PenstockError
-from penstock.layers.packing import pack_weights, shorten_weights
+from penstock.layers.packing import narrow_weights, pack_weights, shorten_weights
 from penstock.models import build_model
 from penstock.models.source import ModelSource
 from penstock.offload.device_slots import DeviceSlots
@@ -56,6 +56,7 @@ class DevicePart:
             config = dataclasses.replace(config, graphs=False)
         check_page_size(config, model.device)
         if model.device.type == "cpu" and not config.deterministic:
+            narrow_weights(model)
             pack_weights(model, keep=model.head.weight)
             shorten_weights(model)
         with on_device(model.device):

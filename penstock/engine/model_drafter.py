@@ -27,7 +27,7 @@ from penstock.engine.memory import MemoryPlan, build_runner
 from penstock.engine.runner import PendingStep, Runner
 from penstock.errors import ConfigError
 from penstock.gguf.folder import folder_of, read_text
-from penstock.layers.packing import pack_weights, shorten_weights
+from penstock.layers.packing import narrow_weights, pack_weights, shorten_weights
 from penstock.models.source import ModelSource, find_model
 from penstock.offload.load import load_with_experts
 from penstock.progress import OnPhase, timed
@@ -177,6 +177,7 @@ def load_model_drafter(
         with timed("draft model", on_phase) as report:
             model: Any = load_with_experts(source, own, str(device), report)
         if device.type == "cpu":
+            narrow_weights(model)
             pack_weights(model, keep=model.head.weight)
             shorten_weights(model)
         own = dataclasses.replace(own, memory_gb=_cache_gb(device))

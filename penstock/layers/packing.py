@@ -25,6 +25,17 @@ def shorten_weights(model: nn.Module) -> None:
             weight.shorten()
 
 
+def narrow_weights(model: nn.Module) -> None:
+    """Keeps what a quantized checkpoint stores in bf16 as it is, so that the model takes hardly
+    more memory than its files. Not experts: kernels read those of one layer together.
+    """
+    weights = [module for module in model.modules() if isinstance(module, Weight)]
+    if any(weight.parts for weight in weights):
+        for weight in weights:
+            if weight.is_dense:
+                weight.narrow()
+
+
 def pack_weights(model: nn.Module, keep: Weight) -> None:
     """Packs the weights that every token uses: not experts, most of which a token skips, and not
     `keep`, the head, which may also be the embedding and has float32 results. One at a time, so

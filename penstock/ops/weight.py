@@ -20,6 +20,7 @@ from penstock.ops.reference.packed import pack
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 
 Part = QuantizedRows | TiledRows | Tensor  # rows of a weight with one storage format
+NARROWED_ROWS = 4096  # compared at a time
 
 take_rows = op(gather.take_rows)  # here: `Weight.rows` needs it, and the other ops this file
 
@@ -138,7 +139,7 @@ class Weight(nn.Module):
             return take_rows(ids, self.values)
         (part,) = self.parts
         if isinstance(part, Tensor):
-            return take_rows(ids, part)
+            return take_rows(ids, part).to(self.values.dtype)
         if isinstance(part, TiledRows):
             from penstock.ops.cuda.quantized import expand  # where there is a GPU
 
@@ -154,10 +155,13 @@ class Weight(nn.Module):
         if not self.parts:
             return Weight(self.values[:count])
         (part,) = self.parts
+        first = Weight(self.values[:count])
+        if isinstance(part, Tensor):
+            first.parts = (part[:count],)
+            return first
         if not isinstance(part, TiledRows) or part.columns is not None or count % STEP:
             return self
         scales = part.block_scales
-        first = Weight(self.values[:count])
         first.parts = (
             replace(
                 part,
@@ -178,6 +182,15 @@ class Weight(nn.Module):
         """Keeps a bf16 copy of its values, if that is exact: half the bytes to read."""
         if not self.parts:
             self.short = shortened(self.values)
+
+    def narrow(self) -> None:
+        """Replaces its values with bf16, if that is exact: half the memory."""
+        if self.parts or not self.can_quantize or self.values.dtype != torch.float32:
+            return
+        narrow = new_tensor(tuple(self.shape), torch.bfloat16, self.values.device)
+        pieces = zip(self.values.split(NARROWED_ROWS), narrow.split(NARROWED_ROWS))
+        if all(torch.equal(wide, own.copy_(wide).float()) for wide, own in pieces):
+            self.quantize((narrow,))
 
 
 @contextmanager

@@ -39,6 +39,12 @@ def can_multiply(weight: Tensor) -> bool:
     )
 
 
+def can_multiply_narrow(weight: Tensor) -> bool:
+    """The same for a weight in bf16, of any size: half the bytes that torch's libraries read."""
+    is_bf16 = weight.dtype == torch.bfloat16 and weight.is_contiguous()
+    return is_bf16 and weight.dim() == 2 and weight.shape[-1] % LANES == 0
+
+
 def shortened(weight: Tensor) -> Tensor | None:
     """A bf16 copy, half the bytes to read, if it is exact."""
     if not (can_multiply(weight) and weight.is_cpu and is_available()):

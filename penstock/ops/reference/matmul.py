@@ -35,15 +35,22 @@ def linear(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
+    if few_tokens.are_few(x, deterministic) and (short := _short_of(weight)) is not None:
+        return few_tokens.linear(x, short, bias, residual)
     if weight.parts:
         if _can_fuse(x, weight, deterministic):
             return cpu_quantized.multiply_fused(x, weight.parts, bias=bias, residual=residual)
         rounds = not deterministic and rounds_tokens(weight.parts, x, len(x))
         out = multiply_parts(x, weight.parts, bias, deterministic=deterministic, rounds=rounds)
         return (out if residual is None else out.add_(residual)).to(x.dtype)
-    if weight.short is not None and few_tokens.are_few(x, deterministic):
-        return few_tokens.linear(x, weight.short, bias, residual)
     return multiply(x, weight.values, bias, residual, deterministic=deterministic)
+
+
+def _short_of(weight: Weight) -> Tensor | None:
+    """The values in bf16, if a kernel for a few tokens can read them."""
+    if len(weight.parts) == 1 and isinstance(weight.parts[0], Tensor):
+        return weight.parts[0] if few_tokens.can_multiply_narrow(weight.parts[0]) else None
+    return weight.short
 
 
 def _can_fuse(x: Tensor, weight: Weight, deterministic: bool) -> bool:
@@ -67,7 +74,9 @@ def multiply_parts(
     for part, size in zip(parts, sizes):
         own = out if len(parts) == 1 else out[:, first : first + size]
         first += size
-        if isinstance(part, Tensor):
+        if isinstance(part, Tensor) and part.dtype != x.dtype:
+            own.copy_(_widened_linear(x, part, None, torch.float32, deterministic))
+        elif isinstance(part, Tensor):
             own.copy_(multiply(x, part, deterministic=deterministic))
         elif isinstance(part, TiledRows):
             own.copy_(multiply(wide, part.dequantize(), deterministic=deterministic))
@@ -125,10 +134,12 @@ def norm_linear(
 ) -> Tensor:  # [T, N]
     if out_dtype in (None, torch.float32) and _can_fuse(x, weight, deterministic):
         return cpu_quantized.multiply_fused(x, weight.parts, norm=norm_weight, eps=eps, bias=bias)
-    is_fused = not weight.parts and few_tokens.are_few(x, deterministic)
-    if is_fused and out_dtype in (None, torch.float32) and few_tokens.can_multiply(weight.values):
-        stored = weight.values if weight.short is None else weight.short
-        return few_tokens.linear(x, stored, bias, norm=norm_weight, eps=eps)
+    if out_dtype in (None, torch.float32) and few_tokens.are_few(x, deterministic):
+        stored = _short_of(weight)
+        if stored is None and not weight.parts and few_tokens.can_multiply(weight.values):
+            stored = weight.values
+        if stored is not None:
+            return few_tokens.linear(x, stored, bias, norm=norm_weight, eps=eps)
     normed = norm_tokens(x, norm_weight, eps, deterministic)
     if out_dtype is None or out_dtype == x.dtype:
         return linear(normed, weight, bias, deterministic=deterministic)
