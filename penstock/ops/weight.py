@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.ops.cpu.few_tokens import shortened
-from penstock.ops.cpu.memory import new_tensor
+from penstock.ops.cpu.memory import new_tensor, release
 from penstock.ops.dispatch import op
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.reference import gather
@@ -20,7 +20,7 @@ from penstock.ops.reference.packed import pack
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 
 Part = QuantizedRows | TiledRows | Tensor  # rows of a weight with one storage format
-NARROWED_ROWS = 4096  # compared at a time
+NARROWED_ROWS = 4096  # at a time
 
 take_rows = op(gather.take_rows)  # here: `Weight.rows` needs it, and the other ops this file
 
@@ -184,13 +184,17 @@ class Weight(nn.Module):
             self.short = shortened(self.values)
 
     def narrow(self) -> None:
-        """Replaces its values with bf16, if that is exact: half the memory."""
+        """Replaces its values with bf16, if that is exact: half the memory. CPU only."""
         if self.parts or not self.can_quantize or self.values.dtype != torch.float32:
             return
+        wide = self.values.data.split(NARROWED_ROWS)
+        if not all(torch.equal(piece, piece.bfloat16().float()) for piece in wide):
+            return
         narrow = new_tensor(tuple(self.shape), torch.bfloat16, self.values.device)
-        pieces = zip(self.values.split(NARROWED_ROWS), narrow.split(NARROWED_ROWS))
-        if all(torch.equal(wide, own.copy_(wide).float()) for wide, own in pieces):
-            self.quantize((narrow,))
+        for piece, own in zip(wide, narrow.split(NARROWED_ROWS)):
+            own.copy_(piece)
+            release(piece)  # both are never in memory as a whole
+        self.quantize((narrow,))
 
 
 @contextmanager

@@ -46,6 +46,19 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
     return _tensor_in(pages, start, shape, dtype)
 
 
+def release(values: Tensor) -> None:
+    """Returns the memory of these values to the system before their tensor is freed: they are lost.
+    Whole pages, and only of a contiguous tensor in memory of its own.
+    """
+    page = mmap.PAGESIZE
+    first = -(-values.data_ptr() // page) * page
+    end = (values.data_ptr() + values.nbytes) // page * page
+    if hasattr(mmap, "MADV_DONTNEED") and values.is_contiguous() and first < end:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED
+        )
+
+
 def zeros_on_demand(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
