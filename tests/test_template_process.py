@@ -162,7 +162,9 @@ def test_running_out_of_time_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ " + "(" * 60 + "'ab'" + " * 2)" * 60 + " }}", "{{ " + "not " * 20_000 + "1 }}"]
+    "source",
+    [8 * ("{{ " + "(" * 60 + "'ab'" + " * 2)" * 60 + " }}"), "{{ " + "not " * 20_000 + "1 }}"],
+    ids=["grows", "is deep"],
 )
 def test_a_template_that_stops_the_compiler_is_a_checkpoint_error(source: str) -> None:
     with pytest.raises(CheckpointError, match="cannot be compiled"):
