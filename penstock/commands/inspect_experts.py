@@ -145,7 +145,6 @@ CONTEXT = 8192  # tokens of the one request that must fit
 STEP_BYTES = 2 * GB  # kernels, activations, workspaces on the GPU
 SYSTEM_BYTES = 6 * GB  # RAM of the process and the system
 PROMPT_TOKENS = 4096  # per chunk, which reads nearly all experts once
-LANES = 2  # layers in transit from RAM (`offload/lanes.py`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +185,11 @@ def estimate(need: Need, machine: Tiers) -> Estimate:
     assumed uniform, the worst case, so a tier serves the share that it holds. Reads of all tiers
     overlap: the slowest one sets the pace.
     """
+    from penstock.offload.lanes import NUM_LANES
+
     slots = machine.gpu_bytes - need.dense - need.request - STEP_BYTES
     in_ram = max(machine.ram_bytes - SYSTEM_BYTES, 0.0)
-    lanes = LANES * need.layer_experts
+    lanes = NUM_LANES * need.layer_experts
     has_disk = machine.disk_speed is not None
     held = []  # bytes of experts on the GPU and in RAM, in each way that is possible
     if slots >= need.experts:
