@@ -115,6 +115,12 @@ class EngineConfig:
         "(expert parallel)",
         aliases=("--enable-expert-parallel",),
     )
+    custom_all_reduce: bool = setting(
+        False,
+        "with --tp, GPUs that can access each other's memory add small tensors through it, in one "
+        "kernel; experimental (default: NCCL adds them)",
+        inverse=("--disable-custom-all-reduce",),
+    )
     dtype: str = setting("auto", "dtype of weights and activations", choices=DTYPES)
     kv_dtype: str = setting(
         "auto",

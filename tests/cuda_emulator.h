@@ -7,12 +7,14 @@
 
 #undef _FORTIFY_SOURCE // its longjmp refuses other stacks
 #include <math.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #define __device__
 #define __global__
@@ -168,7 +170,7 @@ struct uint2 {
     unsigned int x, y;
 };
 
-static emulator::Index blockIdx, gridDim;
+static emulator::Index blockIdx, blockDim, gridDim;
 #define threadIdx (emulator::current->index)
 
 static void __syncthreads() { emulator::meet(emulator::block_meeting); }
@@ -215,6 +217,16 @@ static float __uint_as_float(uint32_t bits) {
     float v;
     memcpy(&v, &bits, 4);
     return v;
+}
+
+static uint32_t __float_as_uint(float v) {
+    uint32_t bits;
+    memcpy(&bits, &v, 4);
+    return bits;
+}
+
+static uint32_t atomicAdd(uint32_t* p, uint32_t v) {
+    return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
 }
 
 static uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t places) {
@@ -282,6 +294,29 @@ static void load_four(u32& a, u32& b, u32& c, u32& d, const void* p) {
     static void name(u32& a, u32& b, u32& c, u32& d, const void* p) { load_four(a, b, c, d, p); }
 LOAD_FOUR(ld_global_L1_no_allocate_v4_u32_0_1_2_3_4)
 LOAD_FOUR(ld_global_v4_u32_0_1_2_3_4)
+
+// Words that the emulator of another rank, in another thread of the CPU, may write meanwhile.
+static void ld_volatile_global_u32_0_1(u32& v, const u32* p) {
+    v = __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+static void ld_volatile_global_v4_u32_0_1_2_3_4(u32& a, u32& b, u32& c, u32& d, const void* p) {
+    const u32* words = (const u32*)p;
+    check_aligned(p);
+    ld_volatile_global_u32_0_1(a, words), ld_volatile_global_u32_0_1(b, words + 1);
+    ld_volatile_global_u32_0_1(c, words + 2), ld_volatile_global_u32_0_1(d, words + 3);
+    ++emulator::num_events; // it may be polled, so others come first
+    if (threadIdx.x == 0) sched_yield();
+    emulator::go_to(emulator::scheduler, emulator::current->place);
+}
+static int store_delay_us; // of every word
+static void st_volatile_global_v4_u32_0_1_2_3_4(void* p, u32 a, u32 b, u32 c, u32 d) {
+    const u32 words[4] = {a, b, c, d};
+    check_aligned(p);
+    for (int i = 0; i < 4; ++i) {
+        if (store_delay_us) usleep(store_delay_us);
+        __atomic_store_n((u32*)p + i, words[i], __ATOMIC_RELEASE);
+    }
+}
 
 static void ld_global_u32_0_1(u32& v, const void* p) { memcpy(&v, p, 4); }
 static void ld_global_cg_u32_0_1(u32& v, const void* p) { memcpy(&v, p, 4); }
@@ -365,3 +400,5 @@ static void multiply_matrices(float* const (&sums)[4], const u32 (&own)[6], Conv
 MULTIPLY(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32_0_1_2_3_4_5_6_7_8_9, from_bfloat)
 MULTIPLY(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32_0_1_2_3_4_5_6_7_8_9, from_half)
 } // namespace ptx
+
+extern "C" void delay_stores(int microseconds) { ptx::store_delay_us = microseconds; }

@@ -96,6 +96,7 @@ static void** given;
 static void emulator::call_kernel() {{ {name}({arguments}); }}
 extern "C" bool launch(int width, int height, int num_threads, void** arguments) {{
     gridDim = {{width, height, 1}};
+    blockDim = {{num_threads, 1, 1}};
     given = arguments;
     for (int y = 0; y < height; ++y)
         for (int x = 0; x < width; ++x) {{

@@ -31,7 +31,7 @@ ALLOWED = {
     "gguf": {"gguf", "errors"},
     "batch_lines": {"errors"},
     "ops": {"ops"},
-    "parallel": {"parallel"},
+    "parallel": {"parallel", "ops"},
     "layers": {"layers", "ops", "parallel"},
     "models": {"models", "layers", "ops", "assets", "parallel"},
     "weights": {"weights", "models", "ops", "parallel"},

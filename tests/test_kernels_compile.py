@@ -18,7 +18,14 @@ from compile_cases import (
     quantized_gemm_cases,
     skinny_gemm_cases,
 )
-from penstock.ops.cuda import delta_net_drafts, fp8_experts, host_calls, quantized, skinny_gemm
+from penstock.ops.cuda import (
+    all_reduce,
+    delta_net_drafts,
+    fp8_experts,
+    host_calls,
+    quantized,
+    skinny_gemm,
+)
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc, read_source
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,6 +148,7 @@ def test_the_cuda_source_compiles_too(
         (quantized.GEMM_SOURCE, quantized_gemm_cases(capability)[::one_of]),
         (quantized.EXPERTS_SOURCE, quantized_experts_cases(capability)[::one_of]),
         (host_calls.SOURCE, [host_calls.kernel_constants(torch.bfloat16)]),
+        (all_reduce.SOURCE, [all_reduce.kernel_constants(8, dtype) for dtype in all_reduce.KINDS]),
     )
     for path, cases in sources:
         for constants in cases:

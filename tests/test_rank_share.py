@@ -13,12 +13,14 @@ from torch import Tensor
 
 import penstock.engine.device_part as device_part
 from penstock.cli import main
-from penstock.commands.layouts import GPUS
+from penstock.commands.layouts import GPUS, num_collectives
 from penstock.commands.measure import Measurement
 from penstock.commands.rank_share import Links
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
+from penstock.engine.runner import Runner
 from penstock.models.source import ModelSource, find_model
+from penstock.ops.cuda.all_reduce import EMPTY, OneShot, buffer_words
 from penstock.parallel.links import GroupLinks, NoLinks
 from penstock.planning.step_times import Tables
 from penstock.types import KVSpec, StateSpec
@@ -153,11 +155,54 @@ def test_large_models_can_be_cut_as_they_will_be_measured(model: str, tp: int) -
     assert sizes == SHARES[model, tp]
 
 
-class _NcclAlone(NoLinks):
-    """Collectives of NCCL among one rank, in the place of those of two."""
-
+class _CountedLinks(NoLinks):
     def __init__(self) -> None:
-        self.group = GroupLinks(dist.HashStore(), 0, 1, torch.device("cuda", 0))
+        self.num_calls = 0
+
+    def add(self, values: Tensor) -> None:
+        self.num_calls += 1
+
+    maximize = add
+
+    def gather(
+        self, values: Tensor, out: Tensor
+    ) -> None:  # of logits, where no graph finds the token
+        self.num_calls += 1
+        super().gather(values, out)
+
+
+def test_a_greedy_step_has_as_many_collectives_as_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    links = _CountedLinks()
+    monkeypatch.setattr(device_part, "NoLinks", lambda: links)
+    config = EngineConfig(
+        device="cpu", random_weights=True, tp=2, max_rows=1, memory_gb=0.1, max_model_len=512
+    )
+    engine = Engine.of_share(ModelSource("small", None, HYBRID_MOE), config)
+    launch, num_steps = Runner.launch, 0
+
+    def counted(runner: Runner, *given: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        return launch(runner, *given)
+
+    monkeypatch.setattr(Runner, "launch", counted)
+    links.num_calls = 0
+    run(engine, request("one", prompt(20), max_tokens=6))
+    assert num_steps >= 6
+    assert links.num_calls == num_collectives(len(engine.runner.model.layers)) * num_steps
+
+
+class _AloneLinks(NoLinks):
+    """Collectives among one rank, in the place of those of two: by NCCL, or through memory."""
+
+    def __init__(self, through_memory: bool) -> None:
+        device = torch.device("cuda", 0)
+        self.group = GroupLinks(dist.HashStore(), 0, 1, device)
+        if through_memory:
+            self.buffer = torch.full((buffer_words(1),), EMPTY, dtype=torch.int32, device=device)
+            self.group.one_shot = OneShot(0, [self.buffer.data_ptr()], device)
         self.num_calls = 0
 
     def add(self, values: Tensor) -> None:
@@ -206,8 +251,9 @@ def test_collectives_of_nccl_are_captured_and_replayed() -> None:
 
 @pytest.mark.gpu
 @on_gpu
-def test_an_engine_whose_graphs_call_nccl_says_what_one_without_says(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("through_memory", [False, True])
+def test_an_engine_whose_graphs_add_over_ranks_says_what_one_without_says(
+    through_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(
         device="cuda", dtype="float32", random_weights=True, tp=2, max_rows=4, memory_gb=0.5,
@@ -216,10 +262,10 @@ def test_an_engine_whose_graphs_call_nccl_says_what_one_without_says(
     source = ModelSource("small", None, HYBRID_MOE)
     asked = [request(str(i), prompt(20 + i, seed=i), max_tokens=12) for i in range(3)]
     expected = run(Engine.of_share(source, config), *asked)
-    links: list[_NcclAlone] = []
+    links: list[_AloneLinks] = []
 
-    def new_links() -> _NcclAlone:
-        links.append(_NcclAlone())
+    def new_links() -> _AloneLinks:
+        links.append(_AloneLinks(through_memory))
         return links[-1]
 
     monkeypatch.setattr(device_part, "NoLinks", new_links)

@@ -28,6 +28,7 @@ from penstock.offload.device_slots import DeviceSlots
 from penstock.offload.load import load_with_experts, without_graphs
 from penstock.offload.store import ExpertStore
 from penstock.parallel.links import GroupLinks, NoLinks
+from penstock.parallel.one_shot import connect
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.progress import OnPhase, Phase, timed
 
@@ -94,7 +95,17 @@ def load_part(
         if meeting_file is not None:
             links = GroupLinks.of_file(meeting_file, rank, config.tp, torch.device(device))
             ranks = Ranks(rank, config.tp, links, config.ep)
+            if config.custom_all_reduce:
+                _connect(links, str(meeting_file), ranks, torch.device(device), on_phase)
         return _load(source, config, device, ranks, on_phase)
+
+
+def _connect(
+    links: GroupLinks, name: str, ranks: Ranks, device: torch.device, on_phase: OnPhase
+) -> None:
+    why_not = connect(links, name, ranks.rank, ranks.size, device)
+    how = f"by torch.distributed: {why_not}" if why_not else "through shared memory"
+    on_phase(Phase("all-reduce", f"small tensors {how}", seconds=0.0))
 
 
 def load_share(

@@ -1,4 +1,5 @@
-"""Collectives of torch.distributed: gloo between CPUs, NCCL between GPUs of one machine.
+"""Collectives of torch.distributed: gloo between CPUs, NCCL between GPUs of one machine; and small
+all-reduces through memory that GPUs share, where `one_shot.py` has connected them.
 
 The groups are separate objects: no default group is set, so that two engines in one process do not
 interfere. NCCL calls run on the current stream, where a CUDA graph captures them.
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
+from penstock.ops.cuda.all_reduce import OneShot
+
 JOIN_TIMEOUT_S = 300.0  # for all ranks to join
 # Pings detect a silent rank long before; a step may take minutes on a CPU.
 STEP_TIMEOUT_S = 3600.0
@@ -25,6 +28,8 @@ class GroupLinks:
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
         store.set_timeout(timedelta(seconds=JOIN_TIMEOUT_S))
+        self.store = store
+        self.one_shot: OneShot | None = None
         self._group: Any = _new_group(store, rank, size, device)
 
     @classmethod
@@ -32,10 +37,21 @@ class GroupLinks:
         return cls(dist.FileStore(str(path), size), rank, size, device)
 
     def add(self, values: Tensor) -> None:
-        _finish(self._group.allreduce([values], _options(AllreduceOptions(), dist.ReduceOp.SUM)))
+        self._reduce(values, dist.ReduceOp.SUM)
 
-    def maximize(self, values: Tensor) -> None:
-        _finish(self._group.allreduce([values], _options(AllreduceOptions(), dist.ReduceOp.MAX)))
+    def maximize(self, values: Tensor) -> None:  # [n] int64
+        if self.one_shot is None or len(values) % 2 == 0:
+            self._reduce(values, dist.ReduceOp.MAX)
+        else:  # the kernel takes two at a time
+            padded = torch.nn.functional.pad(values, (0, 1))
+            self._reduce(padded, dist.ReduceOp.MAX)
+            values.copy_(padded[:-1])
+
+    def _reduce(self, values: Tensor, operation: Any) -> None:
+        if self.one_shot is not None and self.one_shot.can_reduce(values):
+            self.one_shot.reduce(values)
+        else:
+            _finish(self._group.allreduce([values], _options(AllreduceOptions(), operation)))
 
     def gather(self, values: Tensor, out: Tensor) -> None:
         options = _options(AllgatherOptions())
@@ -48,6 +64,8 @@ class GroupLinks:
 
     def abort(self) -> None:
         """Ends collectives that wait for a lost rank; gloo detects that by itself."""
+        if self.one_shot is not None:
+            self.one_shot.stop()
         if hasattr(self._group, "abort"):
             self._group.abort()
 
