@@ -30,7 +30,7 @@ POLITE_TOKENS = 8
 
 def head(num_body_bytes: int) -> bytes:
     return (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
         % num_body_bytes
     )
 

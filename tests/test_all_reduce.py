@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
 from pathlib import Path
@@ -53,7 +53,7 @@ class RankProgram(cuda_emulator.Emulated):
 @pytest.fixture
 def on_emulators(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[[int, Callable[[OneShot], Any]], list[Any]]]:
+) -> Callable[[int, Callable[[OneShot], Any]], list[Any]]:
     """Runs a function on all ranks at the same time."""
     monkeypatch.setattr(all_reduce, "program", RankProgram)
     monkeypatch.setattr(all_reduce, "current_stream", lambda _: 0)
@@ -71,7 +71,7 @@ def on_emulators(
         with ThreadPoolExecutor(size) as threads:
             return list(threads.map(one, range(size)))
 
-    yield run
+    return run
 
 
 def _copy(lock: threading.Lock, folder: Path, rank: int, *kernel: Any) -> CDLL:

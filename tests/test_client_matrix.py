@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from serving import REPOSITORY
 from tests.clients.page import render
 from tests.clients.run import InstallError, install
 from tests.clients.table import CLIENTS, PROGRAMS, Client
-from tests.serving import REPOSITORY
 
 RESULTS: dict[str, Any] = json.loads((REPOSITORY / "results" / "cpu" / "clients.json").read_text())
 QUICK = ("openai-python", "anthropic-javascript")  # one by pip, one by npm
@@ -22,6 +22,11 @@ QUICK = ("openai-python", "anthropic-javascript")  # one by pip, one by npm
 
 def test_the_page_is_what_the_results_say() -> None:
     assert (REPOSITORY / "docs" / "clients.md").read_text() == render(RESULTS)
+
+
+def test_the_script_starts_without_pytest() -> None:
+    command = [sys.executable, "-m", "tests.clients.run", "--help"]
+    assert "--only" in subprocess.check_output(command, cwd=REPOSITORY, text=True)
 
 
 def test_every_client_of_the_table_has_a_program_and_a_result() -> None:

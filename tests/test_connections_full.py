@@ -140,7 +140,11 @@ def short_request(number: int) -> bytes:
             {"prompt": f"{place} and {place * 7919 % 10007} are numbers"},
         )
     body = json.dumps({**asked, "max_tokens": 1}).encode()
-    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (path, len(body), body)
+    return b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (
+        path,
+        len(body),
+        body,
+    )
 
 
 class Asker(asyncio.Protocol):
@@ -274,7 +278,7 @@ class Idle(asyncio.Protocol):
         self._ask()
 
     def _ask(self) -> None:
-        self.transport.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        self.transport.write(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
         self._next = asyncio.get_running_loop().call_later(AWAKE_S, self._ask)
 
     def data_received(self, data: bytes) -> None:

@@ -29,7 +29,10 @@ from typing import Any
 from penstock.assets import default_model
 from tests.clients.page import render
 from tests.clients.table import CLIENTS, PROGRAMS, Client
-from tests.serving import REPOSITORY, Server, start_server
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as pytest does, for its modules
+
+from serving import REPOSITORY, Server, start_server
 
 RESULTS = REPOSITORY / "results" / "cpu" / "clients.json"
 PAGE = REPOSITORY / "docs" / "clients.md"
