@@ -312,19 +312,26 @@ def test_a_read_that_fails_once_is_tried_again(
     """Twice is an error that names the file, and leaves the engine's store as it was."""
     one = request("one", prompt(40))
     said = logprobs_of(run(open_engine(converted, expert_cache=FEW), one)["one"])
-    read, failures = RecordFile._read, iter([True, False] * 3 + [False] * 10_000)
+    engine, read = open_engine(converted, expert_cache=FEW), os.preadv
+    failed: set[tuple[int, int]] = set()
 
-    def fail_now_and_then(self: RecordFile, record: int, buffer: memoryview) -> None:
-        if next(failures):
+    def fail_first(file: int, buffers: Any, offset: int) -> int:
+        if (file, offset) not in failed:
+            failed.add((file, offset))
             raise OSError(errno.EIO, "Input/output error")
-        read(self, record, buffer)
+        return read(file, buffers, offset)
 
-    engine = open_engine(converted, expert_cache=FEW)
-    monkeypatch.setattr(RecordFile, "_read", fail_now_and_then)
+    def fail(*given: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail_first)
     assert logprobs_of(run(engine, one)["one"]) == said
-    failures = iter([True] * 10_000)
+    assert failed
+    monkeypatch.setattr(os, "preadv", read)
     store = store_of(open_engine(converted, expert_cache=SOME))
-    with pytest.raises(CheckpointError, match=r"layer-001\.bin cannot be read\nInput/output error"):
+    monkeypatch.setattr(os, "preadv", fail)
+    failure = r"layer-001\.bin cannot be read at byte [\d,]+\nInput/output error"
+    with pytest.raises(CheckpointError, match=failure):
         store.fetch(1, [0, 1], store.pools[0])
     assert len(store.pools[0].residency) == 0
 
@@ -334,13 +341,13 @@ def test_a_disk_that_becomes_slow_only_takes_longer(
 ) -> None:
     one = request("one", prompt(40), max_tokens=4)
     said = logprobs_of(run(open_engine(converted, expert_cache=FEW), one)["one"])
-    engine, read = open_engine(converted, expert_cache=FEW), RecordFile._read
+    engine, read = open_engine(converted, expert_cache=FEW), RecordFile.read
 
     def take_long(self: RecordFile, record: int, buffer: memoryview) -> None:
         time.sleep(0.002)
         read(self, record, buffer)
 
-    monkeypatch.setattr(RecordFile, "_read", take_long)
+    monkeypatch.setattr(RecordFile, "read", take_long)
     assert logprobs_of(run(engine, one)["one"]) == said
     stats = store_of(engine).stats()
     assert stats["wait_us"] >= 2000 * stats["disk_reads"] / NUM_READERS

@@ -21,6 +21,7 @@ from typing import Any
 from penstock.errors import CheckpointError
 from penstock.models.source import CONVERTED, read_json_object
 from penstock.offload.layout import ExpertLayout, StoredMatrix
+from penstock.weights.weight_file import fill
 
 DENSE = "dense.safetensors"
 FOLDER = "experts"
@@ -134,29 +135,8 @@ class RecordFile:
 
     def read(self, record: int, buffer: memoryview) -> None:
         """Fills the buffer with a record. A failed read is retried once."""
-        for is_last in (False, True):
-            try:
-                self._read(record, buffer)
-                return
-            except OSError as error:
-                if is_last:
-                    raise CheckpointError(
-                        f"Expert {record} of {self.path} cannot be read",
-                        f"{error.strerror or error}.",
-                        "Check the disk; its log is in `dmesg`.",
-                    ) from error
-
-    def _read(self, record: int, buffer: memoryview) -> None:
-        start, done = record * self.record_bytes, 0
-        while done < self.record_bytes:
-            num_read = os.preadv(self._file, [buffer[done : self.record_bytes]], start + done)
-            if num_read == 0:
-                raise CheckpointError(
-                    f"{self.path} ended at byte {start + done:,} while it was read",
-                    "The file became shorter after it was opened.",
-                    CONVERT_AGAIN,
-                )
-            done += num_read
+        start, record_buffer = record * self.record_bytes, buffer[: self.record_bytes]
+        fill(self._file, start, record_buffer, self.path, CONVERT_AGAIN)
 
 
 def _open(path: Path, direct: bool) -> tuple[int, bool]:

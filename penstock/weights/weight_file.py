@@ -11,6 +11,7 @@ from penstock.errors import CheckpointError
 
 PIECE_BYTES = 32 * 2**20  # a large tensor is read in pieces of this size, several at a time
 NUM_READERS = 4
+COPY_AGAIN = "Download or copy the file again."
 
 
 class WeightFile:
@@ -35,7 +36,8 @@ class WeightFile:
         """Fills the buffer; large ones with several reads in flight, for fast disks."""
 
         def read_piece(start: int) -> None:
-            self._read(offset + start, buffer[start : start + PIECE_BYTES])
+            piece = buffer[start : start + PIECE_BYTES]
+            fill(self._file, offset + start, piece, self.path, COPY_AGAIN)
 
         starts = range(0, len(buffer), PIECE_BYTES)
         if len(starts) <= 1:
@@ -45,25 +47,28 @@ class WeightFile:
         with ThreadPoolExecutor(NUM_READERS) as pool:
             list(pool.map(read_piece, starts))
 
-    def _read(self, offset: int, piece: memoryview) -> None:
-        """A failed read is retried once."""
-        done, has_failed = 0, False
-        while done < len(piece):
-            try:
-                num_read = os.preadv(self._file, [piece[done:]], offset + done)
-            except OSError as error:
-                if has_failed:
-                    raise CheckpointError(
-                        f"{self.path} cannot be read at byte {offset + done:,}",
-                        f"{error.strerror or error}.",
-                        "Check the disk; its log is in `dmesg`.",
-                    ) from error
-                has_failed = True
-                continue
-            if num_read == 0:
+
+def fill(file: int, offset: int, buffer: memoryview, path: Path, repair: str) -> None:
+    """Fills the buffer from an open file. A failed read is retried once. `path` and `repair` (what
+    to do if the file became shorter) are for errors.
+    """
+    done, has_failed = 0, False
+    while done < len(buffer):
+        try:
+            num_read = os.preadv(file, [buffer[done:]], offset + done)
+        except OSError as error:
+            if has_failed:
                 raise CheckpointError(
-                    f"{self.path} ended at byte {offset + done:,} while it was read",
-                    "The file became shorter after it was opened.",
-                    "Download or copy the file again.",
-                )
-            done += num_read
+                    f"{path} cannot be read at byte {offset + done:,}",
+                    f"{error.strerror or error}.",
+                    "Check the disk; its log is in `dmesg`.",
+                ) from error
+            has_failed = True
+            continue
+        if num_read == 0:
+            raise CheckpointError(
+                f"{path} ended at byte {offset + done:,} while it was read",
+                "The file became shorter after it was opened.",
+                repair,
+            )
+        done += num_read
