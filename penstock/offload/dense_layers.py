@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.offload.lanes import NUM_LANES
 from penstock.ops import Weight
 from penstock.ops.weight import map_part, tensors_of
 
 ALIGNMENT = 256
-NUM_LANES = 2
 
 
 def offloaded_names(model: Any, count: int, but: Sequence[str] = ()) -> list[str]:
