@@ -13,6 +13,7 @@ from gguf_files import CONFIGS, random_state, write_embedded, write_folder, writ
 from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, write
 from penstock.cli import main
 from penstock.models.source import find_model
+from penstock.weights import checkpoint
 from penstock.weights.gguf_reader import open_gguf
 from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.storage_report import describe_storage
@@ -93,6 +94,24 @@ def test_inspect_counts_quantized_weights_as_they_are_stored(
     assert 0.5 * alone <= both < 0.8 * alone
     assert main(["inspect", str(path)]) == 0
     assert "weights, quantized" in capsys.readouterr().out
+
+
+def test_a_command_reads_the_headers_of_a_checkpoint_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_packed(tmp_path / "packed"))
+    opened: list[Path] = []
+
+    def open_checkpoint(path: Path) -> list[StoredTensor]:
+        opened.append(path)
+        return checkpoint.open_checkpoint(path)
+
+    monkeypatch.setattr("penstock.weights.quantized.open_checkpoint", open_checkpoint)
+    assert main(["inspect", path, "--gpus", "2xL40S", "--json"]) == 0
+    assert opened == [Path(path)]
+    opened.clear()
+    assert main(["plan", path, "--gpus", "2xL40S", "--rate", "1", "--requests", "2"]) == 0
+    assert opened == [Path(path)]
 
 
 def test_inspect_of_a_folder_without_weights_says_what_its_model_needs(

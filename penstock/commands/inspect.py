@@ -27,15 +27,15 @@ from penstock.commands.layouts import (
     GPUS,
     build_without_memory,
     describe_layouts,
-    open_files,
     print_layouts,
     read_gpus,
 )
+from penstock.commands.model_files import ModelFiles
 from penstock.commands.roofline import Roofline, text_config
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import CapacityError
-from penstock.models.source import ModelSource, find_model, has_weight_files, is_converted
+from penstock.models.source import ModelSource, find_model, is_converted
 from penstock.types import StateSpec
 
 if TYPE_CHECKING:
@@ -116,9 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
     gpus = None if arguments.gpus is None else read_gpus(arguments.gpus)
-    report = inspect_model(config, read_tiers(arguments))
-    if gpus is not None:
-        report["layouts"] = describe_layouts(find_model(config.model), config, gpus)
+    report = inspect_model(config, read_tiers(arguments), gpus)
     if arguments.json:
         print(json.dumps(report))
     else:
@@ -155,11 +153,15 @@ def read_tiers(arguments: argparse.Namespace) -> Tiers | None:
     )
 
 
-def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str, Any]:
+def inspect_model(
+    config: EngineConfig, tiers: Tiers | None = None, gpus: tuple[int, str] | None = None
+) -> dict[str, Any]:
     source = find_model(config.model)
+    files = ModelFiles(source)
     # In the stored dtype: the report should not depend on what this machine computes in.
-    model, roofline = build_without_memory(source, config)
-    storage = _find_storage(source)
+    model, roofline = build_without_memory(files, config)
+    layouts = {} if gpus is None else {"layouts": describe_layouts(files, config, gpus)}
+    storage = _describe_storage(files)
     machine = find_machine()
     parameters = roofline.parameters
     if drafts := _drafts_by_default(source, model, storage):
@@ -203,6 +205,7 @@ def inspect_model(config: EngineConfig, tiers: Tiers | None = None) -> dict[str,
             for context in CONTEXTS
             if context <= longest
         },
+        **layouts,
     }
 
 
@@ -271,19 +274,10 @@ def _backlog_bytes(model: Any, config: EngineConfig, machine: Machine) -> int:
     return sum(spec.backlog_bytes for spec in specs if isinstance(spec, StateSpec))
 
 
-def _find_storage(source: ModelSource) -> dict[str, Any] | None:
-    """How the files store the weights; None without weight files."""
-    if source.path is None or not has_weight_files(source.path):
+def _describe_storage(files: ModelFiles) -> dict[str, Any] | None:
+    storage = files.storage
+    if storage is None:
         return None
-    from penstock.weights.storage_report import Storage, StorageGroup, describe_storage
-
-    if is_converted(source.path):
-        from penstock.offload.files import read_index
-
-        groups = read_index(source.path).storage
-        storage = Storage(tuple(StorageGroup(**group) for group in groups))
-    else:
-        storage = describe_storage(open_files(source))
     return {
         "num_bytes": storage.num_bytes,
         "bits_per_weight": round(storage.bits_per_weight, 2),

@@ -15,12 +15,10 @@ from penstock.commands.console import human_bytes, print_table
 from penstock.commands.roofline import Roofline
 from penstock.config import EngineConfig
 from penstock.errors import CapacityError, ConfigError, nearest
-from penstock.models.source import has_weight_files, is_converted
 
 if TYPE_CHECKING:
+    from penstock.commands.model_files import ModelFiles
     from penstock.engine.memory import MemoryPlan
-    from penstock.models.source import ModelSource
-    from penstock.weights.stored import StoredTensor
 
 NODE_GPUS = 8  # of one machine: the ranks of an engine are all on one
 CONTEXT = 4096  # tokens of a request
@@ -61,14 +59,14 @@ def read_gpus(text: str) -> tuple[int, str]:
 
 
 def describe_layouts(
-    source: ModelSource, config: EngineConfig, gpus: tuple[int, str]
+    files: ModelFiles, config: EngineConfig, gpus: tuple[int, str]
 ) -> list[dict[str, Any]]:
     """One layout for each tp that divides the number of GPUs; `why_not` if it does not work."""
     count, name = gpus
     found = []
     for tp in (size for size in range(1, min(count, NODE_GPUS) + 1) if count % size == 0):
         try:
-            found.append({"tp": tp, "replicas": count // tp, **_layout(source, config, tp, name)})
+            found.append({"tp": tp, "replicas": count // tp, **_layout(files, config, tp, name)})
         except ConfigError as error:
             found.append({"tp": tp, "replicas": count // tp, "why_not": error.why})
         except CapacityError as error:
@@ -77,7 +75,7 @@ def describe_layouts(
 
 
 def build_without_memory(
-    source: ModelSource, config: EngineConfig, tp: int = 1, *, with_drafting_head: bool = True
+    files: ModelFiles, config: EngineConfig, tp: int = 1, *, with_drafting_head: bool = True
 ) -> tuple[Any, Roofline]:
     """One rank of a model on torch's meta device, in the dtype that a GPU would use; weights that
     its files store quantized count as they are stored.
@@ -87,25 +85,15 @@ def build_without_memory(
     from penstock.engine.device_cache import find_kv_dtype
     from penstock.models import build_model
     from penstock.parallel.ranks import Ranks
-    from penstock.weights.load import quantized_bytes, resolve_dtype
+    from penstock.weights.load import resolve_dtype
 
-    dtype, ranks = resolve_dtype(config.dtype, source.config, "cuda"), Ranks(0, tp)
+    source, ranks = files.source, Ranks(0, tp)
+    dtype = resolve_dtype(config.dtype, source.config, "cuda")
     given: dict[str, Any] = {"with_drafting_head": with_drafting_head, "ranks": ranks}
     model: Any = build_model(source.config, dtype, torch.device("meta"), **given)
     kv_bytes = find_kv_dtype(config.kv_dtype, dtype).itemsize
-    given = {"kv_bytes": kv_bytes, "quantized": quantized_bytes(model, open_files(source), dtype)}
+    given = {"kv_bytes": kv_bytes, "quantized": files.quantized_bytes(model, dtype)}
     return model, Roofline.of(model, source.config, dtype.itemsize, config.state_bytes, **given)
-
-
-def open_files(source: ModelSource) -> list[StoredTensor]:
-    """The weights of a checkpoint. Empty for a preset, a config without weights, and a converted
-    model.
-    """
-    from penstock.weights.quantized import find_format, open_weights
-
-    if source.path is None or not has_weight_files(source.path) or is_converted(source.path):
-        return []
-    return open_weights(source, find_format(source))
 
 
 def collectives_s(
@@ -122,9 +110,9 @@ def num_collectives(num_layers: int) -> int:
     return 2 * num_layers + 2
 
 
-def _layout(source: ModelSource, config: EngineConfig, tp: int, name: str) -> dict[str, Any]:
+def _layout(files: ModelFiles, config: EngineConfig, tp: int, name: str) -> dict[str, Any]:
     gpu = GPUS[name]
-    model, roofline = build_without_memory(source, config, tp)
+    model, roofline = build_without_memory(files, config, tp)
     memory = plan_rank_memory(model, roofline, config, name)
     pools = memory.pools
     num_tokens = max(pools.num_pages - 1, 0) * memory.page_size

@@ -30,6 +30,7 @@ from penstock.commands.flags import (
 )
 from penstock.commands.layouts import build_without_memory
 from penstock.commands.measure import Decoding, time_chain
+from penstock.commands.model_files import ModelFiles
 from penstock.commands.provenance import gpu_name, provenance
 from penstock.commands.variables import typed_fields
 from penstock.config import EngineConfig, from_mapping
@@ -399,7 +400,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _expert_bytes(source: ModelSource, config: EngineConfig) -> float:
     """The approximate size of the model's experts."""
-    _, roofline = build_without_memory(source, config)
+    _, roofline = build_without_memory(ModelFiles(source), config)
     if not roofline.parameters.experts:
         raise ConfigError(
             f"{source.name} has no experts",

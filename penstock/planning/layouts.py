@@ -15,6 +15,7 @@ from penstock.commands.layouts import (
     build_without_memory,
     plan_rank_memory,
 )
+from penstock.commands.model_files import ModelFiles
 from penstock.commands.roofline import Roofline
 from penstock.config import EngineConfig
 from penstock.engine.memory import STEP_TOKENS
@@ -59,10 +60,11 @@ def possible_layouts(
             f"Use --tp {most} or less.",
         )
     sizes = [only_tp] if only_tp else [tp for tp in (1, 2, 4, 8) if tp <= most]
+    files = ModelFiles(source)
     found: list[Layout | Unfit] = []
     for tp in sizes:
         try:
-            found.append(_layout(source, config, tp, gpu_name, tables))
+            found.append(_layout(files, config, tp, gpu_name, tables))
         except ConfigError as error:
             found.append(Unfit(tp, error.why))
         except CapacityError as error:
@@ -71,9 +73,9 @@ def possible_layouts(
 
 
 def _layout(
-    source: ModelSource, config: EngineConfig, tp: int, gpu_name: str, tables: Tables
+    files: ModelFiles, config: EngineConfig, tp: int, gpu_name: str, tables: Tables
 ) -> Layout:
-    model, roofline, scheme = _build(source, config, tp)
+    model, roofline, scheme = _build(files, config, tp)
     gpu = GPUS[gpu_name]
     memory = plan_rank_memory(model, roofline, config, gpu_name)
     most, shared = next(
@@ -81,14 +83,14 @@ def _layout(
     )
     if config.max_step_tokens is not None:
         most = shared = config.max_step_tokens
-    *shares, words = _shares(source, config, scheme, tp, roofline, tables)
+    *shares, words = _shares(files, config, scheme, tp, roofline, tables)
     times = step_times(roofline, len(model.layers), tp, gpu_name, (shares[0], shares[1]), words)
     return Layout(config, EngineShape(memory.pools, most, min(most, shared)), times, tp)
 
 
-def _build(source: ModelSource, config: EngineConfig, tp: int) -> tuple[Any, Roofline, str]:
+def _build(files: ModelFiles, config: EngineConfig, tp: int) -> tuple[Any, Roofline, str]:
     """A model, and the scheme of its weights: a quantized checkpoint stays as it is."""
-    model, roofline = build_without_memory(source, config, tp, with_drafting_head=False)
+    model, roofline = build_without_memory(files, config, tp, with_drafting_head=False)
     if roofline.is_quantized:
         bits = 8 * roofline.stored.in_layers / roofline.parameters.in_layers
         return model, roofline, "fp8" if bits > 6 else "int4"
@@ -98,7 +100,7 @@ def _build(source: ModelSource, config: EngineConfig, tp: int) -> tuple[Any, Roo
 
 
 def _shares(
-    source: ModelSource,
+    files: ModelFiles,
     config: EngineConfig,
     scheme: str,
     tp: int,
@@ -108,6 +110,7 @@ def _shares(
     """For decodes and prefills, and their source: a rank of this model, this model on one GPU, or
     the model with the most tables.
     """
+    source = files.source
     own = tables.of("decodes", source.name, scheme, tp)
     if len(own) >= LEAST_ROWS:
         decodes, words = decode_share(own, roofline), "measured"
@@ -124,18 +127,20 @@ def _shares(
                 "Step times are derived from those.",
                 "Name another results folder with --results.",
             )
-        decodes = decode_share(rows, _reference(name, source, config, known))
+        decodes = decode_share(rows, _reference(name, files, config, known))
         words = f"from {name} in {known} on one GPU"
     name = source.name if tables.of("prefills", source.name, scheme) else REFERENCE
     known = scheme if tables.of("prefills", name, scheme) else "bf16"
     rows = tables.of("prefills", name, known)
-    prompts = prompt_share(rows, _reference(name, source, config, known), decodes)
+    prompts = prompt_share(rows, _reference(name, files, config, known), decodes)
     return decodes, prompts, words
 
 
-def _reference(name: str, source: ModelSource, config: EngineConfig, scheme: str) -> Roofline:
+def _reference(name: str, files: ModelFiles, config: EngineConfig, scheme: str) -> Roofline:
     """As measured: with KV and states in their default dtypes."""
     usual = EngineConfig(quantization="none" if scheme == "bf16" else scheme)
     usual = dataclasses.replace(usual, dtype=config.dtype)
-    _, roofline, _ = _build(source if name == source.name else find_model(name), usual, 1)
+    if name != files.source.name:
+        files = ModelFiles(find_model(name))
+    _, roofline, _ = _build(files, usual, 1)
     return roofline

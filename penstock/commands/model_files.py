@@ -1,0 +1,55 @@
+"""What a model's files say about its weights: their headers are read once per command, and no
+weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from penstock.models.source import ModelSource, has_weight_files, is_converted
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.weights.storage_report import Storage
+    from penstock.weights.stored import StoredTensor
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    source: ModelSource
+
+    @cached_property
+    def stored(self) -> list[StoredTensor]:
+        """A checkpoint's weights. Empty for a preset, a config without weights, and a converted
+        model.
+        """
+        from penstock.weights.quantized import find_format, open_weights
+
+        source = self.source
+        if source.path is None or not has_weight_files(source.path) or is_converted(source.path):
+            return []
+        return open_weights(source, find_format(source))
+
+    @property
+    def storage(self) -> Storage | None:
+        """How the files store the weights; None without weight files."""
+        from penstock.weights.storage_report import Storage, StorageGroup, describe_storage
+
+        source = self.source
+        if source.path is None or not has_weight_files(source.path):
+            return None
+        if is_converted(source.path):
+            from penstock.offload.files import read_index
+
+            groups = read_index(source.path).storage
+            return Storage(tuple(StorageGroup(**group) for group in groups))
+        return describe_storage(self.stored)
+
+    def quantized_bytes(self, model: Any, dtype: torch.dtype) -> dict[str, int]:
+        """The memory of each weight that stays quantized, by its name in the model."""
+        from penstock.weights.load import quantized_bytes
+
+        return quantized_bytes(model, self.stored, dtype)
