@@ -572,6 +572,29 @@ def test_the_command_plans_converts_and_verifies(
     assert main(["convert", "Qwen3.5-4B", "-o", str(tmp_path / "other")]) == 1
 
 
+@pytest.mark.parametrize("made_for", ["cpu", "cuda"])
+def test_inspect_counts_a_converted_model_as_it_is_stored(
+    made_for: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The kernels' layout pads rows to 128 columns.
+    config = {**HYBRID_MOE, "hidden_size": 128, "moe_intermediate_size": 128}
+    packed, _ = pack_state(plain_state(config), FORMATS["int8"])
+    given = {**config, "quantization_config": FORMATS["int8"].quantization}
+    model = write(tmp_path / "packed", packed, given)
+    output = convert(model, tmp_path / "out", made_for)
+    reports = []
+    for path in (model, output):
+        assert main(["inspect", str(path), "--gpus", "2xL40S", "--json"]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    before, after = reports
+    assert after["is_quantized"]
+    assert after["parameters"] == before["parameters"]
+    assert after["weight_bytes"] == pytest.approx(before["weight_bytes"], rel=0.05)
+    alone, both = after["layouts"]
+    assert alone["weight_bytes"] == after["weight_bytes"]
+    assert "why_not" in both
+
+
 def test_the_bench_compares_tokens_and_counts_tiers(
     converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,10 +84,12 @@ def build_without_memory(
 
     from penstock.engine.device_cache import find_kv_dtype
     from penstock.models import build_model
+    from penstock.offload.load import refuse_ranks
     from penstock.parallel.ranks import Ranks
     from penstock.weights.load import resolve_dtype
 
     source, ranks = files.source, Ranks(0, tp)
+    refuse_ranks(source, config, ranks)
     dtype = resolve_dtype(config.dtype, source.config, "cuda")
     given: dict[str, Any] = {"with_drafting_head": with_drafting_head, "ranks": ranks}
     model: Any = build_model(source.config, dtype, torch.device("meta"), **given)

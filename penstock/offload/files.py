@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.errors import CheckpointError
 from penstock.models.source import CONVERTED, read_json_object
 from penstock.offload.layout import ExpertLayout, StoredMatrix
@@ -59,6 +61,19 @@ class Index:
     @property
     def dense_bytes(self) -> int:
         return (self.folder / DENSE).stat().st_size
+
+    def quantized_bytes(self, dtype: torch.dtype) -> dict[str, int]:
+        """The memory of each weight that is stored quantized, by name."""
+        matrices = {name: (1, matrix) for name, matrix in self.dense.items()}
+        for layer in self.layers:
+            layout, count = self.layouts[layer.layout], layer.num_experts
+            matrices[f"{layer.module}.gate_up"] = count, layout.gate_up
+            matrices[f"{layer.module}.down"] = count, layout.down
+        return {
+            name: count * matrix.num_bytes(dtype)
+            for name, (count, matrix) in matrices.items()
+            if matrix.is_quantized
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {

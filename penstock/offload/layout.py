@@ -54,6 +54,13 @@ class StoredMatrix:
     def tensors(self) -> list[Tensor]:
         return [tensor for part in self.parts for tensor in tensors_of(part)]
 
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """In memory, where unquantized values have the model's dtype."""
+        return sum(
+            part.numel() * dtype.itemsize if isinstance(part, Tensor) else part.num_bytes
+            for part in self.parts
+        )
+
     def fill(self, weight: Weight, tensors: Iterator[Tensor]) -> None:
         """Gives a weight these tensors, in our order: one matrix, or stacks of them."""
         parts = tuple(map_part(part, lambda _: next(tensors)) for part in self.parts)

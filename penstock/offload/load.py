@@ -45,7 +45,7 @@ def load_with_experts(
     ranks: Ranks = ALONE,
 ) -> nn.Module:
     """The model of a source on a device, or a rank's shard of it, ready to run."""
-    _refuse_ranks(source, config, ranks)
+    refuse_ranks(source, config, ranks)
     check_offload_layers(source, config, torch.device(device))
     files: Files | None = None
     if is_converted(source.path) and not config.random_weights:
@@ -191,7 +191,7 @@ def without_graphs(config: EngineConfig, store: ExpertStore | DeviceSlots) -> En
     return dataclasses.replace(config, graphs=False)
 
 
-def _refuse_ranks(source: ModelSource, config: EngineConfig, ranks: Ranks) -> None:
+def refuse_ranks(source: ModelSource, config: EngineConfig, ranks: Ranks) -> None:
     is_asked = config.expert_cache is not None or config.expert_ram is not None
     is_kept_elsewhere = is_asked or is_converted(source.path)
     if is_kept_elsewhere and not ranks.is_alone:
