@@ -148,8 +148,23 @@ def test_codes_of_other_ranks_are_not_read(
     assert_parts_of_the_whole(path, 4)
 
 
-def test_heads_that_cannot_be_split_are_refused_by_number() -> None:
+@pytest.mark.parametrize(
+    ("config", "ranks", "what", "todo"),
+    [
+        (LLAMA, Ranks(0, 4), "tp is 4, but the model has 6 attention heads", "Use --tp 1 or 2."),
+        # Three ranks could split the attention heads, but not the two KV heads.
+        (LLAMA, Ranks(0, 3), "tp is 3, but the model has 2 KV heads", "Use --tp 1 or 2."),
+        (
+            HYBRID_MOE,
+            Ranks(0, 4, whole_experts=True),
+            "ep is on, tp is 4, but a layer has only 8 experts",
+            "Use --tp 1 or 2, or omit --ep.",
+        ),
+    ],
+)
+def test_a_split_that_is_impossible_is_refused_with_sizes_that_work(
+    config: dict[str, Any], ranks: Ranks, what: str, todo: str
+) -> None:
     with pytest.raises(ConfigError) as error:
-        build_model(LLAMA, torch.float32, torch.device("meta"), ranks=Ranks(0, 4))
-    assert error.value.what == "tp is 4, but the model has 6 attention heads"
-    assert error.value.todo == "Use --tp 2 or 3."
+        build_model(config, torch.float32, torch.device("meta"), ranks=ranks)
+    assert (error.value.what, error.value.todo) == (what, todo)

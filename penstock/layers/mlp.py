@@ -10,13 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
 from penstock.layers.inputs import StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.parameter import new_weight, norm_parameter
 from penstock.ops import Weight, new_counters, norm_route, own_experts, sparse_mlp
 from penstock.parallel.ranks import ALONE, Ranks
-from penstock.parallel.share import Share, scaled
+from penstock.parallel.share import Share, SplitError, scaled
 
 
 class DenseMLP(nn.Module):
@@ -166,10 +165,9 @@ class SparseMLP(nn.Module):
 def _whole_experts(ranks: Ranks, num_experts: int, experts_per_token: int) -> range:
     own = ranks.part(num_experts, "experts")
     if len(own) < experts_per_token:
-        raise ConfigError(
+        raise SplitError(
             f"ep is on, tp is {ranks.size}, but a layer has only {num_experts} experts",
             f"A rank would have {len(own)}, fewer than the {experts_per_token} that a token uses.",
-            "Omit --ep, or lower --tp.",
         )
     return own
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CheckpointError
@@ -48,10 +49,39 @@ def build_model(
     on the device.
     """
     from penstock.parallel.ranks import ALONE
+    from penstock.parallel.share import SplitError
 
     module = importlib.import_module(ARCHITECTURES[model_type_of(config)])
-    model: nn.Module = module.build(config, dtype, device, with_drafting_head, ranks or ALONE)
+    build = partial(module.build, config, dtype, with_drafting_head=with_drafting_head)
+    ranks = ranks or ALONE
+    try:
+        model: nn.Module = build(device=device, ranks=ranks)
+    except SplitError as error:
+        raise SplitError(error.what, error.why, _advice(build, ranks)) from error
     return model
+
+
+def _advice(build: Callable[..., nn.Module], ranks: Ranks) -> str:
+    """The largest numbers of ranks, below this one, that the model can be split over."""
+    fitting: list[str] = []
+    for size in range(ranks.size - 1, 0, -1):
+        if len(fitting) < 2 and _can_build(build, size, ranks.whole_experts):
+            fitting.insert(0, str(size))
+    way_out = ", or omit --ep" if ranks.whole_experts and _can_build(build, ranks.size) else ""
+    return f"Use --tp {' or '.join(fitting)}{way_out}."
+
+
+def _can_build(build: Callable[..., nn.Module], size: int, whole_experts: bool = False) -> bool:
+    import torch
+
+    from penstock.parallel.ranks import Ranks
+    from penstock.parallel.share import SplitError
+
+    try:
+        build(device=torch.device("meta"), ranks=Ranks(0, size, whole_experts=whole_experts))
+    except SplitError:
+        return False
+    return True
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:

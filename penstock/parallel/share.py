@@ -13,6 +13,10 @@ from penstock.errors import ConfigError
 Kept = tuple[range, ...]  # disjoint ranges, in the order that the rank stores them
 
 
+class SplitError(ConfigError):
+    """The model cannot be split over this number of ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     shape: tuple[int, ...]  # of the whole parameter
@@ -44,10 +48,9 @@ def scaled(units: range, width: int, first: int = 0) -> range:
 def equal_part(count: int, rank: int, num_ranks: int, name: str) -> range:
     """Contiguous parts of equal size."""
     if count % num_ranks:
-        raise ConfigError(
+        raise SplitError(
             f"tp is {num_ranks}, but the model has {count} {name}",
             f"Every rank gets an equal part, and {count} is not a multiple of {num_ranks}.",
-            _advice(count, num_ranks),
         )
     own = count // num_ranks
     return range(rank * own, (rank + 1) * own)
@@ -67,8 +70,3 @@ def uneven_part(count: int, rank: int, num_ranks: int) -> range:
     """Equal parts except for the last ones, which may be shorter: for a vocabulary."""
     own = -(-count // num_ranks)
     return range(min(rank * own, count), min((rank + 1) * own, count))
-
-
-def _advice(count: int, num_ranks: int) -> str:
-    fitting = [str(size) for size in range(1, num_ranks) if count % size == 0]
-    return f"Use --tp {' or '.join(fitting[-2:])}."
