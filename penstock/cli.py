@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from penstock import __version__
 from penstock.commands.console import print_error, print_note
 from penstock.commands.flags import ENV_PREFIX, Parser, UsageError, unknown_variables
-from penstock.commands.variables import read_variables, variables_of
+from penstock.commands.variables import as_written, read_variables, variables_of, written_names
 from penstock.commands.vllm_flags import add_vllm_flags
 from penstock.errors import PenstockError, nearest
 
@@ -122,6 +122,7 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     arguments = parser.parse_strictly([*given.words, *words[1:]])
     arguments.from_variables = given.fields
     arguments.own_variables = variables_of(name, parser)
+    arguments.names = written_names(name, parser, words[1:], os.environ)
     return name, arguments
 
 
@@ -140,6 +141,8 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
     except Exception as error:
         if arguments.debug:
             traceback.print_exc()
+        if isinstance(error, PenstockError):
+            error.what = as_written(error.what, arguments.names)
         print_error(_missing_package(error) if isinstance(error, ModuleNotFoundError) else error)
         return 2 if isinstance(error, UsageError) else 1
     return exit_code

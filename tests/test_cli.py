@@ -133,19 +133,19 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["generate", "x", "--n", "200"],
             1,
-            "error: n is 200\n  It must be between 1 and 128.\n",
+            "error: --n is 200\n  It must be between 1 and 128.\n",
         ),
         (
             ["inspect", "--dtype", "float23"],
             1,
-            "error: dtype is 'float23'\n"
+            "error: --dtype is 'float23'\n"
             "  It must be one of auto, float32, bfloat16, float16.\n"
             "  Did you mean 'float32'?\n",
         ),
         (
             ["serve", "--max-rows", "0"],
             1,
-            "error: max_rows is 0\n  It must be more than 0.\n",
+            "error: --max-rows is 0\n  It must be more than 0.\n",
         ),
         (
             ["chat", "--base-url", "http://127.0.0.1:9"],
@@ -546,7 +546,7 @@ def test_a_shortened_flag_is_completed_and_a_foreign_one_gets_no_wild_guess(
 def test_a_port_out_of_range_is_told_the_range(
     port: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = f"error: port is {port}\n  It must be between 0 and 65535.\n"
+    expected = f"error: --port is {port}\n  It must be between 0 and 65535.\n"
     assert fails(capsys, "serve", "--port", port) == (1, expected)
 
 

@@ -100,7 +100,7 @@ def test_an_engine_goes_on_without_a_log_that_cannot_be_written(
 
 def test_two_engines_do_not_write_one_log(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--replicas", "2", "--expert-log", "log"]) == 1
-    assert "expert_log is log, and replicas is 2" in capsys.readouterr().err
+    assert "--expert-log is log, and --replicas is 2" in capsys.readouterr().err
 
 
 def test_a_resident_model_has_no_log(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from command_line import fails
+from command_line import error_in, fails
 from penstock.cli import COMMANDS, main, parse
 from penstock.commands.flags import Parser, unknown_variables
-from penstock.commands.variables import read_variables, variable_of, variables_of
+from penstock.commands.variables import as_written, read_variables, variable_of, variables_of
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -75,6 +75,43 @@ def test_a_variable_that_cannot_be_read_is_named(
     assert what == "error: PENSTOCK_EVAL_LIMIT is 'some'"
     assert "not a whole number" in why
     assert "--limit would override it" in todo
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "expected"),
+    [
+        (["--kv-cache-dtype", "x"], {}, "--kv-cache-dtype is 'x'"),
+        (["--kv-dtype=x"], {}, "--kv-dtype is 'x'"),
+        ([], {"PENSTOCK_KV_DTYPE": "x"}, "PENSTOCK_KV_DTYPE is 'x'"),
+        (["--kv-cache-dtype", "x"], {"PENSTOCK_KV_DTYPE": "y"}, "--kv-cache-dtype is 'x'"),
+        (
+            ["--memory-gb", "1"],
+            {"PENSTOCK_MEMORY_SHARE": "0.5"},
+            "PENSTOCK_MEMORY_SHARE is 0.5 and --memory-gb is 1.0",
+        ),
+        (["--deterministic", "--block-size", "8"], {}, "--block-size is 8 and --deterministic is"),
+    ],
+)
+def test_an_error_names_a_setting_as_the_user_wrote_it(
+    words: list[str],
+    variables: dict[str, str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    exit_code, said = fails(capsys, "generate", "x", *words)
+    assert exit_code == 1
+    assert error_in(said).startswith(f"error: {expected}")
+
+
+def test_names_are_replaced_only_where_a_setting_is_meant() -> None:
+    names = {"model": "-m", "page_size": "--block-size", "group": "PENSTOCK_QUANTIZE_GROUP"}
+    said = "page_size is 8 and the model is a small one"
+    assert as_written(said, names) == "--block-size is 8 and the model is a small one"
+    assert as_written("--group is 5", names) == "PENSTOCK_QUANTIZE_GROUP is 5"
+    assert as_written("tp is 3, but page_size is 8", {}) == "tp is 3, but page_size is 8"
 
 
 def test_a_variable_of_a_sibling_measurement_is_neither_used_nor_refused(

@@ -1,18 +1,20 @@
 """Environment variables for a command's own flags: `penstock eval --limit` is PENSTOCK_EVAL_LIMIT.
 
 Engine and server settings have shorter names, which all commands share (flags.py). A variable is
-turned into its flag, before the typed ones, so that a typed flag overrides it. Knows argparse;
-never what a flag means.
+turned into its flag, before the typed ones, so that a typed flag overrides it. Errors name a
+setting as the user wrote it. Knows argparse; never what a flag means.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.commands.flags import ENV_PREFIX, read_boolean
+from penstock.commands.flags import ENV_PREFIX, flags_of, read_boolean
+from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError
 
 
@@ -50,6 +52,42 @@ def read_variables(
         words += _as_words(action, name, environ[name])
         fields.add(action.dest)
     return GivenByVariable(words, frozenset(fields))
+
+
+def written_names(
+    command: str, parser: argparse.ArgumentParser, typed: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """By field: the flag as it was typed, or else the variable that set it."""
+    names = {
+        flag.field.name: flag.variable
+        for settings in (EngineConfig, ServeConfig)
+        for flag in flags_of(settings)
+        if environ.get(flag.variable)
+    }
+    for action in parser._actions:
+        variable = variable_of(command, action)
+        if variable is not None and environ.get(variable):
+            names[action.dest] = variable
+    for word in typed:
+        name = word.partition("=")[0]
+        if name in parser._option_string_actions:
+            names[parser._option_string_actions[name].dest] = name
+    return names
+
+
+_SETTING = re.compile(r"(^|\band |\bbut |, )(?:--)?([\w-]+)(?= is )")
+
+
+def as_written(text: str, names: Mapping[str, str]) -> str:
+    """An error of a setting says `name is value`, with the name of the field or of its flag: this
+    puts what the user wrote in its place.
+    """
+
+    def name_of(found: re.Match[str]) -> str:
+        name = names.get(found[2].replace("-", "_"))
+        return found[0] if name is None else found[1] + name
+
+    return _SETTING.sub(name_of, text)
 
 
 def is_given_by_variable(arguments: argparse.Namespace, field: str) -> bool:
