@@ -27,6 +27,7 @@ from penstock.progress import Phase
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, TokenDelta
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+RANKS_PREFIX = "penstock-ranks-"  # of the folder with the sockets of an engine's ranks
 MAX_SOCKET_FOLDER_BYTES = 70  # a socket's path may have about 100
 _LENGTH = struct.Struct(">I")
 

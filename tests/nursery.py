@@ -27,7 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -183,18 +183,18 @@ def fork_engines() -> None:
     execute, nursery = client._start_worker, fork_nursery()
 
     async def start_worker(
-        socket_path: str, config: Any, environment: Mapping[str, str]
+        words: Sequence[str], config: Any, environment: Mapping[str, str]
     ) -> AsyncChild | asyncio.subprocess.Process:
         variables = {**os.environ, **environment}
         if not nursery.serves(variables):
-            return await execute(socket_path, config, environment)
+            return await execute(words, config, environment)
         theirs, ours = os.pipe()
-        command = client.module_command("penstock.engine.worker", "--socket", socket_path)
+        command = client.module_command("penstock.engine.worker", *words)
         pid = nursery.start(command, (theirs, 1, 2), variables, new_session=True)
         os.close(theirs)
         with open(ours, "wb") as stdin:
             if pid is None:
-                return await execute(socket_path, config, environment)
+                return await execute(words, config, environment)
             stdin.write(msgspec.json.encode(config))
         return AsyncChild(pid)
 

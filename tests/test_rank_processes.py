@@ -15,6 +15,7 @@ from penstock.engine import rank_group
 from penstock.errors import ConfigError, EngineDeadError
 from penstock.llm import LLM
 from penstock.types import SamplingParams
+from penstock.wire import RANKS_PREFIX
 from serving import MESSAGES, Server, child_pids, command_of, eventually, is_alive, start_server
 from two_layers import two_layers
 
@@ -83,21 +84,37 @@ def test_a_rank_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where processes make their sockets."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
     engine = {"model": two_layers(), "tp": 2}
     with start_server(engine=engine, serve={"hang_timeout": 10.0}) as running:
         yield running
 
 
-def test_a_server_replaces_an_engine_whose_rank_died(server: Server) -> None:
+def test_a_server_replaces_an_engine_whose_rank_died(server: Server, folder: Path) -> None:
+    """And removes the sockets of the dead engine's ranks, whichever of them was killed."""
+
+    def has_folders_of(num_engines: int) -> bool:
+        return len(list(folder.glob(f"{RANKS_PREFIX}*"))) == num_engines
+
     body = {"messages": MESSAGES, "max_tokens": 8, "ignore_eos": True}
     before = server.post(body).json()["choices"][0]["message"]["content"]
     (old,) = rank_pids(server.engine_pid)
     os.kill(old, signal.SIGKILL)
     assert eventually(lambda: "Rank 1 of 2 stopped" in server.health().text, timeout_s=30.0)
     assert eventually(lambda: server.health().status_code == 200, timeout_s=60.0)
+    assert has_folders_of(1)
     assert server.post(body).json()["choices"][0]["message"]["content"] == before
     (new,) = rank_pids(server.engine_pid)
     os.kill(server.engine_pid, signal.SIGKILL)
     assert eventually(lambda: not is_alive(new), timeout_s=10.0)
     assert not is_alive(old)
+    assert eventually(lambda: server.health().status_code == 200, timeout_s=60.0)
+    assert has_folders_of(1)

@@ -93,9 +93,14 @@ class Engine:
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, on_phase: OnPhase = lambda _: None, tokenizer: str | None = None
+        cls,
+        config: EngineConfig,
+        on_phase: OnPhase = lambda _: None,
+        tokenizer: str | None = None,
+        ranks_folder: str | None = None,
     ) -> Engine:
-        return cls.from_source(find_model(config.model), config, on_phase, tokenizer)
+        source = find_model(config.model)
+        return cls.from_source(source, config, on_phase, tokenizer, ranks_folder)
 
     @classmethod
     def from_source(
@@ -104,6 +109,7 @@ class Engine:
         config: EngineConfig,
         on_phase: OnPhase = lambda _: None,
         tokenizer: str | None = None,  # a folder or a tokenizer.json, if not the model's own
+        ranks_folder: str | None = None,  # for sockets; default: one of its own
     ) -> Engine:
         engine = cls.__new__(cls)
         tokenizer_file = _tokenizer_file(tokenizer, source)
@@ -115,7 +121,7 @@ class Engine:
         rank_device(config, 0)
         check_split(source, config)
         with timed("ranks", on_phase):
-            group = RankGroup.start(source, config)
+            group = RankGroup.start(source, config, ranks_folder)
         try:
             part = load_part(source, config, 0, group.meeting_file, on_phase)
             engine._begin(part, source.name, tokenizer_file)

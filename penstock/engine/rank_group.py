@@ -32,7 +32,7 @@ from penstock.engine.rank_wire import (
 )
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.models.source import ModelSource
-from penstock.wire import new_socket_folder
+from penstock.wire import RANKS_PREFIX, new_socket_folder
 
 THREADS = "OMP_NUM_THREADS"
 PING_INTERVAL_S = 1.0
@@ -44,13 +44,13 @@ EXIT_GRACE_S = 5.0
 
 
 class RankGroup:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, folder: str | None = None) -> None:
         self.size = config.tp
         self.failure: PenstockError | None = None
         self.has_started = False
         # Called once, in a thread, when a rank fails: a collective may wait for it forever.
         self.on_failure: Callable[[PenstockError], None] = lambda _: None
-        self._folder = Path(new_socket_folder("penstock-ranks-"))
+        self._folder = Path(folder or new_socket_folder(RANKS_PREFIX))
         self._channels: dict[int, RankChannel] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._last_pong: dict[int, float] = {}
@@ -63,9 +63,13 @@ class RankGroup:
         return self._folder / "meeting"
 
     @classmethod
-    def start(cls, source: ModelSource, config: EngineConfig) -> RankGroup:
-        """Returns when all ranks are connected and are loading their shards."""
-        group = cls(config)
+    def start(
+        cls, source: ModelSource, config: EngineConfig, folder: str | None = None
+    ) -> RankGroup:
+        """Returns when all ranks are connected and are loading their shards. `folder`: for their
+        sockets; the caller removes it if this process is killed.
+        """
+        group = cls(config, folder)
         try:
             group._launch()
             path = None if source.path is None else str(source.path)

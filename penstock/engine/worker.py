@@ -89,6 +89,7 @@ class StepClock:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs one engine for a Penstock server.")
     parser.add_argument("--socket", required=True, help="Unix socket on which the server listens")
+    parser.add_argument("--ranks-folder", help="folder for the sockets of other ranks")
     arguments = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
@@ -100,7 +101,7 @@ def main() -> int:
     threading.Thread(target=_read_messages, args=(channel, inbox, clock), daemon=True).start()
     gc.disable()  # while imports and weights create permanent objects
     try:
-        engine = start_engine(sys.stdin.buffer.read(), channel)
+        engine = start_engine(sys.stdin.buffer.read(), channel, arguments.ranks_folder)
         channel.send(Ready(engine.info))
         gc.enable()
         gc.collect()
@@ -179,7 +180,9 @@ def _refused(error: Exception) -> PenstockError:
     )
 
 
-def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
+def start_engine(
+    config_json: bytes, channel: EngineChannel, ranks_folder: str | None = None
+) -> Engine:
     """Builds and warms up the engine, and reports the phases to the server."""
 
     def report(phase: Phase) -> None:
@@ -192,7 +195,7 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
     config = msgspec.json.decode(config_json, type=WorkerConfig)
     leave_a_core(config.tp)
     select_device(config.device)
-    engine = Engine.from_config(config, report, config.tokenizer)
+    engine = Engine.from_config(config, report, config.tokenizer, ranks_folder)
     if engine.other_ranks is not None:
         _exit_with_rank(engine.other_ranks, channel)
     with timed("warm-up", report):

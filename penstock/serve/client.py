@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -55,6 +56,7 @@ class EngineClient:
         process: asyncio.subprocess.Process,
         channel: wire.ServerChannel,
         on_phase: OnPhase,
+        ranks_folder: str | None = None,
     ) -> None:
         self.phase = Phase("starting")
         self.info: EngineInfo | None = None
@@ -63,6 +65,7 @@ class EngineClient:
         self.num_unanswered_pings = 0
         self.step_s = 0.0  # how long its current step had run at its last answer to a ping
         self._process = process
+        self._ranks_folder = ranks_folder  # removed here: a killed process leaves it behind
         self._on_phase = on_phase
         self._channel = channel
         self._settled = asyncio.Event()  # ready or dead
@@ -80,22 +83,29 @@ class EngineClient:
         """Starts a process; `environment`: variables in addition to our own."""
         loop = asyncio.get_running_loop()
         connected: asyncio.Future[wire.ServerChannel] = loop.create_future()
-
+        ranks_folder = None
         try:
+            if config.tp > 1:
+                ranks_folder = wire.new_socket_folder(wire.RANKS_PREFIX)
             with _socket_path() as path:
+                words = ["--socket", path]
+                words += [] if ranks_folder is None else ["--ranks-folder", ranks_folder]
                 listener = await loop.create_unix_server(
                     lambda: wire.ServerChannel(connected.set_result), path
                 )
                 with contextlib.closing(listener):
-                    process = await _start_worker(path, config, environment or {})
+                    process = await _start_worker(words, config, environment or {})
                     channel = await _wait_connected(process, connected)
-        except OSError as error:
+        except BaseException as error:
+            _remove(ranks_folder)
+            if not isinstance(error, OSError):
+                raise
             raise EngineDeadError(
                 "The engine process could not be started",
                 f"{error}.",
                 "If the path is the problem, set TMPDIR to an existing folder with a short path.",
             ) from error
-        return cls(process, channel, on_phase)
+        return cls(process, channel, on_phase, ranks_folder)
 
     @property
     def is_ready(self) -> bool:
@@ -224,6 +234,7 @@ class EngineClient:
         if not ending.done():
             self._process.kill()
         await ending
+        _remove(self._ranks_folder)
 
     def _take(self, message: wire.FromEngine) -> None:
         match message:
@@ -305,6 +316,11 @@ def _socket_path() -> Iterator[str]:
             os.rmdir(folder)
 
 
+def _remove(folder: str | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 async def _wait_connected(
     process: asyncio.subprocess.Process, connected: asyncio.Future[wire.ServerChannel]
 ) -> wire.ServerChannel:
@@ -326,10 +342,10 @@ async def _wait_connected(
 
 
 async def _start_worker(
-    socket_path: str, config: EngineConfig, environment: Mapping[str, str]
+    words: Sequence[str], config: EngineConfig, environment: Mapping[str, str]
 ) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
-        *module_command("penstock.engine.worker", "--socket", socket_path),
+        *module_command("penstock.engine.worker", *words),
         stdin=asyncio.subprocess.PIPE,
         env={**os.environ, **environment},
         start_new_session=True,  # the terminal's Ctrl-C reaches only the server
