@@ -339,6 +339,15 @@ class EngineConfig:
         require_choice("scoring", self.scoring, SCORINGS)
         require_choice("score_prompt", self.score_prompt, SCORE_PROMPTS)
 
+    def check_ep(self) -> None:
+        """When `tp` is final: a server may choose it."""
+        if self.ep and self.tp == 1:
+            raise ConfigError(
+                "ep is on and tp is 1",
+                "With --ep, experts are spread over the ranks of --tp: one rank has all of them.",
+                "Set --tp to the number of GPUs, or omit --ep.",
+            )
+
     @property
     def speculation(self) -> Speculation:
         """No drafter until `auto` is resolved."""

@@ -406,6 +406,19 @@ def test_states_that_cannot_be_are_refused(settings: dict[str, Any], word: str) 
     assert word in caught.value.why
 
 
+@pytest.mark.parametrize("words", [["generate", "x"], ["serve"]])
+def test_whole_experts_without_other_ranks_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    exit_code, said = fails(capsys, *words, "--enable-expert-parallel")
+    assert exit_code == 1
+    assert error_in(said).splitlines() == [
+        "error: --enable-expert-parallel is on and tp is 1",
+        "  With --ep, experts are spread over the ranks of --tp: one rank has all of them.",
+        "  Set --tp to the number of GPUs, or omit --ep.",
+    ]
+
+
 @pytest.mark.parametrize("name", ["fp8_e5m2", "nvfp4", "float8"])
 def test_a_type_of_kv_that_does_not_exist_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_dtype is '{name}'") as caught:
