@@ -338,6 +338,15 @@ def test_a_killed_run_goes_on_at_its_layer_to_the_same_bytes(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as refused:
         run(folder, tmp_path / "out", **given, group=None)
     assert "--group was 32 and is null" in str(refused.value)
+    weights = folder / "model.safetensors"
+    stored, times = weights.read_bytes(), weights.stat()
+    tensors = {name: 2 * values for name, values in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ConfigError) as refused:
+        run(folder, tmp_path / "out", **given, group=32)
+    assert refused.value.why.startswith("digest of its files' sizes and times was ")
+    weights.write_bytes(stored)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     done: list[str] = []
     run(folder, tmp_path / "out", lambda phase: done.append(phase.detail), **given, group=32)
     assert "layer 2 of 4" not in done

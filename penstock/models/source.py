@@ -6,6 +6,7 @@ Reads JSON and lists folders; opens no weights and imports no torch, so a wrong 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -89,8 +90,26 @@ def is_converted(path: Path | None) -> bool:
 
 def has_weight_files(path: Path) -> bool:
     """Whether the folder has weights; a config.json alone can still be sized."""
-    files = path.iterdir() if path.is_dir() else [path]
-    return any(file.suffix in (*WEIGHT_SUFFIXES, ".gguf") for file in files)
+    return bool(weight_files(path))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files with a checkpoint's weights, by name."""
+    files = path.iterdir() if path.is_dir() else iter([path])
+    if path.is_file() and "-of-" in path.name:  # the first of several: model-00001-of-00003.gguf
+        files = path.parent.glob(f"{path.name.rpartition('-of-')[0][:-5]}*{path.suffix}")
+    return sorted(file for file in files if file.suffix in (*WEIGHT_SUFFIXES, ".gguf"))
+
+
+def files_digest(path: Path) -> str:
+    """Of the names, sizes and times of a checkpoint's files: tells whether their weights are still
+    the same, without reading them.
+    """
+    digest = hashlib.sha256()
+    for file in weight_files(path):
+        found = file.stat()
+        digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}".encode())
+    return digest.hexdigest()
 
 
 def _open_path(path: Path) -> ModelSource:

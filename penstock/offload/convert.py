@@ -37,6 +37,7 @@ from penstock.models.source import (
     CONVERTED,
     WEIGHT_SUFFIXES,
     ModelSource,
+    files_digest,
     is_converted,
 )
 from penstock.offload.files import DENSE, FOLDER, Index, LayerRecords, RecordFile
@@ -224,11 +225,7 @@ class Conversion:
         digest = hashlib.sha256(json.dumps(self.source.config, sort_keys=True).encode())
         for tensor in self.wanted:
             digest.update(repr((tensor.name, tensor.shape, tensor.scheme)).encode())
-        files = [self.path] if self.path.is_file() else sorted(self.path.iterdir())
-        for file in files:
-            if file.suffix in (*WEIGHT_SUFFIXES, ".gguf"):
-                found = file.stat()
-                digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}".encode())
+        digest.update(files_digest(self.path).encode())
         return {"model": digest.hexdigest(), "made_for": self.made_for}
 
     def _write_layer(

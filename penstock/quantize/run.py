@@ -23,7 +23,7 @@ from torch import Tensor
 from penstock.errors import CheckpointError, ConfigError
 from penstock.gguf.folder import FILES, folder_of, has_file, read_text
 from penstock.gguf.header import is_gguf
-from penstock.models.source import WEIGHT_SUFFIXES, ModelSource
+from penstock.models.source import WEIGHT_SUFFIXES, ModelSource, files_digest
 from penstock.progress import OnPhase, Phase, timed
 from penstock.quantize.awq import scale_inputs
 from penstock.quantize.compressed import parts_of, quantization_config
@@ -132,7 +132,12 @@ class _Run:
             for key, value in dataclasses.asdict(self.settings).items()
             if key != "device"
         }
-        return {**settings, "the model and its texts": digest.hexdigest()[:16]}
+        assert self.source.path is not None
+        return {
+            **settings,
+            "digest of the model and its texts": digest.hexdigest()[:16],
+            "digest of its files' sizes and times": files_digest(self.source.path)[:16],
+        }
 
     def title(self, stage: int) -> str:
         if stage == 0:

@@ -84,9 +84,9 @@ def _check_same(output: Path, begun: Mapping[str, Any], asked: Mapping[str, Any]
     ]
     if changed:
         raise ConfigError(
-            f"{output} was begun with other settings",
+            f"{output} was begun with other settings or another model",
             f"{'; '.join(changed)}.",
-            "Go on with the same settings, or give another folder with -o.",
+            "Go on with the same settings and files, or give another folder with -o.",
         )
 
 

@@ -15,7 +15,7 @@ from glob import glob
 
 from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError
-from penstock.models.source import WEIGHT_SUFFIXES, ModelSource, is_converted
+from penstock.models.source import ModelSource, is_converted, weight_files
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
@@ -101,12 +101,8 @@ def weight_bytes(source: ModelSource, engine: EngineConfig) -> float:
     """Size of the weights in memory, estimated from their files; 0 for a preset, which has none."""
     if source.path is None or engine.random_weights:
         return 0.0
-    path = source.path
-    files = path.iterdir() if path.is_dir() else iter([path])
-    if "-of-" in path.name:  # the first of several: model-00001-of-00003.gguf
-        files = path.parent.glob(f"{path.name.rpartition('-of-')[0][:-5]}*{path.suffix}")
-    stored = sum(one.stat().st_size for one in files if one.suffix in (*WEIGHT_SUFFIXES, ".gguf"))
-    is_quantized = "quantization_config" in source.config or path.suffix == ".gguf"
+    stored = sum(file.stat().st_size for file in weight_files(source.path))
+    is_quantized = "quantization_config" in source.config or source.path.suffix == ".gguf"
     return stored * (1.0 if is_quantized else ROUNDED_SHARE.get(engine.quantization, 1.0))
 
 
