@@ -468,6 +468,12 @@ def test_errors_are_what_the_sdk_raises(server: Server, api: anthropic.Anthropic
     with pytest.raises(anthropic.NotFoundError) as missing:
         api.post("/v1/messages/batches", cast_to=object, body={})
     assert missing.value.type == "not_found_error"
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        api.models.retrieve("claude-of-any-name")
+    assert unknown.value.type == "not_found_error"
+    assert "it serves penstock-tiny." in unknown.value.message
+    openai_error = server.http.get(f"{server.url}/v1/models/unknown").json()["error"]
+    assert openai_error["type"] == "invalid_request_error"
     assert_error(server.http.get(f"{server.url}/v1/messages"), 405, "invalid_request_error")
     large = b"x" * (32 * 1024**2 + 1)
     assert_error(

@@ -31,6 +31,8 @@ log = logging.getLogger("penstock.serve")
 
 RETRY_AFTER_S = 1
 ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_VERSION = b"anthropic-version"
+MODELS_PATH = "/v1/models"
 OLLAMA_PATHS = "/api/"
 
 
@@ -59,8 +61,17 @@ def _status(scope: Scope, status: int) -> int:
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    path: str = scope["path"]
-    return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
+    """Both APIs have the path of models; only clients of Anthropic's send a version."""
+    if _is_below(ANTHROPIC_PATH, scope):
+        return True
+    return _is_below(MODELS_PATH, scope) and any(
+        name == ANTHROPIC_VERSION for name, _ in scope["headers"]
+    )
+
+
+def _is_below(path: str, scope: Scope) -> bool:
+    asked: str = scope["path"]
+    return asked == path or asked.startswith(f"{path}/")
 
 
 def _headers(error: PenstockError) -> dict[str, str]:
