@@ -13,6 +13,7 @@ from penstock.errors import RequestError
 from penstock.text.call_grammar import TextGrammar, tool_calls_grammar, without_annotations
 from penstock.text.dialects import DIALECTS, ParsedReply, StreamParser
 from penstock.text.grammar import with_blank_start
+from penstock.text.parameter_lists import parameter_lists
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -148,6 +149,60 @@ def test_a_schema_that_is_a_reference_is_what_it_refers_to(dialect: str) -> None
     parser = StreamParser(DIALECTS[dialect], tools)
     reply = ParsedReply.of([*parser.feed(EXAMPLES[dialect]), *parser.close("stop")])
     assert json.loads(reply.calls[0].arguments)["days"] == 3
+
+
+CITY = {"properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+DAYS = {"properties": {"days": {"type": "integer"}}, "required": ["days"]}
+NO_WHERE = {"type": "object", "properties": {"days": {"type": "boolean"}}}
+BOTH_SCHEMAS = {**CITY["properties"], **DAYS["properties"]}  # type: ignore[dict-item]
+BY_CITY, BY_DAYS = {"city": "Rome"}, {"days": "3"}
+BOTH = {**BY_CITY, **BY_DAYS}
+COMBINED: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]]]] = [
+    # Parameters of a tool, and arguments that are allowed and refused.
+    ({"allOf": [CITY]}, [BY_CITY], [{}, {"city": "Bonn"}, BOTH]),
+    ({"allOf": [{"$ref": "#/$defs/city"}, DAYS]}, [BOTH], [{}, BY_CITY, BY_DAYS]),
+    ({"type": "object", "allOf": [CITY, {"required": ["days"]}, NO_WHERE]}, [], [BOTH, BY_CITY]),
+    ({"oneOf": [CITY, DAYS]}, [BY_CITY, BY_DAYS], [{}, BOTH, {"days": "x"}, {"city": "Bonn"}]),
+    ({"anyOf": [{"$ref": "#/$defs/city"}, {"type": "null"}]}, [BY_CITY], [{}, {"city": "Bonn"}]),
+    ({"anyOf": [CITY, NO_WHERE]}, [BY_CITY, {}, {"days": "true"}], [BY_DAYS]),
+    ({"anyOf": [{"allOf": [CITY, DAYS]}, DAYS]}, [BOTH, BY_DAYS], [BY_CITY]),
+    (
+        {"properties": BOTH_SCHEMAS, "anyOf": [{"required": ["city"]}, {"required": ["days"]}]},
+        [BY_CITY, BY_DAYS, BOTH],
+        [{}],
+    ),
+    ({"allOf": [CITY, {"properties": {"city": {"type": "string"}}}]}, [BY_CITY], [BY_DAYS]),
+    ({"anyOf": [CITY, {"type": "object"}]}, [BY_CITY, BY_DAYS, {"other": "x"}], []),
+    ({"allOf": [{"$ref": "#"}, CITY]}, [BY_CITY], [BY_DAYS]),
+]
+
+
+@pytest.mark.parametrize(("schema", "allowed", "refused"), COMBINED)
+def test_parameters_between_tags_may_be_listed_in_parts_and_alternatives(
+    schema: dict[str, Any], allowed: list[dict[str, str]], refused: list[dict[str, str]]
+) -> None:
+    tools = [{"function": {"name": "f", "parameters": {**schema, "$defs": {"city": CITY}}}}]
+    grammar = grammar_of("qwen_xml", tools)
+
+    def call_of(arguments: dict[str, str]) -> str:
+        parts = [f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in arguments.items()]
+        return f"<tool_call>\n<function=f>\n{''.join(parts)}</function>\n</tool_call>"
+
+    assert [one for one in allowed if not is_allowed(grammar, call_of(one))] == []
+    assert [one for one in refused if is_allowed(grammar, call_of(one))] == []
+    if BY_DAYS in allowed and {"other": "x"} not in allowed:
+        parser = StreamParser(DIALECTS["qwen_xml"], tools)
+        reply = ParsedReply.of([*parser.feed(call_of(BY_DAYS)), *parser.close("stop")])
+        assert json.loads(reply.calls[0].arguments) == {"days": 3}
+
+
+def test_a_schema_of_countless_alternatives_is_read_in_time() -> None:
+    part: dict[str, Any] = {"anyOf": [{"$ref": "#"}] * 200}
+    schema = {"allOf": [part] * 50, "properties": {"days": {"type": "integer"}}}
+    started = time.monotonic()
+    (one,) = parameter_lists(schema)
+    assert one.schemas == {"days": {"type": "integer"}}
+    assert time.monotonic() - started < 1.0
 
 
 @pytest.mark.parametrize("dialect", FORMS)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -32,7 +32,8 @@ from penstock.text.grammar import (
     regex_grammar,
     regex_in_lark,
 )
-from penstock.text.references import standalone, target_of, top_of
+from penstock.text.parameter_lists import listed_values, parameter_lists
+from penstock.text.references import standalone, target_of
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _PARAMETER_NAME = re.compile(r"[^\n<>]{1,256}")
@@ -171,22 +172,28 @@ class _Writer:
         yield f"{arguments}: {_json({'type': 'object', **schema})}"
 
     def xml_call(self, name: str, schema: dict[str, Any]) -> Iterator[str]:
-        top = top_of(schema)
-        properties = top.get("properties") if isinstance(top, dict) else None
-        if isinstance(properties, dict) and all(map(_PARAMETER_NAME.fullmatch, properties)):
-            required = top.get("required")
-            required = required if isinstance(required, list) else []
-            names = [f"{self.rule}_{index}" for index in range(len(properties))]
-            parts = [n if key in required else f"{n}?" for n, key in zip(names, properties)]
-        else:  # the parameters are unknown
-            properties, names, parts = {}, [], [f"{self.rule}_any*"]
+        rules: dict[tuple[str, int], str] = {}  # by name and schema: alternatives may share them
+        alternatives: dict[str, None] = {}
+        children: dict[str, tuple[str, Any]] = {}  # by rule: a parameter's name and schema
+        some = f"{self.rule}_any"
+        for one in parameter_lists(schema):
+            if one.schemas is None or not all(map(_PARAMETER_NAME.fullmatch, one.schemas)):
+                alternatives[f"{some}*"] = None  # the parameters are unknown
+                continue
+            parts = []
+            for key, child in one.schemas.items():
+                rule = rules.setdefault((key, id(child)), f"{self.rule}_{len(rules)}")
+                children[rule] = key, child
+                parts.append(rule if key in one.required else f"{rule}?")
+            alternatives[" ".join(parts)] = None
+        start, end = self._spelled(self.form.start_of(name)), self._spelled(self.form.end)
+        yield f"{self.rule}: {start} {_one_of(alternatives)} {end}"
+        if f"{some}*" in alternatives:
             before, after = self.form.parameter_start.split("NAME")
             some_name = f"{_literal(before)} /[^\\n<>]{{1,64}}/ {_literal(after)}"
-            yield f"{self.rule}_any: {some_name} {self.rule}_any_value"
-            yield self._text(f"{self.rule}_any_value")
-        start, end = self._spelled(self.form.start_of(name)), self._spelled(self.form.end)
-        yield f"{self.rule}: {start} {' '.join(parts)} {end}"
-        for rule, (key, child) in zip(names, properties.items()):
+            yield f"{some}: {some_name} {some}_value"
+            yield self._text(f"{some}_value")
+        for rule, (key, child) in children.items():
             yield f"{rule}: {_literal(self.form.start_of_parameter(key))} {rule}_value"
             yield self._value(f"{rule}_value", child, schema)
 
@@ -195,7 +202,7 @@ class _Writer:
         parameters = Parameters(root)
         forms: list[str] = []
         for part in _alternatives(schema, root):
-            if choices := _listed(part):
+            if choices := listed_values(part):
                 forms += [_literal(c if isinstance(c, str) else json.dumps(c)) for c in choices]
             elif "string" in parameters.types_in(part):
                 return self._text(rule)
@@ -217,6 +224,13 @@ class _Writer:
             part if _TAG.fullmatch(part) and self._is_token(part) else _literal(part)
             for part in parts
         )
+
+
+def _one_of(alternatives: Collection[str]) -> str:
+    """In lark's notation. An empty alternative makes the others optional."""
+    if len(alternatives) == 1:
+        return next(iter(alternatives))
+    return f"({' | '.join(filter(None, alternatives))}){'?' if '' in alternatives else ''}"
 
 
 def _alternatives(schema: Any, root: Schema) -> list[Any]:
@@ -241,20 +255,13 @@ def _options(schema: Any, root: Schema) -> list[Any]:
     if not isinstance(schema, dict):
         return []
     target = target_of(schema.get("$ref"), root)
-    if target is not None and (len(schema) == 1 or _listed(target)):
+    if target is not None and (len(schema) == 1 or listed_values(target)):
         return [target]
     for keyword in ("anyOf", "oneOf", "allOf"):
         options = schema.get(keyword)
         if isinstance(options, list) and len(schema) == 1:
             return options if keyword != "allOf" or len(options) == 1 else []
     return []
-
-
-def _listed(schema: Any) -> list[Any]:
-    if not isinstance(schema, dict):
-        return []
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return values if isinstance(values, list) else []
 
 
 def _json(schema: Schema) -> str:

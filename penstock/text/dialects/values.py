@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.text.parameter_lists import parameter_lists
 from penstock.text.references import target_of, top_of
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "array", "object", "string"})
@@ -54,31 +55,33 @@ class Parameters:
         self._root: Mapping[str, Any] = schema if isinstance(schema, dict) else {}
         top = top_of(self._root)
         self._top: Mapping[str, Any] = top if isinstance(top, dict) else {}
-        properties = self._top.get("properties")
-        self._properties: Mapping[str, Any] = properties if isinstance(properties, dict) else {}
+        self._schemas: dict[str, list[Any]] = {}  # of each parameter, one for each alternative
+        for one in parameter_lists(self._root):
+            for name, child in (one.schemas or {}).items():
+                self._schemas.setdefault(name, []).append(child)
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(self._properties)
+        return frozenset(self._schemas)
 
     def types_of(self, name: str) -> frozenset[str]:
         """The types that a parameter may have. An undeclared one is text."""
-        schema = self._properties.get(name, self._top.get("additionalProperties"))
-        if name not in self._properties and not isinstance(schema, dict):
-            return TEXT_ONLY
-        return self.types_in(schema)
+        if name in self._schemas:
+            return self.types_in(*self._schemas[name])
+        others = self._top.get("additionalProperties")
+        return self.types_in(others) if isinstance(others, dict) else TEXT_ONLY
 
     def choices_of(self, name: str) -> frozenset[str]:
         """The strings among the values that a schema lists: they stay strings even if they look
         like numbers."""
-        schema = self._properties.get(name)
-        return frozenset(value for value in _listed(schema) if isinstance(value, str))
+        values = [value for schema in self._schemas.get(name, ()) for value in _listed(schema)]
+        return frozenset(value for value in values if isinstance(value, str))
 
-    def types_in(self, schema: Any) -> frozenset[str]:
+    def types_in(self, *schemas: Any) -> frozenset[str]:
         """The types of all alternatives. Visits each part once: references may be circular."""
         types: set[str] = set()
         seen: set[int] = set()
-        waiting = [(schema, True)]
+        waiting = [(schema, True) for schema in schemas]
         while waiting:
             part, is_alternative = waiting.pop()
             if not isinstance(part, dict) or id(part) in seen:
