@@ -288,6 +288,16 @@ def test_a_grammar_that_becomes_too_costly_ends_its_own_request_only(overlap: bo
     assert after.num_free_pages == before.num_free_pages
 
 
+def test_a_grammar_that_became_too_costly_is_compiled_anew() -> None:
+    """Its copies share a lexer, which stays in error: the next request would fail at its start."""
+    engine = engine_of()
+    first, second = (
+        run(engine, constrained(id, TOO_COSTLY, token_ids=prompt(40)))[id] for id in ("a", "b")
+    )
+    assert first[-1].finish == second[-1].finish == "error"
+    assert tokens_of(first) == tokens_of(second)
+
+
 def test_a_grammar_that_does_not_compile_for_the_vocabulary_ends_its_request_with_the_reason() -> (
     None
 ):

@@ -4,8 +4,11 @@ bitmaps for the device.
 Every constrained request has a matcher, which follows the tokens of its sequence as they reach the
 host, so a preempted request needs nothing when it returns. Grammars are compiled in a thread, so
 that an expensive one delays only its own request, and llguidance's threads fill the masks while the
-device computes the logits. The cost of a grammar is limited; one that exceeds the limit ends only
-its own request. The engine decides when masks are due and what happens to a failed request.
+device computes the logits. The cost of a grammar is limited; one that exceeds the limit ends its
+request. Copies of a matcher share the states of their lexer, which count towards the limit: so a
+request may fail by what others of the same grammar, or its own drafts, have explored, and a grammar
+that has failed is compiled anew for the next request. The engine decides when masks are due and
+what happens to a failed request.
 
 A row with drafts needs a mask for each of its positions: a copy of its matcher consumes the drafts.
 Tokens that a grammar forces are appended to the reply at once, or become drafts.
@@ -101,6 +104,10 @@ class Constraint:
         self.has_started = not self._starts_after
         self._num_followed = sequence.num_prompt_tokens
 
+    @property
+    def grammar(self) -> str | None:
+        return self.sequence.request.sampling.grammar
+
     def follow(self) -> None:
         """Consumes new tokens; a token that the grammar forbids leaves the matcher in error."""
         if self.matcher is None:
@@ -192,6 +199,11 @@ class GrammarCompiler:
         if len(self._compiled) > NUM_KEPT_GRAMMARS:
             self._compiled.popitem(last=False)
         return matcher.deep_copy()
+
+    def forget(self, constraint: Constraint) -> None:
+        """After a failure, all copies of the grammar's matcher fail."""
+        if constraint.grammar is not None:
+            self._compiled.pop(constraint.grammar, None)
 
 
 @dataclass(slots=True)
@@ -305,6 +317,7 @@ class Constraints:
             constraint = rows[index].constraint
             if matcher.is_error():
                 failures.append((constraint.sequence.id, problem_of(matcher)))
+                self.compiler.forget(constraint)
             else:
                 self._translate_end(words[index], constraint)
         for index, row in enumerate(rows):
@@ -341,7 +354,9 @@ class Constraints:
             problem = ""
             if matcher is not None and has_started:
                 matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
-                problem = problem_of(matcher) if matcher.is_error() else ""
+                if matcher.is_error():
+                    problem = problem_of(matcher)
+                    self.compiler.forget(constraint)
                 self._translate_end(own, constraint)
             elif matcher is not None:
                 self._allow_all_but_ends(own, constraint)
