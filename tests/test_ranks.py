@@ -10,11 +10,13 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from torch import Tensor
 
 from gguf_files import random_state, write_gguf
 from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, write
 from penstock.errors import ConfigError
 from penstock.models import build_model
+from penstock.ops.cpu import quantized
 from penstock.parallel.ranks import Ranks
 from penstock.weights.gguf_blocks import READERS
 from penstock.weights.packing import can_pack
@@ -146,6 +148,28 @@ def test_codes_of_other_ranks_are_not_read(
     load_weights(path, ranks=Ranks(1, 4))
     assert sum(bytes_read) < 0.35 * (path / "model.safetensors").stat().st_size
     assert_parts_of_the_whole(path, 4)
+
+
+def test_ranks_of_a_quantized_model_differ_only_by_the_rounding_of_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel rounds them to 16 bits by 128 columns, of which a rank has others. Dequantized
+    weights give the logits of one rank.
+    """
+    form = FORMATS["int8"]
+    packed, _ = pack_state(plain_state(LLAMA_4), form)
+    path = write(tmp_path, packed, {**LLAMA_4, form.key: form.quantization})
+
+    def both() -> tuple[Tensor, Tensor]:
+        alone = logits_of(load_weights(path))
+        return alone, on_ranks(2, lambda ranks: logits_of(load_weights(path, ranks=ranks)))[0]
+
+    alone, found = both()
+    monkeypatch.setattr(quantized, "is_better", lambda *_: False)
+    expected, dequantized = both()
+    assert_close(dequantized, expected)
+    for rounded in (alone, found):
+        assert float((rounded - expected).abs().max() / expected.abs().max()) < 3e-4
 
 
 @pytest.mark.parametrize(
