@@ -2,7 +2,8 @@
 
 Command-line flags are generated from these fields, so each name is written once. `aliases` are
 vLLM's names for a flag, `inverse` are the names that turn a switch off (docs/vllm.md). A config is
-never changed after it is built; properties derive other values from it. Imports no torch.
+never changed after it is built; properties derive other values from it. An error begins with `name
+is value`, in which a command puts the flag or variable that was given. Imports no torch.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Speculation:
         if kind in ("auto", "off"):
             if number:
                 raise ConfigError(
-                    f"speculate is {text!r}", "A number of drafts needs a drafter.", "Name it."
+                    f"speculate is {text!r}",
+                    f"{kind} takes no number of drafts.",
+                    f"Use {kind}, or a drafter with a number, such as ngram:7.",
                 )
             return cls(kind)
         if not number:
@@ -572,7 +575,8 @@ class ServeConfig:
             if not name or "/" in name:
                 raise ConfigError(
                     f"allowed_host is {name!r}",
-                    "It is the name in a URL, without http:// and path.",
+                    "It must be a host name, without http:// and without a path.",
+                    "Use a name such as penstock.example.com, or * for all names.",
                 )
         if self.min_priority > 0:
             raise ConfigError(
@@ -683,7 +687,10 @@ def _keys_in(path: Path) -> tuple[str, ...]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Cannot read API keys from {path}", f"{error}.") from error
+        why = f"{error.strerror or error}." if isinstance(error, OSError) else "It is not UTF-8."
+        raise ConfigError(
+            f"Cannot read API keys from {path}", why, "Check the file and its permissions."
+        ) from error
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise ConfigError(
@@ -701,7 +708,7 @@ def read_bytes(name: str, text: str | None) -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(TB|GB|MB|kB|KB|)", text.strip())
     if match is None:
         raise ConfigError(
-            f"{name} is {text!r}", "It is an amount of memory.", "Write 6GB or 512MB."
+            f"{name} is {text!r}", "It must be an amount of memory.", "Write it as 6GB or 512MB."
         )
     power = {"T": 12, "G": 9, "": 9, "M": 6, "K": 3}[match[2][:1].upper()]
     return int(float(match[1]) * 10**power)

@@ -143,6 +143,27 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             "  Did you mean 'float32'?\n",
         ),
         (
+            ["serve", "--speculate", "auto:3"],
+            1,
+            "error: --speculate is 'auto:3'\n"
+            "  auto takes no number of drafts.\n"
+            "  Use auto, or a drafter with a number, such as ngram:7.\n",
+        ),
+        (
+            ["serve", "--expert-cache", "much"],
+            1,
+            "error: --expert-cache is 'much'\n"
+            "  It must be an amount of memory.\n"
+            "  Write it as 6GB or 512MB.\n",
+        ),
+        (
+            ["serve", "--allowed-host", "http://x"],
+            1,
+            "error: --allowed-host is 'http://x'\n"
+            "  It must be a host name, without http:// and without a path.\n"
+            "  Use a name such as penstock.example.com, or * for all names.\n",
+        ),
+        (
             ["serve", "--max-rows", "0"],
             1,
             "error: --max-rows is 0\n  It must be more than 0.\n",

@@ -420,7 +420,7 @@ def test_a_converted_model_without_its_dense_weights_is_refused_by_name(
     [
         ({"expert_cache": "60kB"}, CapacityError, "Set --expert-cache 1MB or more"),
         ({"expert_cache": SOME, "expert_ram": "1kB"}, CapacityError, "Set --expert-ram 1MB"),
-        ({"expert_cache": "lots"}, ConfigError, "Write 6GB or 512MB"),
+        ({"expert_cache": "lots"}, ConfigError, "Write it as 6GB or 512MB"),
         ({"quantization": "int8"}, ConfigError, "converted model"),
         ({"expert_cache": SOME, "expert_misses": "cpu"}, ConfigError, "there is no GPU"),
     ],

@@ -71,7 +71,7 @@ def test_a_page_that_is_off_is_not_opened(
 ) -> None:
     exit_code, said = fails(capsys, "serve", "--open", "--no-page")
     assert exit_code == 2
-    assert "--no-page turns it off" in said
+    assert "--open and --no-page are both given" in said
     assert started == []
 
 

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     source = Path(arguments.file).expanduser()
     if not source.is_file():
-        raise ConfigError(f"{source} does not exist", "The file must have one request per line.")
+        raise ConfigError(f"{source} does not exist", todo="Give a file of requests, one per line.")
     if arguments.concurrency < 1:
         raise ConfigError(f"--concurrency is {arguments.concurrency}", "It must be 1 or more.")
     output = (

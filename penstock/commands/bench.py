@@ -265,7 +265,7 @@ def _refuse_beside_case(arguments: argparse.Namespace) -> None:
         if name != "case":
             raise UsageError(
                 f"{bench_serve.flag_name(name)} and --case are both set",
-                "A case sets it.",
+                f"Each case has its own {bench_serve.flag_name(name)}.",
                 "Omit one of them.",
             )
 

@@ -181,7 +181,10 @@ class Conversation:
 
     def _think(self, choice: str) -> None:
         if choice not in ("on", "off"):
-            raise PenstockError(f"/think {choice}".strip(), "It takes on or off.")
+            raise PenstockError(
+                f"/think does not take {choice!r}" if choice else "/think needs on or off",
+                todo="Type /think on or /think off.",
+            )
         self.thinking = choice == "on"
         print(f"Reasoning is {choice}.")
 

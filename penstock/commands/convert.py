@@ -91,7 +91,9 @@ def _print_plan(plan: Plan, output: Path, made_for: str, as_json: bool) -> int:
 
     folder = next((one for one in (output, *output.absolute().parents) if one.is_dir()), None)
     if folder is None:
-        raise CheckpointError(f"-o is {output}", "None of its parent folders exists.")
+        raise CheckpointError(
+            f"-o is {output}", "None of its parent folders exists.", "Give another folder."
+        )
     free = shutil.disk_usage(folder).free
     report = {
         "layers": len(plan.modules),

@@ -80,13 +80,15 @@ def serve(
     start."""
     if is_opened and not serve_config.page:
         raise UsageError(
-            "The page cannot be opened: --no-page turns it off", todo="Leave one of them out."
+            "--open and --no-page are both given",
+            "Without the page there is nothing to open.",
+            "Omit one of them.",
         )
     if engine_config.expert_log is not None and serve_config.replicas > 1:
         raise ConfigError(
             f"expert_log is {engine_config.expert_log}, and replicas is {serve_config.replicas}",
             "A log has the steps of one engine.",
-            "Leave one of them out.",
+            "Omit one of them.",
         )
     serve_config.load_api_keys()
     source = find_model(engine_config.model)  # report errors before anything is imported

@@ -65,7 +65,7 @@ class QuantizeSettings:
         if self.eval is not None and self.eval_tokens == 0:
             raise ConfigError(
                 "--eval is given, and --eval-tokens 0 measures no perplexities",
-                todo="Leave one of them out.",
+                todo="Omit one of them.",
             )
         for name, value in (
             ("--calibration-tokens", self.calibration_tokens),

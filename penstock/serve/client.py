@@ -29,8 +29,6 @@ from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, TokenD
 
 log = logging.getLogger("penstock.serve")
 
-# A socket's path may have 107 bytes on Linux and 103 on other systems; ours needs 30 beyond this
-# folder's.
 KILLED_BY = (signal.SIGKILL, signal.SIGTERM)
 EXIT_GRACE_S = 5.0
 EXIT_NOTICE_S = 0.5  # how long to wait for an exit code before a death is reported
