@@ -342,13 +342,21 @@ class EngineConfig:
         require_choice("scoring", self.scoring, SCORINGS)
         require_choice("score_prompt", self.score_prompt, SCORE_PROMPTS)
 
-    def check_ep(self) -> None:
+    def check_ranks(self) -> None:
         """When `tp` is final: a server may choose it."""
-        if self.ep and self.tp == 1:
+        if self.tp > 1:
+            return
+        if self.ep:
             raise ConfigError(
                 "ep is on and tp is 1",
                 "With --ep, experts are spread over the ranks of --tp: one rank has all of them.",
                 "Set --tp to the number of GPUs, or omit --ep.",
+            )
+        if self.custom_all_reduce:
+            raise ConfigError(
+                "custom_all_reduce is on and tp is 1",
+                "One rank has nothing to add to its sums.",
+                "Set --tp to the number of GPUs, or omit --custom-all-reduce.",
             )
 
     @property

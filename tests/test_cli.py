@@ -440,6 +440,16 @@ def test_whole_experts_without_other_ranks_are_refused(
     ]
 
 
+def test_all_reduces_of_one_rank_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code, said = fails(capsys, "generate", "x", "--custom-all-reduce")
+    assert exit_code == 1
+    assert error_in(said).splitlines() == [
+        "error: --custom-all-reduce is on and tp is 1",
+        "  One rank has nothing to add to its sums.",
+        "  Set --tp to the number of GPUs, or omit --custom-all-reduce.",
+    ]
+
+
 @pytest.mark.parametrize("name", ["fp8_e5m2", "nvfp4", "float8"])
 def test_a_type_of_kv_that_does_not_exist_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_dtype is '{name}'") as caught:

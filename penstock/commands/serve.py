@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     serve_config: ServeConfig = from_mapping(ServeConfig, read_settings(ServeConfig, arguments))
     if "tp" not in given:
         engine_config = spread(engine_config, serve_config)
-    engine_config.check_ep()
+    engine_config.check_ranks()
     serve(engine_config, serve_config, is_opened=arguments.open, profile=arguments.profile)
     return 0
 

@@ -111,7 +111,7 @@ class Engine:
         tokenizer: str | None = None,  # a folder or a tokenizer.json, if not the model's own
         ranks_folder: str | None = None,  # for sockets; default: one of its own
     ) -> Engine:
-        config.check_ep()
+        config.check_ranks()
         engine = cls.__new__(cls)
         tokenizer_file = _tokenizer_file(tokenizer, source)
         drafter = _load_drafter(config, tokenizer_file, on_phase)
