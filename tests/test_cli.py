@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import os
 import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,17 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_help_answers_at_once() -> None:
-    """0.3 s is the target; a busy machine gets some more, and an import of torch would still be
-    seen.
+    """0.3 s is the target. CPU time, which a busy machine changes less than the time on a clock; an
+    import of torch would be seen.
     """
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        before = os.times()
         assert penstock("serve", "--help").returncode == 0
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.9, seconds
+        after = os.times()
+        used = after.children_user + after.children_system
+        seconds.append(used - before.children_user - before.children_system)
+    assert 0 < min(seconds) < 0.9, seconds
 
 
 def test_bare_command_teaches_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
