@@ -33,12 +33,13 @@ KEEP_MEMORY := MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_MMAP_THRESHOLD_=268435456
 PYTEST := OMP_NUM_THREADS=1 $(KEEP_MEMORY) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-page test-ray page versions
+.PHONY: help install serve test test-slow test-page test-ray page versions
 
 help:
 	@echo "make install   make $(VENV) and install Penstock into it"
 	@echo "make serve     serve a model on port $(PORT); MODEL=folder PORT=8000 FLAGS='--max-rows 8'"
 	@echo "make test      lint, format, types and tests"
+	@echo "make test-slow what make test leaves out: soaks, crowds, all variants, real clients; hours"
 	@echo "make test-ray  Penstock on a Ray cluster of this machine, in an environment of its own"
 	@echo "make test-page the page in a real browser; uses Debian's chromium, or gets Playwright's"
 	@echo "make versions  install the newest libraries to test with, and write $(VERSIONS)"
@@ -57,6 +58,10 @@ test: $(VENV)/installed-test
 	  $(PYTEST) --no-loadscope-reorder --durations=25; tests=$$?; \
 	  wait $$types; types=$$?; cat $(VENV)/types; exit $$((tests | types))
 	$(AS_AVX2) $(PYTEST) -n 2 --dist load -m 'bitwise and not slow' $$(grep -l 'mark\.bitwise' tests/test_*.py)
+
+# One after the other: many measure the server. SOAK_REQUESTS=100000 STORM_SECONDS=60 shorten the longest.
+test-slow: $(VENV)/installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --durations=25
 
 versions:
 	rm -rf $(VENV)
