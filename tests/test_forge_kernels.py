@@ -62,10 +62,9 @@ def kernel_design(**choices: str) -> Design:
     [
         kernel_design(cache="pages", graphs="all"),
         pytest.param(kernel_design(graphs="all", passes="all"), marks=pytest.mark.slow),
-        kernel_design(graphs="decode", prefill="looped", vector_rows="2"),
-        pytest.param(kernel_design(projection="library"), marks=pytest.mark.slow),
+        kernel_design(graphs="decode", vector_rows="2"),
     ],
-    ids=["pages and graphs", "several passes", "slots and decode graphs", "library products"],
+    ids=["pages and graphs", "several passes", "slots and decode graphs"],
 )
 def test_engines_of_kernels_are_right(
     design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

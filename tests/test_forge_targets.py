@@ -241,10 +241,9 @@ def new_engine(folder: Path, cache: str = "slots") -> tuple[Any, Any, Target]:
     """
     target = make_target(folder, TINY if cache == "pages" else SMALL)
     design = decisions.decide(decisions.plain_design(), "cache", cache)
-    if cache == "pages":
-        design = decisions.decide(design, "projection", "library")
     (folder / "engine.py").write_text(emit(design, "An engine."))
     module: Any = load_module(folder / "engine.py")
+    module.TENSOR_ROWS = 0  # no row is few: the library multiplies
     return module, module.create_engine(target.config, str(target.weight_dir), "cpu"), target
 
 

@@ -21,7 +21,7 @@ layers: What computes a layer?
   torch: torch operations
     files=forward_torch
   kernels: Triton kernels that fuse the operations between the products
-    files=launch,kernel_rows,forward_kernels device=cuda
+    files=launch,kernel_rows,projection_kernels,forward_kernels device=cuda
     saves=decode.launch:0.5,decode.small:0.8,prefill.small:0.7
 weights: Are projections of the same input one product?
   separate: as stored, one by one
@@ -61,11 +61,8 @@ prefill: How do several prompts go through the layers?
     files=prefill_kernel,prefill_pass needs=layers:kernels
     saves=prefill.attention:0.4,prefill.launch:0.3
   flash: end to end, torch's attention over packed rows
-    files=prefill_lengths,prefill_flash,prefill_pass needs=layers:kernels
+    files=prefill_flash,prefill_pass needs=layers:kernels
     saves=prefill.attention:0.4,prefill.launch:0.3
-  looped: end to end, torch's attention one by one
-    files=prefill_lengths,prefill_looped,prefill_pass needs=layers:kernels
-    saves=prefill.attention:0.2
 decode: How do the rows of a decode step attend?
   each: torch's attention, row by row
     files=decode_each needs=layers:torch
@@ -75,11 +72,6 @@ decode: How do the rows of a decode step attend?
     files=decode_grouped needs=layers:torch saves=decode.attention:0.6,decode.launch:0.6
   split_kv: a Triton kernel; long rows are cut into splits that a second one merges
     files=decode_split_kv needs=layers:kernels
-projection: What computes the products of a decode step?
-  kernels: Triton kernels that read each weight once, norm and activation inside
-    files=projection_kernels needs=layers:kernels saves=decode.projection:0.3,decode.small:0.3
-  library: cuBLAS after a norm kernel
-    files=projection_library needs=layers:kernels saves=decode.projection:0.1
 products: Which library computes the products of the layers?
   library: torch's own
     files=product_library needs=layers:torch
@@ -88,18 +80,18 @@ products: Which library computes the products of the layers?
     saves=decode.projection:0.5,prefill.projection:0.2
 vector_rows=VECTOR_ROWS: Up to how many rows are products computed in registers?
   4: up to 4
-    needs=projection:kernels value=4 saves=decode.projection:0.08
+    needs=layers:kernels value=4 saves=decode.projection:0.08
   2: up to 2
-    needs=projection:kernels value=2 saves=decode.projection:0.08
+    needs=layers:kernels value=2 saves=decode.projection:0.08
   8: up to 8
-    needs=projection:kernels value=8 saves=decode.projection:0.08
+    needs=layers:kernels value=8 saves=decode.projection:0.08
 weight_rows=WEIGHT_ROWS: How many rows of a weight does a program of the tensor cores own?
   64: 64 rows
-    needs=projection:kernels value=64 saves=decode.projection:0.1
+    needs=layers:kernels value=64 saves=decode.projection:0.1
   128: 128 rows
-    needs=projection:kernels value=128 saves=decode.projection:0.1
+    needs=layers:kernels value=128 saves=decode.projection:0.1
   32: 32 rows
-    needs=projection:kernels value=32 saves=decode.projection:0.1
+    needs=layers:kernels value=32 saves=decode.projection:0.1
 split_keys=SPLIT_KEYS: How many keys make a split of a row worth merging?
   512: 512 keys
     needs=decode:split_kv value=512 saves=decode.attention:0.15
