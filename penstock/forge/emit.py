@@ -149,6 +149,8 @@ def _take(module: str, name: str) -> tuple[tuple[Definition, tuple[Import, ...]]
     definitions, imported = _read_fragment(path.read_text())
     by_name = {each: definition for definition in definitions for each in definition.names}
     linked = {each.alias: each for each in imported if each.module.startswith(LIBRARY)}
+    if name not in by_name:  # this file has it from another one
+        return _take(linked[name].module, name)
     external = tuple(each for each in imported if each.alias not in linked)
     taken: dict[Definition, tuple[Import, ...]] = {}
     for use in sorted(by_name[name].uses - {name}):

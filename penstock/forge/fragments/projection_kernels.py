@@ -7,6 +7,7 @@ bound, by the library.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,13 @@ from penstock.ops.triton.launch import (
     shared_memory,
     wait_for_previous,
 )
-from penstock.ops.triton.matmul_gemv import HELD_ELEMENTS, WARP_COLUMNS, _load_block, _stack
+from penstock.ops.triton.matmul_gemv import (
+    _block_width,
+    _holds_all,
+    _load_block,
+    _stack,
+    _tile,
+)
 from penstock.ops.triton.matmul_product import load_inside
 from penstock.ops.triton.matmul_small_gemm import SUMMED_COLUMNS, sum_parts
 
@@ -91,7 +98,7 @@ def multiply_vectors(
     (N, M), num_rows = weight.shape, len(x)
     out = torch.empty(num_rows, N // 2 if is_gated else N, dtype=x.dtype, device=x.device)
     tile = choose_vector_tile(weight, num_rows)
-    launch(vector_product_kernel, (cdiv(N, tile.block_n),))(
+    launch(vector_product_kernel, (cdiv(N, tile["block_n"]),))(
         x,
         weight,
         residual,
@@ -102,45 +109,25 @@ def multiply_vectors(
         M=M,
         IS_GATED=is_gated,
         BLOCK_T=next_power_of_2(num_rows),
-        BLOCK_N=tile.block_n,
-        BLOCK_M=tile.block_m,
-        HELD=tile.held,
-        num_warps=tile.num_warps,
+        BLOCK_N=tile["block_n"],
+        BLOCK_M=tile["block_k"],
+        HELD=tile["held"],
+        num_warps=tile["num_warps"],
         **launch_options(x.device),
     )
     return out
 
 
-class VectorTile(NamedTuple):
-    block_n: int
-    block_m: int
-    held: int  # chunks of columns in flight
-    num_warps: int
-
-
-def choose_vector_tile(weight: Tensor, num_rows: int) -> VectorTile:
+def choose_vector_tile(weight: Tensor, num_rows: int) -> Mapping[str, int]:
     """Many rows of a weight per program save loads of inputs; fewer if whole rows can be held, or
     to fill the device: at least three programs per processor.
     """
     N, M = weight.shape
-    tiles = [vector_tile(block_n, M, num_rows) for block_n in (8, 4, 2)]
-    is_whole = [tile.held * tile.block_m >= M for tile in tiles]
-    if num_rows > 1 or (is_whole[1] and not is_whole[0]):
+    tiles = [_tile(block_n, _block_width(M), M, num_rows) for block_n in (8, 4, 2)]
+    if num_rows > 1 or (_holds_all(tiles[1], M) and not _holds_all(tiles[0], M)):
         del tiles[0]
     enough = 3 * num_processors(weight.device)
-    return next((tile for tile in tiles if cdiv(N, tile.block_n) >= enough), tiles[-1])
-
-
-def vector_tile(block_n: int, M: int, num_rows: int) -> VectorTile:
-    width = 512 if M % 512 == 0 else max(64, min(1024, next_power_of_2(M)))
-    width = 1024 if M % 1024 == 0 or M > 4096 else width
-    num_warps = min(4, max(1, width // WARP_COLUMNS))
-    num_chunks = cdiv(M, width)
-    elements = block_n * width // (32 * num_warps)  # of a chunk, in one thread
-    most = min(max(1, HELD_ELEMENTS[next_power_of_2(num_rows)] // elements), num_chunks)
-    # Few empty chunks at the end.
-    held = min(range(most, most // 2, -1), key=lambda held: -num_chunks % held)
-    return VectorTile(block_n, width, held, num_warps)
+    return next((tile for tile in tiles if cdiv(N, tile["block_n"]) >= enough), tiles[-1])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -234,7 +221,7 @@ def vector_product_kernel(
     )
 
 
-class Tile(NamedTuple):
+class TensorTile(NamedTuple):
     block_t: int
     block_n: int
     block_m: int
@@ -242,7 +229,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def choose_tile(weight: Tensor, num_rows: int, can_split: bool) -> Tile:
+def choose_tile(weight: Tensor, num_rows: int, can_split: bool) -> TensorTile:
     """Splits the columns of a weight if its rows make too few programs. A program that is alone on
     a processor has all its shared memory, and so more loads in flight.
     """
@@ -257,7 +244,7 @@ def choose_tile(weight: Tensor, num_rows: int, can_split: bool) -> Tile:
         1 if num_programs * num_splits <= filling else 2
     )
     num_stages = max(2, min(MAX_STAGES, room // ((WEIGHT_ROWS + block_t) * 256)))
-    return Tile(block_t, WEIGHT_ROWS, block_m, num_splits, num_stages)
+    return TensorTile(block_t, WEIGHT_ROWS, block_m, num_splits, num_stages)
 
 
 def multiply_tensors(
