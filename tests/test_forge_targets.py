@@ -346,7 +346,7 @@ def test_slots_begin_with_as_many_as_the_memory_holds(
     assert module.count_slots(slot_bytes, torch.device("cpu")) > 8
 
 
-@pytest.mark.parametrize("prefill", ["one_by_one", "packed", "padded"])
+@pytest.mark.parametrize("prefill", ["one_by_one", "packed"])
 def test_long_prompts_never_have_the_scores_of_all_pairs_at_once(
     prefill: str, tmp_path: Path
 ) -> None:

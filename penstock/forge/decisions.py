@@ -55,8 +55,6 @@ prefill: How do several prompts go through the layers?
   packed: end to end in one pass, attention one by one
     files=prefill_packed needs=layers:torch
     saves=prefill.projection:0.4,prefill.launch:0.6,prefill.small:0.2
-  padded: side by side in one pass, padded to the longest
-    files=prefill_padded needs=layers:torch saves=prefill.attention:0.3,prefill.launch:0.7
   kernel: end to end, a Triton kernel over tiles of prompts
     files=prefill_kernel,prefill_pass needs=layers:kernels
     saves=prefill.attention:0.4,prefill.launch:0.3
@@ -66,8 +64,6 @@ prefill: How do several prompts go through the layers?
 decode: How do the rows of a decode step attend?
   each: torch's attention, row by row
     files=decode_each needs=layers:torch
-  padded: torch's attention for all rows, over as many keys as the longest has
-    files=decode_padded needs=layers:torch saves=decode.attention:0.4,decode.launch:0.6
   grouped: two batched products for all rows, queries grouped by key head
     files=decode_grouped needs=layers:torch saves=decode.attention:0.6,decode.launch:0.6
   split_kv: a Triton kernel; long rows are cut into splits that a second one merges

@@ -30,7 +30,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def run_layers(model: Model, tokens: Tensor, attend: Attend) -> Tensor:
-    """tokens [..] -> [.., H]"""
+    """tokens [T] -> [T, H]"""
     shape, weights = model.shape, model.weights
     hidden = F.embedding(tokens, weights.embedding)
     for index, layer in enumerate(weights.layers):
@@ -52,14 +52,14 @@ def compute_logits(model: Model, hidden: Tensor) -> Tensor:
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[R, T, heads, D] -> [R, T, Hq * D]: each token sees itself and those before it.
+    """[T, heads, D] -> [T, Hq * D]: each token sees itself and those before it.
 
-    Without the R torch would hold the scores of all pairs of tokens at once.
+    Not as a batch of one, torch would hold the scores of all pairs of tokens at once.
     """
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     is_grouped = query.shape[1] != key.shape[1]
     mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
-    return mixed.transpose(1, 2).flatten(2)
+    return mixed[0].transpose(0, 1).flatten(1)
 
 
 def on_device(numbers: list[int], device: torch.device) -> Tensor:

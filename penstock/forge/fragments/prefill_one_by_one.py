@@ -27,7 +27,7 @@ def run_prompt(model: Model, prompt: Tensor, slot: int) -> Tensor:
         query, key = rotate(query, angles), rotate(key, angles)
         model.cache.keys[layer, slot, :, : len(prompt)] = key.transpose(0, 1)
         model.cache.values[layer, slot, :, : len(prompt)] = value.transpose(0, 1)
-        return attend_causally(query[None], key[None], value[None])[0]
+        return attend_causally(query, key, value)
 
     hidden = run_layers(model, prompt, attend)
     return compute_logits(model, hidden[-1:])

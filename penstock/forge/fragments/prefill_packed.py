@@ -33,7 +33,7 @@ def run_prompts(model: Model, tokens: Tensor, lengths: list[int], slots: list[in
             length = span.stop - span.start
             model.cache.keys[layer, slot, :, :length] = key[span].transpose(0, 1)
             model.cache.values[layer, slot, :, :length] = value[span].transpose(0, 1)
-            mixed[span] = attend_causally(query[None, span], key[None, span], value[None, span])[0]
+            mixed[span] = attend_causally(query[span], key[span], value[span])
         return mixed
 
     hidden = run_layers(model, tokens, attend)
