@@ -6,16 +6,17 @@ alternative names, and `search` tries alternatives that could save time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 Design = Mapping[str, str]  # decision -> alternative
 
-# A decision, with the constant of a fragment that carries its value; below it its alternatives, the
-# plain one first; below each what it consists of. `files`: the fragments that define it. `needs`:
-# what it requires of other decisions. `saves`: the share it could save of a part of a profile.
-# `value`: of the constant. `stand_in`: what replaces it when it no longer fits. `device`: the only
-# device it is for.
+# A decision, with the constant of a fragment that carries its value, and what all its alternatives
+# have in common; below it these, the plain one first; below each what it consists of. `files`: the
+# fragments that define it. `needs`: what it requires of other decisions. `saves`: the share it
+# could save of a part of a profile. `value`: of the constant; a name that is a number is its own
+# value. `stand_in`: what replaces it when it no longer fits. `device`: the only device it is for.
 TABLE = """
 layers: What computes a layer?
   torch: torch operations
@@ -75,36 +76,29 @@ products: Which library computes the products of the layers?
     files=product_packed needs=layers:torch,weights:fused device=cpu
     saves=decode.projection:0.5,prefill.projection:0.2
 vector_rows=VECTOR_ROWS: Up to how many rows are products computed in registers?
+    needs=layers:kernels saves=decode.projection:0.08
   4: up to 4
-    needs=layers:kernels value=4 saves=decode.projection:0.08
   2: up to 2
-    needs=layers:kernels value=2 saves=decode.projection:0.08
   8: up to 8
-    needs=layers:kernels value=8 saves=decode.projection:0.08
 weight_rows=WEIGHT_ROWS: How many rows of a weight does a program of the tensor cores own?
+    needs=layers:kernels saves=decode.projection:0.1
   64: 64 rows
-    needs=layers:kernels value=64 saves=decode.projection:0.1
   128: 128 rows
-    needs=layers:kernels value=128 saves=decode.projection:0.1
   32: 32 rows
-    needs=layers:kernels value=32 saves=decode.projection:0.1
 split_keys=SPLIT_KEYS: How many keys make a split of a row worth merging?
+    needs=decode:split_kv saves=decode.attention:0.15
   512: 512 keys
-    needs=decode:split_kv value=512 saves=decode.attention:0.15
   256: 256 keys
-    needs=decode:split_kv value=256 saves=decode.attention:0.15
   1024: 1024 keys
-    needs=decode:split_kv value=1024 saves=decode.attention:0.15
 cache: Where are keys and values stored?
   slots: a slot of the longest length for each request
     files=cache_slots
   pages: pages of one pool, found through a table
     files=cache_pages needs=layers:kernels,decode:split_kv device=cuda saves=memory:0.5
 page_size=PAGE_SIZE: How many tokens does a page hold?
+    needs=cache:pages saves=decode.attention:0.05
   64: 64 tokens
-    needs=cache:pages value=64 saves=decode.attention:0.05
   256: 256 tokens
-    needs=cache:pages value=256 saves=decode.attention:0.05
 graphs: Which steps are captured once and replayed?
   none: none
   decode: decode steps, by number of rows and by length
@@ -113,15 +107,16 @@ graphs: Which steps are captured once and replayed?
     files=graphs,graphs_decode,graphs_prefill needs=layers:kernels,prefill:kernel device=cuda
     stand_in=decode saves=prefill.launch:0.9,decode.launch:0.9
 passes=LONGEST_PASS: Up to how many tokens are passes over prompts captured?
+    needs=graphs:all
   short: up to 2048; longer ones are launched eagerly
-    needs=graphs:all value=2048
+    value=2048
   all: up to 8192; more tokens take several passes
-    needs=graphs:all value=8192 saves=prefill.launch:0.8
+    value=8192 saves=prefill.launch:0.8
 threads=NUM_THREADS: How many threads does torch compute with?
-  found: as many as it finds
     saves=decode.projection:0.2,decode.launch:0.2,decode.attention:0.2
+  found: as many as it finds
   one: one, so that no thread waits for another
-    device=cpu value=1 saves=decode.projection:0.2,decode.launch:0.2,decode.attention:0.2
+    device=cpu value=1
 """
 
 
@@ -148,46 +143,40 @@ class Decision:
         return next(alternative for alternative in self.alternatives if alternative.name == name)
 
 
-def _read_table(text: str) -> tuple[Decision, ...]:
-    found: list[tuple[str, list[tuple[str, dict[str, str]]]]] = []
-    for line in text.strip().splitlines():
-        indent = len(line) - len(line.lstrip())
-        if indent == 0:
-            found.append((line, []))
-        elif indent == 2:
-            found[-1][1].append((line.strip(), {}))
-        else:
-            words = (word.partition("=") for word in line.split())
-            found[-1][1][-1][1].update((key, value) for key, _, value in words)
-    return tuple(_read_decision(line, alternatives) for line, alternatives in found)
-
-
-def _read_decision(line: str, alternatives: list[tuple[str, dict[str, str]]]) -> Decision:
-    names, _, question = line.partition(": ")
+def _read_decision(text: str) -> Decision:
+    (names, question, common), *alternatives = map(_read_entry, re.split(r"\n  (?! )", text))
     name, _, constant = names.partition("=")
-    return Decision(
-        name, question, constant, tuple(_read_alternative(*each) for each in alternatives)
-    )
+    return Decision(name, question, constant, tuple(_alternative(common, *a) for a in alternatives))
 
 
-def _read_alternative(line: str, words: Mapping[str, str]) -> Alternative:
-    def pairs(key: str) -> dict[str, str]:
-        return dict(pair.split(":") for pair in words[key].split(",")) if key in words else {}
+def _read_entry(text: str) -> tuple[str, str, dict[str, str]]:
+    """What stands before and behind the first colon, and the words below."""
+    head, *lines = text.splitlines()
+    name, _, says = head.partition(": ")
+    return name, says, dict(word.split("=") for line in lines for word in line.split())
 
-    name, _, says = line.partition(": ")
+
+def _alternative(
+    common: Mapping[str, str], name: str, says: str, own: Mapping[str, str]
+) -> Alternative:
+    words = {"value": name if name.isdecimal() else "", **common, **own}
+
+    def listed(key: str) -> list[str]:
+        return words[key].split(",") if key in words else []
+
     return Alternative(
         name,
         says,
-        files=tuple(words["files"].split(",")) if "files" in words else (),
-        needs=pairs("needs"),
-        saves={part: float(share) for part, share in pairs("saves").items()},
-        devices=(words["device"],) if "device" in words else ("cpu", "cuda"),
-        value=words.get("value", ""),
+        files=tuple(listed("files")),
+        needs=dict(pair.split(":") for pair in listed("needs")),
+        saves={part: float(share) for part, share in (one.split(":") for one in listed("saves"))},
+        devices=tuple(listed("device")) or ("cpu", "cuda"),
+        value=words["value"],
         stand_in=words.get("stand_in", ""),
     )
 
 
-DECISIONS = _read_table(TABLE)
+DECISIONS = tuple(map(_read_decision, re.split(r"\n(?! )", TABLE.strip())))
 BY_NAME = {decision.name: decision for decision in DECISIONS}
 
 
