@@ -154,7 +154,8 @@ def test_only_good_edits_survive(
     search = Search(
         target, MACHINE, exam, sandbox, Ledger(out.parent), out, budget_s=280.0, max_trials=most
     )
-    search.start(slow_source())
+    monkeypatch.setattr("penstock.forge.search.emit", lambda design, says: slow_source())
+    search.start()
     search.improve_by_writing(Writer(url, "scripted"))
     rows = dict(zip(script, search.ledger.rows[1:]))
     kept = {name for name, row in rows.items() if row.verdict == "kept"}

@@ -109,16 +109,15 @@ class Search:
         self._try_opening()
         if self.writer:
             self._follow_plan(self.writer)
-        is_in_time = self._improve_by_decisions()
+        is_exhausted = self._improve_by_decisions()
         if self.writer:
             self.improve_by_writing(self.writer)
         self._hold_closing_match()
-        return not is_in_time
+        return is_exhausted
 
-    def start(self, source: str = "") -> None:
-        """From the plain design, or from a given engine."""
+    def start(self) -> None:
         design = first_design(self.machine)
-        source = source or self._write(design)
+        source = self._write(design)
         # With an opening, the next design does not need a profile.
         is_profiled = opening(self.target, self.machine) is None
         outcome = run_trial(
@@ -156,11 +155,8 @@ class Search:
         guess = opening(self.target, self.machine)
         if guess is None or not self._has_time(1.0, LEAST_TRIAL_S):
             return
-        design, why = guess
         first = self._best()
-        self.tried.add(_key(design))
-        changed = decisions.differences(first.design, design)
-        self._judge("search", "; ".join(changed), why, self._write(design), design)
+        self._try(*guess)
         if self._best() is not first:
             # Trials of engines like the first tell nothing about the time of later ones.
             del self.judged_s[:-1]
@@ -168,48 +164,43 @@ class Search:
     def _follow_plan(self, writer: Writer) -> None:
         """Tries the decisions that a writing model planned; after that, the profile chooses."""
         self._know_where_time_goes()
-        device = "cuda" if self.target.is_cuda else "cpu"
-        reply_s = PLAN_SHARE * self._left_s
-        best = self._best()
+        device, best = self.target.device, self._best()
         choices = describe_choices(best.design, device)
-        steps = writer.plan(self._brief(best), choices, device, reply_s)
+        steps = writer.plan(self._brief(best), choices, device, PLAN_SHARE * self._left_s)
         if isinstance(steps, str):
             self._tell(f"no plan from {writer.name}: {steps}")
             return
         self._tell(f"plan from {writer.name}: {'; '.join(step.line() for step in steps)}")
         for step in steps:
-            best, design = self._best(), step.follow(self._best().design)
-            if _key(design) in self.tried or not self._has_time(SEARCH_SHARE):
-                continue
-            self.tried.add(_key(design))
-            changed = "; ".join(decisions.differences(best.design, design))
-            why = f"planned by {writer.name}: {step.why}"
-            self._judge("search", changed, why, self._write(design), design)
+            design = step.follow(self._best().design)
+            if _key(design) not in self.tried and self._has_time(SEARCH_SHARE):
+                self._try(design, f"planned by {writer.name}: {step.why}")
 
     def _tell(self, line: str) -> None:
         self.ledger.log(line)
         self.say(line)
 
     def _improve_by_decisions(self) -> bool:
-        """False if nothing is left to try, True if time is up."""
+        """True if nothing is left to try, False if time is up."""
         share = SEARCH_SHARE if self.writer else 1.0
         while self._has_time(share):
             idea = self._most_promising()
             if idea is None:
-                return False
+                return True
             alternative, design, promise = idea
-            best = self._best()
-            self.tried.add(_key(design))
-            changed = decisions.differences(best.design, design)
-            source = self._write(design)
-            part = max(
-                alternative.saves, key=lambda part: self._share(part) * alternative.saves[part]
+            saves, before = alternative.saves, self._best().design
+            part = max(saves, key=lambda part: self._share(part) * saves[part])
+            self._try(
+                design, f"{part} is {self._share(part):.0%} of the time; promises {promise:.1%}"
             )
-            why = f"{part} is {self._share(part):.0%} of the time; promises {promise:.1%}"
-            self._judge("search", "; ".join(changed), why, source, design)
-            if self._best().design == best.design:
+            if self._best().design == before:
                 self.disappointing.append(alternative)
-        return True
+        return False
+
+    def _try(self, design: Design, why: str) -> None:
+        self.tried.add(_key(design))
+        changed = decisions.differences(self._best().design, design)
+        self._judge("search", "; ".join(changed), why, self._write(design), design)
 
     def improve_by_writing(self, writer: Writer) -> None:
         while self._has_time(1.0) and not writer.is_exhausted:
@@ -256,38 +247,32 @@ class Search:
         )
         if is_clear:
             return gain >= LEAST_GAIN
-        again = self._time_again(best)
-        if again is not None:
-            self.best = best = replace(best, outcome=replace(best.outcome, timings=again))
-        return score(outcome.timings, best.timings) >= LEAST_GAIN
+        self.best = self._time_again(best) or best
+        return score(outcome.timings, self.best.timings) >= LEAST_GAIN
 
-    def _time_again(self, engine: Engine) -> Mapping[str, Timing] | None:
+    def _time_again(self, engine: Engine) -> Engine | None:
         brief = replace(self.exam, cases=self.exam.cases[:1])
-        outcome = run_trial(
+        again = run_trial(
             self.sandbox, engine.source, brief, seconds=self._left_s, is_profiled=False
         )
-        return outcome.timings if outcome.is_passed else None
+        timed = replace(engine, outcome=replace(engine.outcome, timings=again.timings))
+        return timed if again.is_passed else None
 
     def _hold_closing_match(self) -> None:
         """The first version and the best, one after the other: what the report compares."""
         first, best = self.first, self._best()
         assert first is not None
-        is_worthwhile = (
-            first is not best
-            and not self.target.is_cuda
-            and self._has_time(1.0, self._expected_s(2))
-        )
-        timed = [self._time_again(engine) for engine in (first, best)] if is_worthwhile else []
-        if len(timed) == 2 and timed[0] and timed[1]:
-            self.first = replace(first, outcome=replace(first.outcome, timings=timed[0]))
-            self.best = replace(best, outcome=replace(best.outcome, timings=timed[1]))
+        if first is best or self.target.is_cuda or not self._has_time(1.0, self._expected_s(2)):
+            return
+        timed = [self._time_again(engine) for engine in (first, best)]
+        if timed[0] and timed[1]:
+            self.first, self.best = timed
 
     def _most_promising(self) -> tuple[Alternative, dict[str, str], float] | None:
         self._know_where_time_goes()
-        device = "cuda" if self.target.is_cuda else "cpu"
         promises = [
             (alternative, design, self._promise(alternative, design))
-            for alternative, design in decisions.moves(self._best().design, device)
+            for alternative, design in decisions.moves(self._best().design, self.target.device)
             if _key(design) not in self.tried
         ]
         best = max(promises, key=lambda one: one[2], default=None)
@@ -315,14 +300,10 @@ class Search:
             total = self.machine.memory_bytes
             return float(bool(total) and outcome.peak_bytes > MEMORY_IS_SHORT * total)
         family = part.partition(".")[0]
-        whole = sum(
-            seconds for name, seconds in outcome.profile.items() if name.startswith(family + ".")
-        )
-        seconds = (
-            outcome.profile.get(part, 0.0)
-            + outcome.profile.get(family + ".unseen", 0.0) / NUM_KINDS
-        )
-        return seconds / whole / 2 if whole else 0.0
+        seconds = outcome.profile
+        whole = sum(seconds[name] for name in seconds if name.startswith(family + "."))
+        own = seconds.get(part, 0.0) + seconds.get(family + ".unseen", 0.0) / NUM_KINDS
+        return own / whole / 2 if whole else 0.0
 
     def _has_time(self, share: float, seconds: float | None = None) -> bool:
         """Whether work of this length (by default a trial) and the report would end in time. A
@@ -395,10 +376,10 @@ class Search:
 
     def _decided(self, design: Design) -> list[tuple[str, str, str]]:
         decided = [one for one in decisions.DECISIONS if not decisions.is_idle(one.name, design)]
-        said = [one[design[one.name]].says for one in decided]
         return [
             (one.question, words[0].upper() + words[1:], self.reasons.get(one.name, ""))
-            for one, words in zip(decided, said)
+            for one in decided
+            for words in [one[design[one.name]].says]
         ]
 
     def _brief(self, best: Engine) -> str:
