@@ -103,7 +103,7 @@ def time_engine(
         for bench in benches:
             case = bench.plays[number % len(bench.plays)]
             played = player.play(
-                case.calls, keep=case.answered, timed=bench.timed, enough_s=enough_s
+                case.calls, keep=case.answers, timed=bench.timed, enough_s=enough_s
             )
             stretch = shorten(bench, min(len(played.errors), bench.timed[1]))
             stretches[stretch.name] = stretch

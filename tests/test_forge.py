@@ -474,9 +474,9 @@ def test_where_rounding_alone_is_past_the_tolerance_what_is_wrong_is_still_found
     assert allowed.most > 1.0
     assert allowed_distance(Distance(0.2, 0.1)) == Distance(0.4)
 
-    def compared(answers: list[Tensor | None]) -> str:
-        logits = {number: answer for number, answer in enumerate(answers) if answer is not None}
-        played = Played(seconds=0.0, errors=[None] * len(answers), logits=logits, peak_bytes=0)
+    def compared(logits: dict[int, Tensor]) -> str:
+        errors = [None] * len(trace.calls)
+        played = Played(seconds=0.0, errors=errors, logits=logits, peak_bytes=0)
         return gate.compare(case, played, allowed)[0]
 
     def verdict(reference: Reference) -> str:
@@ -488,7 +488,7 @@ def test_where_rounding_alone_is_past_the_tolerance_what_is_wrong_is_still_found
     for wrong in ({"rope_theta": 100.0}, {"rms_norm_eps": 5e-5}):
         other = Target.of(deep | wrong, target.weight_dir, "cpu")
         assert "is allowed" in verdict(Otherwise(other, torch.bfloat16)), wrong
-    shifted = [answer if answer is None else answer + 0.014 for answer in case.answers]
+    shifted = {number: answer + 0.014 for number, answer in case.answers.items()}
     assert "root mean square" in compared(shifted)
 
 

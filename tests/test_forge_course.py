@@ -145,7 +145,7 @@ class SlowOracle(Oracle):
 
     def answer(self, trace: Trace, calls: Any = None, ids: Any = None) -> Case:
         self.clock_s += 0.01 * count_tokens(trace)
-        return Case(trace.name, trace.calls, [None] * len(trace.calls))
+        return Case(trace.name, trace.calls, {})
 
 
 @pytest.mark.parametrize(("seconds", "least_left_out"), [(math.inf, 0), (20.0, 3), (0.1, 8)])
@@ -154,7 +154,7 @@ def test_an_exam_is_as_long_as_the_budget_allows_and_asks_the_common_always(
 ) -> None:
     target = make_target(tmp_path, {**SMALL, "max_position_embeddings": 512})
     knowing = SlowOracle(target)
-    monkeypatch.setattr("penstock.forge.oracle.time.monotonic", lambda: knowing.clock_s)
+    monkeypatch.setattr("penstock.forge.trial.time.monotonic", lambda: knowing.clock_s)
     traces = correctness_traces(target.shape, 0, num_random=4, max_batch=24, crowd=65)
     cases = answer_in_time(knowing, traces, seconds)
     names = {case.name for case in cases}

@@ -79,7 +79,7 @@ class Metronome:
 
 
 def draw_benches() -> list[Bench]:
-    cases = {name: Case(name, [Call("remove", (name,))], [None]) for name in BENCHES}
+    cases = {name: Case(name, [Call("remove", (name,))], {}) for name in BENCHES}
     return [
         Bench(name, family, cases[name], (0, 1), [cases[name]] * 3)
         for name, family in BENCHES.items()

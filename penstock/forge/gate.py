@@ -5,7 +5,7 @@ A `Player` plays calls: a candidate in its sandbox, or an engine in this process
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,7 @@ class Player(Protocol):
         self,
         calls: Sequence[Call],
         *,
-        keep: Sequence[int],
+        keep: Collection[int],
         timed: tuple[int, int] = (-1, -1),
         on_device: bool = True,
     ) -> Played: ...
@@ -41,7 +41,7 @@ def check(player: Player, cases: Sequence[Case], allowed: Distance) -> Verdict:
     worst, num_calls = 0.0, 0
     for number, case in enumerate(cases):
         try:
-            played = player.play(case.calls, keep=case.answered, on_device=number % 2 == 0)
+            played = player.play(case.calls, keep=case.answers, on_device=number % 2 == 0)
         except CandidateError as error:
             return Verdict(f"{case.name}: {error}", worst, num_calls)
         fault, distance_here = compare(case, played, allowed)
@@ -54,7 +54,7 @@ def check(player: Player, cases: Sequence[Case], allowed: Distance) -> Verdict:
 def compare(case: Case, played: Played, allowed: Distance) -> tuple[str, float]:
     """The fault in the answers to a case, or empty, and the largest distance."""
     worst = 0.0
-    for number, (call, answer, error) in enumerate(zip(case.calls, case.answers, played.errors)):
+    for number, (call, error) in enumerate(zip(case.calls, played.errors)):
         what = f"call {number}, {call.kind} of {len(call.ids)}"
         if call.is_refused:
             if error is None:
@@ -62,9 +62,9 @@ def compare(case: Case, played: Played, allowed: Distance) -> tuple[str, float]:
             continue
         if error is not None:
             return f"{what}: {error}", worst
-        if answer is None:
+        if number not in case.answers:
             continue
-        logits = played.logits.get(number)
+        answer, logits = case.answers[number], played.logits.get(number)
         if logits is None or logits.shape != answer.shape:
             seen = "nothing" if logits is None else list(logits.shape)
             return f"{what}: answered {seen}, expected {list(answer.shape)}", worst

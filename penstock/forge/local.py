@@ -7,7 +7,7 @@ import ctypes
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,7 +62,7 @@ class LocalPlayer:
         self,
         calls: Sequence[Call],
         *,
-        keep: Sequence[int],
+        keep: Collection[int],
         timed: tuple[int, int] = (-1, -1),
         on_device: bool = True,
         enough_s: float = math.inf,

@@ -186,7 +186,7 @@ def _time(player: Player, bench: Bench, allowed: Distance) -> tuple[float, str, 
     for case in bench.plays:
         if sum(seconds) >= (LONG_S if len(seconds) < 2 else ENOUGH_S):
             break
-        played = player.play(case.calls, keep=case.answered, timed=bench.timed)
+        played = player.play(case.calls, keep=case.answers, timed=bench.timed)
         fault, _ = compare(case, played, allowed)
         if fault:
             return 0.0, fault, peak_bytes

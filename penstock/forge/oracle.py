@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,17 +42,12 @@ class Distance:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A trace with the answers to its calls; None for a call that answers nothing."""
+    """A trace with the known answers to its calls, by their numbers."""
 
     name: str
     calls: list[Call]
-    answers: list[Tensor | None]  # [R, V] float32, on the CPU
+    answers: dict[int, Tensor]  # [R, V] float32, on the CPU
     asked: frozenset[str] | None = None  # the requests whose rows are known; None: all
-
-    @property
-    def answered(self) -> list[int]:
-        """The numbers of the calls whose answers are known."""
-        return [number for number, answer in enumerate(self.answers) if answer is not None]
 
     def rows(self, number: int) -> list[int]:
         """The rows of an answer that are known."""
@@ -77,58 +71,26 @@ class Oracle:
         self, trace: Trace, calls: frozenset[int] | None = None, ids: frozenset[str] | None = None
     ) -> Case:
         """The case with answers to these calls and requests; None: to all."""
-        wanted = frozenset(range(len(trace.calls))) if calls is None else calls
-        answers = [
-            _room(call, self.reference.shape.vocab_size) if number in wanted else None
+        answers = {
+            number: torch.empty(len(call.ids), self.reference.shape.vocab_size)
             for number, call in enumerate(trace.calls)
-        ]
+            if call.kind != "remove" and not call.is_refused and (calls is None or number in calls)
+        }
         case = Case(trace.name, trace.calls, answers, ids)
-        for life in _lives(trace.calls):
-            if asked := _known(case, life):
-                logits = self.reference.logits(
-                    life.tokens, [position for _, _, position in asked]
-                ).cpu()
-                for (call, row, _), row_logits in zip(asked, logits):
-                    answer = answers[call]
-                    assert answer is not None
-                    answer[row] = row_logits
+        for call, row, logits in _compute_rows(self.reference, case):
+            answers[call][row] = logits
         return case
 
     def rounding(self, case: Case) -> Distance:
         """The distance of the reference from itself in float32."""
         if self.reference.dtype == torch.float32:
             return Distance(0.0, 0.0)
-        exact = self.reference.in_float32()
-        strayed = []
-        for life in _lives(case.calls):
-            asked = _known(case, life)
-            logits = exact.logits(life.tokens, [position for _, _, position in asked]).cpu()
-            for (call, row, _), right in zip(asked, logits):
-                answer = case.answers[call]
-                assert answer is not None
-                strayed.append(distance(answer[row], right))
+        strayed = [
+            distance(case.answers[call][row], right)
+            for call, row, right in _compute_rows(self.reference.in_float32(), case)
+        ]
         squares = [one.typical**2 for one in strayed]
         return Distance(max(one.most for one in strayed), statistics.mean(squares) ** 0.5)
-
-
-class Allowance:
-    """A time budget for right answers. Estimates the cost of the next from the last ones."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._taken_s = 0.0
-        self._num_tokens = 0
-
-    def has_room_for(self, num_tokens: int) -> bool:
-        expected_s = self._taken_s / self._num_tokens * num_tokens if self._num_tokens else 0.0
-        return self._taken_s + expected_s <= self.seconds
-
-    def answer(self, knowing: Oracle, trace: Trace) -> Case:
-        started = time.monotonic()
-        case = knowing.answer(trace)
-        self._taken_s += time.monotonic() - started
-        self._num_tokens += count_tokens(trace)
-        return case
 
 
 def count_tokens(trace: Trace) -> int:
@@ -157,16 +119,14 @@ def allowed_distance(rounding: Distance, share: float = 1.0 / MARGIN) -> Distanc
     )
 
 
-def _room(call: Call, vocab_size: int) -> Tensor | None:
-    if call.kind == "remove" or call.is_refused:
-        return None
-    return torch.empty(len(call.ids), vocab_size)
-
-
-def _known(case: Case, life: Life) -> list[tuple[int, int, int]]:
-    """The calls of a request whose answers the case has or needs."""
-    known = {number: case.rows(number) for number in case.answered}
-    return [one for one in life.asked if one[1] in known.get(one[0], ())]
+def _compute_rows(reference: Reference, case: Case) -> Iterator[tuple[int, int, Tensor]]:
+    """The rows of the case's answers: call, row, logits [V]. A text without any is not computed."""
+    known = {number: case.rows(number) for number in case.answers}
+    for life in _lives(case.calls):
+        asked = [one for one in life.asked if one[1] in known.get(one[0], ())]
+        if asked:
+            logits = reference.logits(life.tokens, [position for _, _, position in asked]).cpu()
+            yield from ((call, row, one) for (call, row, _), one in zip(asked, logits))
 
 
 def _lives(calls: list[Call]) -> list[Life]:

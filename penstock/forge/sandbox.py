@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,7 @@ class Hosted:
         self,
         calls: Sequence[Call],
         *,
-        keep: Sequence[int],
+        keep: Collection[int],
         timed: tuple[int, int] = (-1, -1),
         on_device: bool = True,
     ) -> Played:
@@ -276,7 +276,7 @@ def encode_calls(calls: Sequence[Call], on_device: bool) -> list[Any]:
     return [(call.kind, call.ids, call.tokens, on_device) for call in calls]
 
 
-def _cut(payload: bytes, outcomes: list[Any], keep: Sequence[int]) -> dict[int, Tensor]:
+def _cut(payload: bytes, outcomes: list[Any], keep: Collection[int]) -> dict[int, Tensor]:
     """Splits the payload into the logits of the kept calls."""
     logits: dict[int, Tensor] = {}
     numbers = (

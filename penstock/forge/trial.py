@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,6 @@ from penstock.forge import gate
 from penstock.forge.fragments.cache_slots import MAX_SLOTS, MEMORY_SHARE
 from penstock.forge.measure import Bench, Sizes, Timing, draw_benches, measure, score
 from penstock.forge.oracle import (
-    Allowance,
     Case,
     Distance,
     Oracle,
@@ -87,13 +87,16 @@ class Exam:
 
 def answer_in_time(knowing: Oracle, traces: Sequence[Trace], seconds: float) -> list[Case]:
     """Answers the traces in `ALWAYS`, then the others, cheapest first, while there is time."""
-    allowance = Allowance(seconds)
-    asked = sorted(traces, key=lambda trace: (trace.name not in ALWAYS, count_tokens(trace)))
-    return [
-        allowance.answer(knowing, trace)
-        for trace in asked
-        if trace.name in ALWAYS or allowance.has_room_for(count_tokens(trace))
-    ]
+    cases: list[Case] = []
+    started, num_answered = time.monotonic(), 0
+    for trace in sorted(traces, key=lambda one: (one.name not in ALWAYS, count_tokens(one))):
+        num_tokens = count_tokens(trace)
+        taken_s = time.monotonic() - started
+        expected_s = taken_s * num_tokens / num_answered if num_answered else 0.0
+        if trace.name in ALWAYS or taken_s + expected_s <= seconds:
+            cases.append(knowing.answer(trace))
+            num_answered += num_tokens
+    return cases
 
 
 def left_out(traces: Sequence[Trace], cases: Sequence[Case]) -> list[str]:
