@@ -231,7 +231,8 @@ class Session:
         elif command["do"] == "profile":
             self.send({"parts": self._profile(command["calls"], command["slice"])})
         elif command["do"] == "reach":
-            self.send({"reached": load_file("reach", command["path"]).reach(**command["words"])})
+            test = load_file("reach", command["path"])
+            self.send({"reached": test.reach(load_file, **command["words"])})
 
     def _start(self, command: dict[str, Any]) -> None:
         import torch

@@ -41,6 +41,7 @@ MEMORY_SHARE = 0.95  # of a GPU
 FILE_BYTES = 1 << 28  # compiled kernels; on a CPU nothing is written
 # Paths that a CUDA driver writes to: its devices, shared memory, the names of its threads.
 DRIVER_PLACES = ("/dev/null", "/dev/zero", "/dev/shm", "/proc/self")
+SELFTEST = Path(__file__).with_name("sandbox_selftest.py")
 
 
 class CandidateError(Exception):
@@ -89,7 +90,7 @@ class Sandbox:
         path = self.scratch / f"engine_{time.monotonic_ns()}.py"
         path.write_text(source)
         try:
-            with self._life(seconds) as hosted:
+            with self.life(seconds) as hosted:
                 hosted.start(self.target.device)
                 phases.end("start")
                 hosted.build(path, self.target)
@@ -98,14 +99,12 @@ class Sandbox:
         finally:
             path.unlink()
 
-    def reach(self, words: Mapping[str, Any], seconds: float) -> dict[str, str]:
-        """What code under the present restrictions can do, see `sandbox_selftest.reach`."""
-        with self._life(seconds) as hosted:
-            return hosted.reach(Path(__file__).with_name("sandbox_selftest.py"), words)
-
     @contextlib.contextmanager
-    def _life(self, seconds: float) -> Iterator[Hosted]:
-        hosted = self._fork(Limits(min(seconds, self.limits.seconds), self.limits.memory_bytes))
+    def life(self, seconds: float) -> Iterator[Hosted]:
+        """A fresh process under the present restrictions, killed at the end."""
+        limits = Limits(min(seconds, self.limits.seconds), self.limits.memory_bytes)
+        connection, pid = self.server.fork(self._wishes(limits))
+        hosted = Hosted(connection, pid, limits)
         try:
             time_limit = {"time": f"{self.limits.seconds:.0f} s at most, then killed"}
             self.enforced = time_limit | hosted.read()["enforced"] | hosted.watched
@@ -113,9 +112,9 @@ class Sandbox:
         finally:
             hosted.end()
 
-    def _fork(self, limits: Limits) -> Hosted:
+    def _wishes(self, limits: Limits) -> dict[str, Any]:
         is_cuda = self.target.is_cuda
-        wishes = {
+        return {
             "restrictions": self.restrictions,
             "seconds": limits.seconds,
             "memory_bytes": limits.memory_bytes,
@@ -123,8 +122,6 @@ class Sandbox:
             "readable": ["/"] if is_cuda else self._readable(),
             "writable": self._writable() if is_cuda else ["/dev/null"],
         }
-        connection, pid = self.server.fork(wishes)
-        return Hosted(connection, pid, limits)
 
     def _writable(self) -> list[str]:
         """On a GPU: the folder for compiled kernels, and paths that the driver needs."""
@@ -136,12 +133,8 @@ class Sandbox:
         system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/proc/cpuinfo"]
         system.append("/sys/devices")
         python = {sys.prefix, sys.base_prefix, str(Path(torch.__file__).parents[1])}
-        ours = [
-            str(Path(__file__).with_name("sandbox_selftest.py")),
-            str(self.target.weight_dir),
-            str(self.scratch),
-        ]
-        return [*system, *sorted(python), *ours]
+        ours = (SELFTEST, self.target.weight_dir, self.scratch)
+        return [*system, *sorted(python), *map(str, ours)]
 
 
 class Hosted:
@@ -170,8 +163,9 @@ class Hosted:
         )
         self.read()
 
-    def reach(self, path: Path, words: Mapping[str, Any]) -> dict[str, str]:
-        self._write(do="reach", path=str(path), words=words)
+    def reach(self, words: Mapping[str, Any]) -> dict[str, str]:
+        """What code in this process can do, see `sandbox_selftest.reach`."""
+        self._write(do="reach", path=str(SELFTEST), words=words)
         return {str(what): str(obstacle) for what, obstacle in self.read()["reached"].items()}
 
     def play(
@@ -334,21 +328,17 @@ def settle(sandbox: Sandbox) -> Reach:
 def probe(sandbox: Sandbox) -> Reach:
     """What can be done under the sandbox's current restrictions."""
     with tempfile.TemporaryDirectory(prefix="forge-outside-") as folder:
+        # The first probe fills the candidates' own cache for them. A later one gets a new cache: it
+        # must compile its kernel under its own restrictions, not read it.
+        own = sandbox.scratch / "compiled"
         words = {
             "device": sandbox.target.device,
-            "compiled": str(_kernel_cache(sandbox)),
+            "compiled": tempfile.mkdtemp(dir=sandbox.scratch) if own.exists() else str(own),
             "weights": str(sandbox.target.weight_dir / "model.pt"),
             "outside": str(Path(folder) / "reached"),
         }
         try:
-            return Reach(**sandbox.reach(words, PROBE_S))
+            with sandbox.life(PROBE_S) as hosted:
+                return Reach(**hosted.reach(words))
         except CandidateError as error:
             return Reach(device=str(error))
-
-
-def _kernel_cache(sandbox: Sandbox) -> Path:
-    """For the first probe the candidates' own cache, which is then filled for them. A later probe
-    gets a new one: it must compile its kernel under its own restrictions, not read it.
-    """
-    own = sandbox.scratch / "compiled"
-    return Path(tempfile.mkdtemp(dir=sandbox.scratch)) if own.exists() else own

@@ -6,21 +6,22 @@ them.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+
+Load = Callable[[str, str], ModuleType]  # a file as a module of this name
 
 
-def reach(*, device: str, compiled: str, weights: str, outside: str) -> dict[str, str]:
+def reach(load: Load, *, device: str, compiled: str, weights: str, outside: str) -> dict[str, str]:
     """Whether the device computes and the weights open, and whether network and other files are in
     reach.
     """
     os.environ["TRITON_CACHE_DIR"] = compiled
     return {
-        "device": _obstacle(lambda: _compute(device)),
+        "device": _obstacle(lambda: _compute(device, load)),
         "weights": _obstacle(lambda: os.close(os.open(weights, os.O_RDONLY))),
         # A UDP socket can send: if only TCP is blocked, the network can still be reached.
         "network": _obstacle(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close()),
@@ -36,7 +37,7 @@ def _obstacle(attempt: Callable[[], object]) -> str:
     return ""
 
 
-def _compute(device: str) -> None:
+def _compute(device: str, load: Load) -> None:
     """On a GPU also runs a kernel, for which Triton needs a C compiler and an assembler."""
     import torch
 
@@ -44,16 +45,7 @@ def _compute(device: str) -> None:
     if device == "cpu":
         numbers += 1.0
     else:
-        _load_kernel().add_one_kernel[(1,)](numbers, SIZE=16)
+        module = load("reach_kernel", str(Path(__file__).with_name("reach_kernel.py")))
+        module.add_one_kernel[(1,)](numbers, SIZE=16)
     if float(numbers.sum()) != 16.0:
         raise RuntimeError(f"sixteen ones summed up to {float(numbers.sum())}")
-
-
-def _load_kernel() -> Any:
-    path = Path(__file__).with_name("reach_kernel.py")
-    spec = importlib.util.spec_from_file_location("reach_kernel", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
