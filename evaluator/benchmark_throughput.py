@@ -17,7 +17,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,7 +45,7 @@ def main() -> int:
     allowed = allowed_distance(knowing.rounding(drawn[0].case), share=1.0)
     del knowing
     report: dict[str, Any] = {"model": target.describe(), "device": target.device}
-    report["machine"] = Machine.measure(target).facts()
+    report["machine"] = asdict(Machine.measure(target))
     if not arguments.no_baseline:
         stretches, report["naive"] = time_engine(
             naive_engine, target, benches, allowed, 1, arguments.baseline_seconds

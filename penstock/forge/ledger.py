@@ -110,54 +110,55 @@ def write_report(path: Path, story: Story, rows: list[Row]) -> None:
         "",
         f"Model: {story.model}.  ",
         f"Machine: {story.machine}.",
+        "",
+        story.ending,
+        "",
+        "![The best engine so far over the trials](progress.svg)",
     ]
-    lines += ["", story.ending, "", "![The best engine so far over the trials](progress.svg)"]
-    lines += ["", "## What was gained", ""]
-    lines += [
-        "| bench | first version, ms a call | best, ms a call | tokens/s | gain | floor, ms |"
-    ]
-    lines += ["|---|---|---|---|---|---|"]
+    times = ("first version, ms a call", "best, ms a call")
+    lines += _heading("What was gained", "bench", *times, "tokens/s", "gain", "floor, ms")
     for name, timing in story.best.items():
         first = story.first[name]
         floor = f"{story.floors_ms[name]:.3f}" if name in story.floors_ms else ""
-        numbers = f"{first.call_ms:.3f} | {timing.call_ms:.3f} | {timing.tokens_per_second:,.0f}"
-        lines.append(f"| {name} | {numbers} | {first.seconds / timing.seconds:.2f}x | {floor} |")
+        gain = f"{first.seconds / timing.seconds:.2f}x"
+        speed = f"{timing.tokens_per_second:,.0f}"
+        lines.append(
+            _row(name, f"{first.call_ms:.3f}", f"{timing.call_ms:.3f}", speed, gain, floor)
+        )
     gains = ", ".join(f"{family} {gain:.2f}x" for family, gain in story.gains.items())
-    lines += [
-        "",
-        f"By family: {gains or 'not timed'}.",
-        "",
-        "## What was decided",
-        "",
-        "| question | choice | why |",
-    ]
-    lines += ["|---|---|---|", *(f"| {a} | {b} | {c} |" for a, b, c in story.decisions)]
-    lines += [
-        "",
-        "## What was tried",
-        "",
-        "| trial | idea | why | lines | came to | score | verdict |",
-    ]
-    lines += ["|---|---|---|---|---|---|---|", *(_table_row(row) for row in rows)]
-    lines += ["", "## Where the best one spends its time", ""]
+    lines += ["", f"By family: {gains or 'not timed'}."]
+    lines += _heading("What was decided", "question", "choice", "why")
+    lines += [_row(*decided) for decided in story.decisions]
+    columns = ("trial", "idea", "why", "lines", "came to", "score", "verdict")
+    lines += _heading("What was tried", *columns)
+    lines += map(_trial_row, rows)
     total = sum(story.profile.values()) or 1.0
     ranked = sorted(story.profile.items(), key=lambda item: -item[1])
+    lines += _heading("Where the best one spends its time")
     lines += [f"- {part}: {seconds / total:.0%}" for part, seconds in ranked[:9]]
-    lines += ["", "## What candidates were held to", ""]
+    lines += _heading("What candidates were held to")
     lines += [f"- {what}: {how}" for what, how in story.enforced.items()]
     lines += [f"- not {what}: {why}" for what, why in story.given_up.items()]
     replace_file(path, "\n".join(lines) + "\n")
 
 
-def _table_row(row: Row) -> str:
-    came_to = (
-        "passed" if row.gate == "passed" else f"{row.gate}: {row.fault[:90]}".replace("|", "/")
-    )
+def _heading(title: str, *columns: str) -> list[str]:
+    """The beginning of a section, and of its table if it has columns."""
+    table = [_row(*columns), "|" + "---|" * len(columns)] if columns else []
+    return ["", f"## {title}", "", *table]
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _trial_row(row: Row) -> str:
+    came_to = row.gate
+    if row.gate != "passed":
+        came_to = f"{row.gate}: {row.fault[:90]}".replace("|", "/")
     size = f"+{row.lines_added} −{row.lines_removed}"
     score = f"{row.score:.2f}x" if row.score else ""
-    return (
-        f"| {row.trial} | {row.idea} | {row.why} | {size} | {came_to} | {score} | {row.verdict} |"
-    )
+    return _row(str(row.trial), row.idea, row.why, size, came_to, score, row.verdict)
 
 
 def _short(value: Any) -> Any:

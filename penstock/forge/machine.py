@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,9 +76,6 @@ class Machine:
             f"{self.bytes_per_second / 1e9:.0f} GB/s, {self.flops_per_second / 1e12:.2f} TFLOP/s"
         )
         return f"{self.name}, {speed}, {self.launch_s * 1e6:.1f} µs per operation"
-
-    def facts(self) -> dict[str, Any]:
-        return asdict(self)
 
     def decode_floor_s(self, target: Target, batch: int, context_len: float) -> float:
         """Reads every weight once, and the keys and values of every row."""
