@@ -22,7 +22,7 @@ from penstock.eval.correctness import GATE, CorrectnessSettings, Grades
 from penstock.eval.latency import PUBLISHED_MS, judge_size
 from penstock.eval.load import LoadResult
 from penstock.eval.prompts import TokenPrompts
-from penstock.eval.recount import Recount, TokenCounter
+from penstock.eval.recount import Recount, TokenCounter, recount_reply
 from penstock.eval.results import format_table
 from penstock.eval.score import WEIGHTS, weighted_sum
 from penstock.eval.spot_checks import ends_with_number
@@ -146,9 +146,9 @@ def test_claims_are_never_worth_more_than_the_text(
 def test_the_end_of_a_turn_is_a_token_that_may_be_counted_or_not(counter: TokenCounter) -> None:
     text = "Tom has 7 apples."
     length = len(TOKENIZER.encode(text))
-    assert counter.recount(text, length + 1, "stop").counted == length + 1
-    assert counter.recount(text, length, "stop").counted == length
-    assert counter.recount(text, length + 1, "length").counted == length
+    assert recount_reply(counter, text, length + 1, "stop").counted == length + 1
+    assert recount_reply(counter, text, length, "stop").counted == length
+    assert recount_reply(counter, text, length + 1, "length").counted == length
 
 
 def test_spot_checks_hide_at_random_places_and_never_first() -> None:

@@ -50,8 +50,8 @@ def test_the_servers_own_tokenizer_counts_as_the_models_file_does(embedded: Serv
     )
     assert by_server.count_text("") == 0
     assert by_server.count_prompt(messages) == by_file.count_prompt(messages)
-    assert find_tokenizer(None, client, "renamed").source == "the server's own /tokenize"
-    assert find_tokenizer(None, client, client.first_model()).source == str(TINY)
+    assert find_tokenizer(None, client, "renamed")[1] == "the server's own /tokenize"
+    assert find_tokenizer(None, client, client.first_model())[1] == str(TINY)
 
 
 def test_the_embedded_model_is_judged_from_end_to_end(

@@ -25,6 +25,7 @@ from penstock.eval.probe import (
     read_reply,
     show,
 )
+from penstock.eval.recount import recount_reply
 
 A_DAY_S = 86_400
 THINKS = (
@@ -216,21 +217,16 @@ def any_model_name(probe: Probe) -> str:
     return f"a model that does not exist was answered by {show(reply.fields.get('model'))}"
 
 
-def _texts(chunks: Sequence[dict[str, Any]]) -> str:
-    deltas = [
-        choice.get("delta") or {} for chunk in chunks for choice in chunk.get("choices") or ()
-    ]
-    return "".join(delta.get("content") or "" for delta in deltas)
+def _choices(chunks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [choice for chunk in chunks for choice in chunk.get("choices") or ()]
 
 
 def stream_is_the_same(probe: Probe) -> str:
     whole, chunks = probe.greedy, probe.stream(QUESTION)
-    text = _texts(chunks)
+    choices = _choices(chunks)
+    text = "".join((choice.get("delta") or {}).get("content") or "" for choice in choices)
     expect(text == whole.content, text, f"{show(whole.content)}, as without stream")
-    reasons = [
-        choice.get("finish_reason") for chunk in chunks for choice in chunk.get("choices") or ()
-    ]
-    given = [reason for reason in reasons if reason]
+    given = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
     expect(given == [whole.finish_reason], f"finish_reason {given}", f"{whole.finish_reason}, once")
     return f"{len(chunks)} chunks have the text of the whole reply, {given[0]} and [DONE]"
 
@@ -244,7 +240,7 @@ def stream_chunks(probe: Probe) -> str:
     first = field_of(chunks[0], "choices", list)
     roles = [choice.get("delta", {}).get("role") for choice in first]
     expect(roles == ["assistant"], f"role {roles} in the first chunk", "assistant")
-    indexes = {choice.get("index") for chunk in chunks for choice in chunk.get("choices") or ()}
+    indexes = {choice.get("index") for choice in _choices(chunks)}
     expect(indexes == {0}, f"indexes {sorted(map(str, indexes))}", "0 in every choice")
     return "object, id, role and index of every chunk"
 
@@ -321,7 +317,7 @@ def completion_recount(probe: Probe) -> str:
         reply = probe.ask(content, max_tokens=limit)
         expect_content(reply)
         claimed = reply.usage["completion_tokens"]
-        count = probe.counter.recount(reply.content, claimed, reply.finish_reason)
+        count = recount_reply(probe.counter, reply.content, claimed, reply.finish_reason)
         hint = THINKS if reply.thought else ""  # usage counts the thought, content omits it
         expect(
             not count.is_off,

@@ -7,7 +7,6 @@ result has a note.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.eval.lm_harness import Asking, LocalTask, evaluate
+from penstock.eval.lm_harness import Asking, LocalTask, evaluate, read_lines
 
 EXAMPLES = "validation.jsonl"
 ASK_FOR_A_LETTER = (
@@ -138,12 +137,9 @@ def mmlu_by_subject(questions: Path | None) -> list[LocalTask]:
     subjects: Sequence[str] = SUBJECTS
     examples = None
     if questions is not None:
-        lines = questions.read_text(encoding="utf-8").splitlines()
-        held = {json.loads(line).get("category") for line in lines if line.strip()}
-        subjects, examples = (
-            [subject for subject in SUBJECTS if subject in held],
-            questions.parent / EXAMPLES,
-        )
+        held = {row.get("category") for row in read_lines(questions)}
+        subjects = [subject for subject in SUBJECTS if subject in held]
+        examples = questions.parent / EXAMPLES
         if not subjects:
             raise PenstockError(
                 f"{questions} has no question of MMLU-Pro",

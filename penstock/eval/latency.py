@@ -86,14 +86,6 @@ class SizeResult:
         return self.summary.e2e.p50 if self.summary.e2e else None
 
     @property
-    def size(self) -> tuple[int, int]:
-        return self.num_prompt_tokens, self.num_reply_tokens
-
-    @property
-    def published_ms(self) -> float | None:
-        return PUBLISHED_MS.get(self.size)
-
-    @property
     def speed_up(self) -> float | None:
         return self.baseline_ms / self.median_ms if self.baseline_ms and self.median_ms else None
 
@@ -109,7 +101,7 @@ class SizeResult:
             "median_ms": _rounded(self.median_ms),
             "min_ms": _rounded(e2e.min) if e2e else None,
             "p90_ms": _rounded(e2e.p90) if e2e else None,
-            "published_ms": self.published_ms,
+            "published_ms": PUBLISHED_MS.get((self.num_prompt_tokens, self.num_reply_tokens)),
             "baseline_ms": _rounded(self.baseline_ms),
             "speed_up": _rounded(self.speed_up),
         }

@@ -62,16 +62,14 @@ class LocalTask:
         (folder / f"{self.name}.yaml").write_text(json.dumps(fields), encoding="utf-8")
 
 
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.strip()]
+
+
 def _with_equal_columns(files: Mapping[str, Path], folder: Path) -> dict[str, Path]:
     """Copies in which every row has every column: splits of a data set must have the same ones."""
-    rows = {
-        split: [
-            json.loads(line)
-            for line in file.read_text(encoding="utf-8").splitlines()
-            if line.strip()
-        ]
-        for split, file in files.items()
-    }
+    rows = {split: read_lines(file) for split, file in files.items()}
     columns = {name: None for split in rows.values() for row in split for name in row}
     copies = {}
     for split, each in rows.items():

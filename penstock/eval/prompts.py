@@ -17,7 +17,7 @@ from random import Random
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.eval.chat_requests import ChatRequests, Request
-from penstock.eval.recount import TokenCounter
+from penstock.eval.recount import ReplyCounter, TokenCounter
 from penstock.eval.traces import BLOCK_TOKENS, Arrival
 
 CountTokens = Callable[[str], int]  # the prompt tokens of a chat with this only message
@@ -216,9 +216,9 @@ class TokenPrompts:
 Prompts = PromptMaker | TokenPrompts
 
 
-def make_prompts(api: ChatRequests, counter: TokenCounter | None, seed: int) -> Prompts:
+def make_prompts(api: ChatRequests, counter: ReplyCounter | None, seed: int) -> Prompts:
     """Prompts of random tokens if there is a tokenizer, otherwise of words the server counts."""
-    if counter is not None:
+    if isinstance(counter, TokenCounter):
         return TokenPrompts(counter, seed, is_raw=api.is_raw)
     return fit_prompts(api.count_tokens, seed)
 

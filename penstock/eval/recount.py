@@ -119,9 +119,6 @@ class TokenCounter:
             ) from error
         return self.count_text(text)
 
-    def recount(self, text: str, claimed: int, finish_reason: str) -> Recount:
-        return recount_reply(self, text, claimed, finish_reason)
-
 
 def _load_template(folder: Path) -> minijinja.Environment | None:
     config: dict[str, Any] = {}
@@ -139,7 +136,7 @@ def _load_template(folder: Path) -> minijinja.Environment | None:
         if name.endswith("_token") and isinstance(token, str | dict)
     }
     environment = minijinja.Environment(
-        globals={**special, "raise_exception": _refuse, "strftime_now": _format_now},
+        globals={**special, "raise_exception": _refuse, "strftime_now": _strftime_now},
         filters={"tojson": lambda value, **options: json.dumps(value, ensure_ascii=False)},
         trim_blocks=True,
         lstrip_blocks=True,
@@ -158,7 +155,7 @@ def _refuse(message: str) -> None:
     raise PenstockError("The chat template refused the messages", str(message))
 
 
-def _format_now(form: str) -> str:
+def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
@@ -199,38 +196,25 @@ class ServerCounter:
             ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class FoundTokenizer:
-    """`source`: where the counts come from."""
-
-    local: TokenCounter | None = None
-    server: ServerCounter | None = None
-    source: str = ""
-
-    @property
-    def counter(self) -> TokenCounter | ServerCounter | None:
-        return self.local or self.server
-
-
-def find_tokenizer(given: str | None, client: HttpClient, model: str) -> FoundTokenizer:
+def find_tokenizer(
+    given: str | None, client: HttpClient, model: str
+) -> tuple[ReplyCounter | None, str]:
     """The given tokenizer, one on this machine or, as a last resort, the server's own
-    `POST /tokenize`: its count is not independent.
+    `POST /tokenize`: its count is not independent. Also says where the counts come from.
 
     A folder on this machine is found from the server's model list: `root`, as vLLM writes it, the
     model's name if it is a folder, the embedded model, or the cache of the Hugging Face hub.
     """
     folder = given or find_folder(client, model)
     if folder is not None:
-        return FoundTokenizer(TokenCounter.load(folder), source=folder)
+        return TokenCounter.load(folder), folder
     server = ServerCounter(client, model)
     try:
         probe = [{"role": "user", "content": "one two"}]
         can_count = 0 < server.count_text("one two") < server.count_prompt(probe)
     except PenstockError:
         can_count = False
-    if can_count:
-        return FoundTokenizer(server=server, source="the server's own /tokenize")
-    return FoundTokenizer()
+    return (server, "the server's own /tokenize") if can_count else (None, "")
 
 
 def find_folder(client: HttpClient, model: str) -> str | None:

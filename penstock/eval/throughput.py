@@ -26,7 +26,6 @@ from penstock.eval.load_summary import LoadSummary, summarise
 from penstock.eval.prompts import Prompts, RequestMaker, make_prompts
 from penstock.eval.recount import (
     HOW_TO_VERIFY,
-    FoundTokenizer,
     ReplyCounter,
     TokenCounter,
     find_tokenizer,
@@ -105,17 +104,21 @@ def run(settings: ThroughputSettings, reporter: Reporter) -> int:
         is_stream=settings.stream,
     )
     with reporter.bars() as phases, timed("prompts", phases):
-        found = find_tokenizer(settings.tokenizer, api.client, api.model)
-        prompts = make_prompts(api, found.local, seed)
+        counter, source = find_tokenizer(settings.tokenizer, api.client, api.model)
+        prompts = make_prompts(api, counter, seed)
         prompts.make(0, settings.input_tokens)  # refuses a length that is too short
-    print(f"seed {seed}; {_about_counts(found)}", flush=True)
+    about = f"counting tokens again with {source}"
+    if counter is None:
+        why = "no tokenizer was found, so only the server counts them"
+        about = f"tokens are NOT VERIFIED: {why}. {HOW_TO_VERIFY}"
+    print(f"seed {seed}; {about}", flush=True)
     levels: list[LevelResult] = []
-    maker = _request_maker(prompts, found.counter)
+    maker = _request_maker(prompts, counter)
     with LoadClients() as clients:
         for concurrency in settings.concurrency:
             rng = Random(f"{seed}-level-{concurrency}")
             result = _measure(settings, maker, api, clients, concurrency, rng, reporter)
-            levels.append(judge_level(concurrency, result, found.counter))
+            levels.append(judge_level(concurrency, result, counter))
             print(describe(levels[-1], baseline.get(concurrency)), flush=True)
     print(f"\n{format_levels(levels, baseline)}")
     rows = [
@@ -131,8 +134,8 @@ def run(settings: ThroughputSettings, reporter: Reporter) -> int:
         **{name: getattr(settings, name) for name in ("base_url", "num_requests", "input_tokens")},
         "max_tokens": settings.max_tokens,
         "template_tokens": prompts.num_template_tokens,
-        "recounted": found.counter is not None,
-        "recounted_with": found.source or None,
+        "recounted": counter is not None,
+        "recounted_with": source or None,
         "seed": seed,
         "body": body,
         "stream": settings.stream,
@@ -142,20 +145,12 @@ def run(settings: ThroughputSettings, reporter: Reporter) -> int:
     return int(not is_clean)
 
 
-def _about_counts(found: FoundTokenizer) -> str:
-    if found.counter is None:
-        why = "no tokenizer was found, so only the server counts them"
-        return f"tokens are NOT VERIFIED: {why}. {HOW_TO_VERIFY}"
-    return f"counting tokens again with {found.source}"
-
-
 def _request_maker(prompts: Prompts, counter: ReplyCounter | None) -> RequestMaker:
-    if counter is not None:
-        return RequestMaker(
-            prompts,
-            count=lambda prompt: counter.count_prompt([{"role": "user", "content": prompt}]),
-        )
-    return RequestMaker(prompts, count=None if prompts.is_exact else lambda prompt: None)
+    if counter is None:
+        return RequestMaker(prompts, count=None if prompts.is_exact else lambda prompt: None)
+    return RequestMaker(
+        prompts, count=lambda prompt: counter.count_prompt([{"role": "user", "content": prompt}])
+    )
 
 
 def _measure(
