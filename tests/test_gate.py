@@ -26,7 +26,7 @@ from penstock.assets import default_model
 from penstock.engine.row_table import RowTable
 from penstock.eval import held_out
 from penstock.eval.conversation import Conversation
-from penstock.eval.gates import GATES, score
+from penstock.eval.gates import score
 from penstock.eval.reply import Reply
 from penstock.layers import attention, mlp
 from penstock.layers.inputs import StepInputs
@@ -35,7 +35,7 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import StepPlan
 from serving import Server, start_server
 
-GATE = next(gate for gate in GATES if gate.name == "word_problems")
+GATE = "word_problems"
 SEED = 2026
 NUM_PROBLEMS, NUM_FAULT_PROBLEMS = 16, 6
 NUM_CLIENTS = 8
@@ -173,7 +173,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def problems() -> list[Conversation]:
-    problems = held_out.take(GATE.name, NUM_PROBLEMS, SEED)
+    problems = held_out.take(GATE, NUM_PROBLEMS, SEED)
     assert len({problem.enable_thinking for problem in problems}) == 2
     return problems
 

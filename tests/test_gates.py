@@ -52,7 +52,7 @@ class Served:
 def asked_problems() -> dict[str, Conversation]:
     """What the gates ask with the default seed, by what reaches the server."""
     measured = (*GATES, *REPORTED)
-    problems = [problem for gate in measured for problem in held_out.take(gate.name, LIMIT, seed=0)]
+    problems = [problem for gate in measured for problem in held_out.take(gate, LIMIT, seed=0)]
     return {_key(problem.prompt, problem.enable_thinking): problem for problem in problems}
 
 
@@ -218,20 +218,17 @@ def test_what_is_only_reported_closes_no_gate(
 
 
 def test_every_gate_has_a_threshold_and_what_is_reported_has_none() -> None:
-    assert [*(gate.name for gate in GATES), "mtp_acceptance"] == list(THRESHOLDS)
-    assert {gate.name for gate in REPORTED} == {"refusals"}
-    assert not {gate.name for gate in REPORTED} & THRESHOLDS.keys()
+    assert [*GATES, "mtp_acceptance"] == list(THRESHOLDS)
+    assert REPORTED == ("refusals",)
+    assert not THRESHOLDS.keys() & REPORTED
 
 
 def test_the_gate_of_tool_calls_asks_for_no_refusal() -> None:
-    kinds = {
-        gate.name: {problem.kind for problem in held_out.take(gate.name, 200, seed=0)}
-        for gate in GATES
-    }
+    kinds = {gate: {problem.kind for problem in held_out.take(gate, 200, seed=0)} for gate in GATES}
     assert kinds["tool_calls"] == {"tool_calls"}
     assert "refusals" in kinds["thinking_closed"]
     (measure,) = REPORTED
-    assert {problem.kind for problem in held_out.take(measure.name, 200, seed=0)} == {"refusals"}
+    assert {problem.kind for problem in held_out.take(measure, 200, seed=0)} == {"refusals"}
 
 
 @pytest.mark.parametrize(
@@ -359,7 +356,7 @@ def test_each_gate_says_how_many_were_asked_and_the_result_is_written(
     for gate in (*GATES, *REPORTED):
         num_asked = 4 if gate in GATES else 2
         assert re.search(
-            rf"^{gate.name} +[\d.]+ s  {num_asked} of {num_asked} asked$", said.err, re.MULTILINE
+            rf"^{gate} +[\d.]+ s  {num_asked} of {num_asked} asked$", said.err, re.MULTILINE
         )
     assert file.read_text() == said.out.splitlines()[-1] + "\n"
     assert json.loads(file.read_text()).keys() >= {"gates", "time", "commit", "version"}
@@ -392,7 +389,7 @@ def test_the_same_gates_run_in_process() -> None:
 
 def test_batches_of_replies_are_scored_like_single_ones() -> None:
     gate = GATES[0]
-    problems = held_out.take(gate.name, 10, seed=1)
+    problems = held_out.take(gate, 10, seed=1)
     replies: list[Reply | str | None] = [problem.completion for problem in problems]
     replies[3:5] = ["#### 1000", None]
     result = score(gate, problems, replies)
@@ -401,5 +398,5 @@ def test_batches_of_replies_are_scored_like_single_ones() -> None:
 
 def test_problems_depend_on_the_seed_and_on_nothing_else() -> None:
     for gate in (*GATES, *REPORTED):
-        assert held_out.take(gate.name, 5, seed=1) == held_out.take(gate.name, 5, seed=1)
-        assert held_out.take(gate.name, 5, seed=1) != held_out.take(gate.name, 5, seed=2)
+        assert held_out.take(gate, 5, seed=1) == held_out.take(gate, 5, seed=1)
+        assert held_out.take(gate, 5, seed=1) != held_out.take(gate, 5, seed=2)

@@ -709,7 +709,7 @@ def test_an_examination_judges_as_the_gates_do(
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_a_stage_names_kinds_that_exist_and_rehearses_what_the_gates_ask(stage: Stage) -> None:
-    gated = {gate.name for gate in GATES} - {"thinking_closed"}
+    gated = set(GATES) - {"thinking_closed"}
     assert gated | {"small_talk"} <= stage.shares.keys() <= SHARES.keys()
     assert max(stage.row_lens) >= 2300  # the longest conversations, which only recall has
     refuses = "refusals" in stage.shares

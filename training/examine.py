@@ -25,7 +25,7 @@ from penstock.eval.gates import (
     GATES,
     REPORTED,
     format_failures,
-    format_table,
+    format_gates,
     num_problems_reported,
     score,
 )
@@ -37,7 +37,7 @@ from training.export import load_published
 from training.model import Qwen35Moe
 
 MAX_REPLY_TOKENS = 320
-NAMES = [gate.name for gate in (*GATES, *REPORTED)]
+NAMES = (*GATES, *REPORTED)
 
 
 def load_model(folder: Path, device: torch.device) -> Qwen35Moe:
@@ -101,15 +101,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     start = time.monotonic()
     results = []
-    for gate in (*GATES, *REPORTED):
-        if flags.gates and gate.name not in flags.gates:
+    for gate in NAMES:
+        if flags.gates and gate not in flags.gates:
             continue
         num_problems = num_problems_reported(flags.limit) if gate in REPORTED else flags.limit
-        problems = held_out.take(gate.name, num_problems, flags.seed)
+        problems = held_out.take(gate, num_problems, flags.seed)
         results.append(score(gate, problems, ask(model, corpus, problems, rows=flags.rows)))
         if flags.show and results[-1].failures:
             print(format_failures(results[-1], flags.show), flush=True)
-    print(format_table(results))
+    print(format_gates(results))
     print(f"{time.monotonic() - start:.1f} s")
     if flags.json:
         gates = {

@@ -136,9 +136,10 @@ class Conversation:
 
     def accepts(self, text: str) -> bool:
         """Whether `text`, written after the generation prompt, is a right last turn."""
-        return self.check.accepts(
-            Reply.from_text(text, is_thinking=self.enable_thinking, tools=self.tools)
-        )
+        return self.check.accepts(self.read(text))
+
+    def read(self, text: str) -> Reply:
+        return Reply.from_text(text, is_thinking=self.enable_thinking, tools=self.tools)
 
 
 def _spaced(text: str) -> str:

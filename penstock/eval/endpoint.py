@@ -6,7 +6,6 @@ Works with any server; a value is None if its metric is missing.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import PenstockError
@@ -18,18 +17,6 @@ MAX_REPLY_TOKENS = 512
 TIMEOUT_S = 300.0
 
 DRAFTED, ACCEPTED = "penstock_draft_tokens_total", "penstock_draft_tokens_accepted_total"
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCounts:
-    """How many tokens a server has drafted with the MTP head, and how many were accepted."""
-
-    num_drafted: float
-    num_accepted: float
-
-    def acceptance_since(self, earlier: DraftCounts) -> float | None:
-        num_drafted = self.num_drafted - earlier.num_drafted
-        return (self.num_accepted - earlier.num_accepted) / num_drafted if num_drafted > 0 else None
 
 
 class Endpoint:
@@ -66,10 +53,12 @@ class Endpoint:
                 "Point --base-url at a server with the OpenAI API.",
             ) from error
 
-    def draft_counts(self) -> DraftCounts | None:
-        """From the server's metrics; None if it has none or does not draft."""
+    def draft_counts(self) -> tuple[float, float] | None:
+        """How many tokens the server has drafted with the MTP head, and how many were accepted;
+        None if its metrics do not say, or if it does not draft.
+        """
         drafted, accepted = self._client.metric(DRAFTED), self._client.metric(ACCEPTED)
-        return None if drafted is None or accepted is None else DraftCounts(drafted, accepted)
+        return None if drafted is None or accepted is None else (drafted, accepted)
 
 
 def _as_sent(message: Message) -> Message:

@@ -28,6 +28,7 @@ from penstock.eval.results import (
     Bars,
     Reporter,
     ServerSettings,
+    format_table,
     no_bars,
     prepare_output,
     require_at_least,
@@ -36,25 +37,20 @@ from penstock.progress import Phase, timed
 
 Ask = Callable[[Conversation], Reply | str]
 
-MTP_ACCEPTANCE = "mtp_acceptance"
+THINKING_CLOSED, MTP_ACCEPTANCE = "thinking_closed", "mtp_acceptance"
 THRESHOLDS: Mapping[str, float] = {
     "word_problems": 0.95,
     "spot_checks": 0.99,
     "harness_sums": 0.95,
     "tool_calls": 0.95,
     "recall": 0.95,
-    "thinking_closed": 1.0,
+    THINKING_CLOSED: 1.0,
     MTP_ACCEPTANCE: 0.70,
 }
+GATES = tuple(name for name in THRESHOLDS if name != MTP_ACCEPTANCE)  # which have problems
+# Whether a model says that no tool fits; small models call one that does not exist instead.
+REPORTED = ("refusals",)
 MAX_FAILURES_KEPT = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """Problems of one kind, and when a reply passes; only those in `THRESHOLDS` are gates."""
-
-    name: str
-    passes: Callable[[Conversation, Reply], bool]
 
 
 @dataclass(slots=True)
@@ -94,40 +90,29 @@ class GateResult:
         return fields
 
 
-def _is_right(conversation: Conversation, reply: Reply) -> bool:
-    return conversation.check.accepts(reply)
-
-
-def _closes_its_thought(conversation: Conversation, reply: Reply) -> bool:
-    has_ended = reply.finish_reason in ("stop", "tool_calls")
-    return has_ended and reply.is_thought_closed and bool(reply.content or reply.calls)
-
-
-JUDGED = ("word_problems", "spot_checks", "harness_sums", "tool_calls", "recall")
-GATES = (
-    *(Gate(name, _is_right) for name in JUDGED),
-    Gate("thinking_closed", _closes_its_thought),
-)
-# Whether a model says that no tool fits; small models call one that does not exist instead.
-REPORTED = (Gate("refusals", _is_right),)
-
-
 def score(
-    gate: Gate, problems: Sequence[Conversation], replies: Sequence[Reply | str | None]
+    gate: str, problems: Sequence[Conversation], replies: Sequence[Reply | str | None]
 ) -> GateResult:
     """Judges replies to `problems`, in their order; None is a failed request."""
-    result = GateResult(gate.name, THRESHOLDS.get(gate.name), num_asked=len(problems))
+    result = GateResult(gate, THRESHOLDS.get(gate), num_asked=len(problems))
     for conversation, answer in zip(problems, replies, strict=True):
         if answer is None:
             result.num_errors += 1
             continue
-        reply = answer if isinstance(answer, Reply) else _read(conversation, answer)
-        if gate.passes(conversation, reply):
+        reply = answer if isinstance(answer, Reply) else conversation.read(answer)
+        if _passes(gate, conversation, reply):
             result.num_right += 1
         elif len(result.failures) < MAX_FAILURES_KEPT:
             result.failures.append((conversation, _show_reply(reply)))
     result.share = result.num_right / max(1, len(problems))
     return result
+
+
+def _passes(gate: str, conversation: Conversation, reply: Reply) -> bool:
+    if gate == THINKING_CLOSED:
+        has_ended = reply.finish_reason in ("stop", "tool_calls")
+        return has_ended and reply.is_thought_closed and bool(reply.content or reply.calls)
+    return conversation.check.accepts(reply)
 
 
 def run_gates(
@@ -147,7 +132,7 @@ def run_gates(
 
 def ask_problems(
     ask: Ask,
-    gates: Sequence[Gate],
+    gates: Sequence[str],
     num_problems: int,
     seed: int,
     concurrency: int,
@@ -161,13 +146,13 @@ def ask_problems(
     results = []
     with ThreadPoolExecutor(max_workers=max(1, concurrency)) as pool:
         for gate in gates:
-            problems = held_out.take(gate.name, num_problems, seed)
+            problems = held_out.take(gate, num_problems, seed)
             replies: list[Reply | str | None] = []
-            with bars() as phases, timed(gate.name, phases) as report:
+            with bars() as phases, timed(gate, phases) as report:
                 for reply in pool.map(lambda problem: _ask_safely(ask, problem), problems):
                     replies.append(reply)
                     asked = f"{len(replies)} of {num_problems} asked"
-                    report(Phase(gate.name, asked, len(replies) / num_problems))
+                    report(Phase(gate, asked, len(replies) / num_problems))
             result = score(gate, problems, replies)
             on_result(result)
             results.append(result)
@@ -191,10 +176,6 @@ def _ask_safely(ask: Ask, conversation: Conversation) -> Reply | str | None:
         return None
 
 
-def _read(conversation: Conversation, text: str) -> Reply:
-    return Reply.from_text(text, is_thinking=conversation.enable_thinking, tools=conversation.tools)
-
-
 def _show_reply(reply: Reply) -> str:
     calls = " ".join(f"{call.name}({json.dumps(dict(call.arguments))})" for call in reply.calls)
     return " ".join(
@@ -202,17 +183,15 @@ def _show_reply(reply: Reply) -> str:
     )
 
 
-def format_table(results: Sequence[GateResult]) -> str:
-    lines = [f"{'gate':<16} {'right':>11} {'share':>7} {'needed':>7}"]
+def format_gates(results: Sequence[GateResult]) -> str:
+    rows = []
     for result in results:
         counts = f"{result.num_right}/{result.num_asked}" if result.num_asked else ""
         share = "-" if result.share is None else f"{result.share:.1%}"
         needed = "-" if result.threshold is None else f"{result.threshold:.0%}"
         errors = f", {result.num_errors} without a reply" if result.num_errors else ""
-        lines.append(
-            f"{result.name:<16} {counts:>11} {share:>7} {needed:>7}  {result.verdict}{errors}"
-        )
-    return "\n".join(lines)
+        rows.append([result.name, counts, share, needed, result.verdict + errors])
+    return format_table(["gate", "right", "share", "needed", ""], rows)
 
 
 def format_failures(result: GateResult, most: int) -> str:
@@ -268,17 +247,11 @@ def run(settings: GateSettings, reporter: Reporter) -> int:
     )
     after = endpoint.draft_counts()
     if given is None and before is not None and after is not None:
-        results[-1] = judge_acceptance(after.acceptance_since(before))
+        drafted, accepted = (later - earlier for earlier, later in zip(before, after))
+        results[-1] = judge_acceptance(accepted / drafted if drafted > 0 else None)
     num_reported = num_problems_reported(settings.limit)
-    reported = ask_problems(
-        endpoint.ask,
-        REPORTED,
-        num_reported,
-        settings.seed,
-        settings.concurrency,
-        show,
-        reporter.bars,
-    )
+    how = (settings.seed, settings.concurrency, show, reporter.bars)
+    reported = ask_problems(endpoint.ask, REPORTED, num_reported, *how)
     elapsed_s = time.monotonic() - start
     is_missed = any(result.is_missed for result in results)
     fields = {
@@ -294,7 +267,7 @@ def run(settings: GateSettings, reporter: Reporter) -> int:
         "concurrency": settings.concurrency,
         "elapsed_s": round(elapsed_s, 1),
     }
-    print(format_table([*results, *reported]))
+    print(format_gates([*results, *reported]))
     reporter.deliver(fields, output)
     return int(is_missed)
 
