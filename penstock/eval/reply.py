@@ -7,8 +7,8 @@ become the same `Reply`. The checks of conversation.py judge a reply.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 THOUGHT_END = "</think>"
@@ -77,17 +77,12 @@ class Reply:
         """A reply as a server returned it over the OpenAI API."""
         text = message.get("content") or ""
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-        is_split = bool(reasoning)
+        is_in_text = is_thinking and not reasoning
         found = cls.from_text(
-            text, is_thinking=is_thinking and not is_split, tools=tools, finish_reason=finish_reason
+            text, is_thinking=is_in_text, tools=tools, finish_reason=finish_reason
         )
-        if not message.get("tool_calls") and not is_split:
-            return found
         calls = tuple(_call_of(entry["function"]) for entry in message.get("tool_calls") or ())
-        return cls(
-            found.content, reasoning or found.reasoning, calls or found.calls, finish_reason,
-            found.is_thought_closed,
-        )  # fmt: skip
+        return replace(found, reasoning=reasoning or found.reasoning, calls=calls or found.calls)
 
 
 def write_calls(calls: Sequence[Mapping[str, Any]]) -> str:
@@ -147,20 +142,21 @@ def _parse_call(block: str, types: Mapping[str, Mapping[str, str]]) -> Call | No
     return Call(name, arguments)
 
 
+READERS: Mapping[str, Callable[[str], Any]] = {
+    "integer": int,
+    "number": float,
+    "boolean": lambda text: {"true": True, "false": False}[text.lower()],
+    "array": json.loads,
+    "object": json.loads,
+}
+
+
 def _typed(text: str, kind: str) -> Any:
     """The text as a value of the schema's type; if none fits, the text, which no check accepts."""
     try:
-        if kind == "integer":
-            return int(text)
-        if kind == "number":
-            return float(text)
-        if kind == "boolean":
-            return {"true": True, "false": False}[text.lower()]
-        if kind in ("array", "object"):
-            return json.loads(text)
+        return READERS[kind](text) if kind in READERS else text
     except (ValueError, KeyError):
         return text
-    return text
 
 
 def _call_of(function: Mapping[str, Any]) -> Call:
