@@ -44,13 +44,13 @@ TIMED_TOKENS = 16
 
 
 def health(probe: Probe) -> str:
-    status, _ = probe.get("/health")
+    status, _ = probe.read("GET", "/health")
     expect(status == 200, f"HTTP {status} from GET /health", "200")
     return "GET /health answered 200"
 
 
 def model_list(probe: Probe) -> str:
-    status, data = probe.get("/v1/models")
+    status, data = probe.read("GET", "/v1/models")
     expect(status == 200, f"HTTP {status} from GET /v1/models", "200")
     try:
         cards = json.loads(data)["data"]
@@ -367,7 +367,7 @@ def too_long(probe: Probe) -> str:
 
 
 def unknown_path(probe: Probe) -> str:
-    status, _ = probe.post("/v1/no-such-endpoint", {"model": probe.model})
+    status, _ = probe.read("POST", "/v1/no-such-endpoint", {"model": probe.model})
     expect(status in (404, 405), f"HTTP {status} for an unknown path", "404")
     return f"an unknown path is {status}"
 

@@ -110,17 +110,14 @@ class Probe:
         self.counter = counter
         self.max_model_len: int | None = None  # set by the check of the model list
 
-    def get(self, path: str) -> tuple[int, bytes]:
+    def read(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> tuple[int, bytes]:
+        """The status and the content of an answer."""
         try:
-            return self.client.read("GET", path)
+            return self.client.read(method, path, body)
         except PenstockError as error:
-            raise CheckFailed(f"saw no answer to GET {path}: {error.why}") from error
-
-    def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
-        try:
-            return self.client.read("POST", path, body)
-        except PenstockError as error:
-            raise CheckFailed(f"saw no answer to POST {path}: {error.why}") from error
+            raise CheckFailed(f"saw no answer to {method} {path}: {error.why}") from error
 
     def body(self, content: str, **fields: Any) -> bytes:
         """A greedy chat with one message; a field that is None is omitted."""
