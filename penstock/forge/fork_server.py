@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 START_S = 120.0
@@ -56,19 +55,11 @@ class ForkServer:
         theirs.close()
         return ours, json.loads(self._control.recv(1 << 10))["pid"]
 
-    def close(self) -> None:
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._control.close()
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()
-
-    def __enter__(self) -> ForkServer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -35,7 +35,6 @@ def forge(
     max_trials: int = 1000,
     num_random: int = 4,
     sizes: Sizes | None = None,
-    trial_s: float = TRIAL_S,
     llm_base_url: str = "",
     llm_model: str = "",
     server: ForkServer | None = None,
@@ -59,7 +58,7 @@ def forge(
         memory_bytes = (
             SPARE_BYTES + 4 * target.weight_bytes + (COMPILER_BYTES if target.is_cuda else 0)
         )
-        limits = Limits(min(trial_s, budget_s), memory_bytes)
+        limits = Limits(min(TRIAL_S, budget_s), memory_bytes)
         sandbox = Sandbox(target, limits, server)
         say(f"model: {target.describe()}")
         beside = stack.enter_context(ThreadPoolExecutor(1))

@@ -35,6 +35,7 @@ CPU_CACHE_BYTES = 4 << 30  # part of the memory that a trial on a CPU may use be
 CASES_SHARE = 0.2  # of the time left, to compute the right answers of all cases
 BENCHES_SHARE = 0.1
 ALWAYS = ("single", "batched", "inserted in between", "removed, re-added, replaced", "refusals")
+MAX_BUILD_S = 60.0
 PROFILED_CALLS = 3  # per trace: reading a profile takes longer than the calls
 
 
@@ -135,9 +136,6 @@ class Bar:
     timings: Mapping[str, Timing]
     least_gain: float
 
-    def is_passed_by(self, timings: Mapping[str, Timing]) -> bool:
-        return score(timings, self.timings) >= self.least_gain
-
 
 def run_trial(
     sandbox: Sandbox,
@@ -145,7 +143,6 @@ def run_trial(
     exam: Exam,
     *,
     seconds: float = math.inf,
-    max_build_s: float = 60.0,
     bar: Bar | None = None,
     is_profiled: bool = True,
     when_right: Callable[[], None] = lambda: None,
@@ -166,10 +163,9 @@ def run_trial(
     try:
         with sandbox.host(source, seconds, phases) as hosted:
             known["build_s"] = build_s = phases.seconds["build"]
-            if build_s > max_build_s:
-                return ended(
-                    at, f"create_engine took {build_s:.0f} s; {max_build_s:.0f} are allowed"
-                )
+            if build_s > MAX_BUILD_S:
+                fault = f"create_engine took {build_s:.0f} s; {MAX_BUILD_S:.0f} are allowed"
+                return ended(at, fault)
             at = "check"
             verdict = gate.check(hosted, exam.cases, exam.allowed)
             phases.end("gate")
@@ -184,7 +180,8 @@ def run_trial(
             known |= {"timings": timings, "peak_bytes": peak_bytes}
             if fault:
                 return ended(at, fault)
-            if is_profiled and (bar is None or bar.is_passed_by(timings)):
+            may_be_kept = bar is None or score(timings, bar.timings) >= bar.least_gain
+            if is_profiled and may_be_kept:
                 at = "profile"
                 known["profile"] = _profile(hosted, exam.benches)
                 phases.end("profile")
