@@ -25,7 +25,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from penstock.errors import PenstockError
-from penstock.forge import naive_engine
 from penstock.forge.gate import compare
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.machine import Machine
@@ -47,8 +46,9 @@ def main() -> int:
     report: dict[str, Any] = {"model": target.describe(), "device": target.device}
     report["machine"] = asdict(Machine.measure(target))
     if not arguments.no_baseline:
+        baseline = load_module(Path(__file__).with_name("baseline_engine.py"))
         stretches, report["naive"] = time_engine(
-            naive_engine, target, benches, allowed, 1, arguments.baseline_seconds
+            baseline, target, benches, allowed, 1, arguments.baseline_seconds
         )
         print_table("naive", report["naive"])
         whole = {bench.name for bench in benches}

@@ -21,7 +21,7 @@ from torch import Tensor
 from command_line import ROOT
 from penstock.commands.forge import read_duration
 from penstock.errors import CheckpointError, ConfigError
-from penstock.forge import decisions, gate, naive_engine
+from penstock.forge import decisions, gate
 from penstock.forge.decisions import Design
 from penstock.forge.emit import emit, keep_lines
 from penstock.forge.fork_server import ForkServer
@@ -67,6 +67,7 @@ CONFIGS = {
         "num_hidden_layers": 1,
     },
 }
+BASELINE = ROOT / "evaluator" / "baseline_engine.py"
 SIZES = Sizes(prompt_len=16, context_len=16, steps=3, batches=(1, 4), mixed_calls=8, repeats=2)
 
 
@@ -392,7 +393,7 @@ def test_evaluator_hands_out_tokens_on_the_device_and_on_the_cpu_in_every_situat
     ]
     words += [
         "--engine",
-        naive_engine.__file__,
+        str(BASELINE),
         "--device",
         "cpu",
         "--max-batch",
@@ -494,7 +495,7 @@ def test_where_rounding_alone_is_past_the_tolerance_what_is_wrong_is_still_found
 
 def test_naive_engine_is_right(tmp_path: Path) -> None:
     target = make_target(tmp_path, SMALL)
-    player = LocalPlayer(naive_engine, target)  # type: ignore[arg-type]
+    player = LocalPlayer(load_module(BASELINE), target)
     verdict = gate.check(player, draw_cases(target, seed=7, num_random=1), allowed=Distance(1 / 3))
     assert verdict.is_passed, verdict.fault
 

@@ -19,14 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from command_line import ROOT, environment, fails
 from penstock.errors import CheckpointError, ConfigError, PenstockError
-from penstock.forge import decisions, gate, naive_engine
+from penstock.forge import decisions, gate
 from penstock.forge.emit import emit
 from penstock.forge.fragments.shape import pick_dtype, read_shape
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.oracle import Distance
 from penstock.forge.reference import Reference
 from penstock.forge.target import Target
-from test_forge import SMALL, draw_cases, make_target
+from test_forge import BASELINE, SMALL, draw_cases, make_target
 from test_forge_kernels import TINY
 
 CUDA = torch.device("cuda")
@@ -320,7 +320,7 @@ def test_a_naive_call_that_fails_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = make_target(tmp_path, SMALL)
-    engine = naive_engine.create_engine(SMALL, str(target.weight_dir), "cpu")
+    engine = load_module(BASELINE).create_engine(SMALL, str(target.weight_dir), "cpu")
     engine.prefill(["a"], [torch.tensor([1, 2])])
     monkeypatch.setattr(engine.reference, "logits", Shortage(engine.reference.logits))
     for call in (
