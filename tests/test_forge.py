@@ -30,7 +30,7 @@ from penstock.forge.ledger import Ledger, Row
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.measure import Sizes
 from penstock.forge.oracle import Case, Distance, Oracle, allowed_distance
-from penstock.forge.reference import Reference, save_toy_weights
+from penstock.forge.reference import Reference
 from penstock.forge.run import forge
 from penstock.forge.sandbox import Played
 from penstock.forge.static_check import refusal
@@ -67,6 +67,7 @@ CONFIGS = {
         "num_hidden_layers": 1,
     },
 }
+toy: Any = load_module(ROOT / "scripts" / "generate_toy_weights.py")
 BASELINE = ROOT / "evaluator" / "baseline_engine.py"
 SIZES = Sizes(prompt_len=16, context_len=16, steps=3, batches=(1, 4), mixed_calls=8, repeats=2)
 
@@ -74,7 +75,7 @@ SIZES = Sizes(prompt_len=16, context_len=16, steps=3, batches=(1, 4), mixed_call
 def make_target(folder: Path, config: dict[str, Any]) -> Target:
     (folder / "model_config.json").write_text(json.dumps(config))
     target = Target.of(config, folder / "weights", "cpu")
-    save_toy_weights(target.shape, folder / "weights", torch.float16, seed=3)
+    toy.save_toy_weights(target.shape, folder / "weights" / "model.pt", torch.float16, seed=3)
     return target
 
 
@@ -505,11 +506,10 @@ def test_toy_weights_fill_every_tensor_of_the_config(
 ) -> None:
     config = tmp_path / "model_config.json"
     config.write_text(json.dumps(SMALL))
-    script: Any = load_module(ROOT / "scripts" / "generate_toy_weights.py")
     monkeypatch.setattr(
         sys, "argv", ["script", "--config", str(config), "--output", str(tmp_path / "w")]
     )
-    script.main()
+    toy.main()
     tensors = torch.load(tmp_path / "w" / "model.pt", weights_only=True)
     assert tensors["lm_head.weight"].shape == (96, 48)
     assert len(tensors) == 3 + 9 * SMALL["num_hidden_layers"]

@@ -23,7 +23,6 @@ from penstock.forge.target import Target
 NUM_READERS = 8  # one thread is limited by the page faults of the file
 DERIVED_TENSOR = "rotary_emb.inv_freq"  # in older checkpoints; it follows from the config
 MOST_NAMED = 6
-TOY_STD = 0.02
 
 
 class Reference:
@@ -164,24 +163,6 @@ def _check_tensors(stored: Any, shape: Shape, path: Path) -> dict[str, Tensor]:
 def _tell(found: list[str]) -> str:
     more = len(found) - MOST_NAMED
     return ", ".join(found[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def save_toy_weights(
-    shape: Shape, folder: Path, dtype: torch.dtype, seed: int, name: str = "model.pt"
-) -> Path:
-    """Random weights for models without real ones: matrices are normal, norms near one."""
-    # A GPU, if there is one, draws and rounds: eight billion numbers take a CPU minutes.
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def draw(size: tuple[int, ...]) -> Tensor:
-        numbers = torch.randn(size, generator=generator, device=device).mul_(TOY_STD)
-        return (numbers.add_(1.0) if len(size) == 1 else numbers).to(dtype).cpu()
-
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name
-    torch.save({f"{name}.weight": draw(size) for name, size in tensor_shapes(shape)}, path)
-    return path
 
 
 def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
