@@ -259,21 +259,18 @@ def differences(before: Design, after: Design) -> list[str]:
     ]
 
 
+def active(design: Design) -> Iterator[tuple[Decision, Alternative]]:
+    """The decisions that have an effect, each with its choice."""
+    for decision in DECISIONS:
+        if not is_idle(decision.name, design):
+            yield decision, decision[design[decision.name]]
+
+
 def fragments(design: Design) -> list[str]:
     """The files that the design's choices name, each once."""
-    chosen = [
-        file
-        for decision in DECISIONS
-        if not is_idle(decision.name, design)
-        for file in decision[design[decision.name]].files
-    ]
-    return list(dict.fromkeys(chosen))
+    return list(dict.fromkeys(file for _, chosen in active(design) for file in chosen.files))
 
 
 def constants(design: Design) -> dict[str, str]:
     """The values of the constants that the design sets."""
-    return {
-        decision.constant: decision[design[decision.name]].value
-        for decision in DECISIONS
-        if decision[design[decision.name]].value and not is_idle(decision.name, design)
-    }
+    return {one.constant: chosen.value for one, chosen in active(design) if chosen.value}

@@ -375,11 +375,9 @@ class Search:
         return "\n".join(lines)
 
     def _decided(self, design: Design) -> list[tuple[str, str, str]]:
-        decided = [one for one in decisions.DECISIONS if not decisions.is_idle(one.name, design)]
         return [
-            (one.question, words[0].upper() + words[1:], self.reasons.get(one.name, ""))
-            for one in decided
-            for words in [one[design[one.name]].says]
+            (one.question, chosen.says[0].upper() + chosen.says[1:], self.reasons.get(one.name, ""))
+            for one, chosen in decisions.active(design)
         ]
 
     def _brief(self, best: Engine) -> str:
@@ -456,7 +454,4 @@ def _undisturbed() -> Iterator[None]:
 
 def _key(design: Design) -> str:
     """Two designs with the same key are the same engine."""
-    chosen = (
-        f"{name}={choice}" for name, choice in design.items() if not decisions.is_idle(name, design)
-    )
-    return " ".join(chosen)
+    return " ".join(f"{one.name}={chosen.name}" for one, chosen in decisions.active(design))
