@@ -69,10 +69,8 @@ class Engine:
         requests = [self._known(id) for id in request_ids]
         for id, request in zip(request_ids, requests):
             self._check_length(id, request.length + 1)
-        slots, positions = (
-            [request.slot for request in requests],
-            [request.length for request in requests],
-        )
+        slots = [request.slot for request in requests]
+        positions = [request.length for request in requests]
         # forge: when graphs=none
         check_range(tokens, self.model.shape.vocab_size)
         self.model.cache.reserve(slots, [at + 1 for at in positions])  # forge: when cache=pages

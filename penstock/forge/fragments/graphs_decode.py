@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -38,13 +40,7 @@ class DecodeStep:
         self.expected = slots, [position + 1 for position in positions]
         self.tokens[:num_rows].copy_(tokens, non_blocking=True)
 
-    def run_short(self) -> Tensor:
-        return self._run(is_long=False)
-
-    def run_long(self) -> Tensor:
-        return self._run(is_long=True)
-
-    def _run(self, is_long: bool) -> Tensor:
+    def run(self, is_long: bool) -> Tensor:
         logits = run_step(self.model, self.tokens, self.slots, self.positions, is_long=is_long)
         self.positions.add_(self.advance)
         return logits
@@ -56,15 +52,14 @@ class DecodeGraphs:
         self.steps = {size: DecodeStep(model, size) for size in STEP_SIZES}
         # A step between two powers of two uses the kernels of the larger one.
         steps = [step for size, step in self.steps.items() if size == next_power_of_2(size)]
-        runs = [run for step in steps for run in (step.run_short, step.run_long)]
+        runs = [partial(step.run, is_long) for step in steps for is_long in (False, True)]
         compile_at_once([*runs, self.run_large_pass], model.rope.device)
         pool = torch.cuda.graph_pool_handle() if model.rope.is_cuda else None
         # Largest first: the others fit into its memory.
-        self.short = {
-            size: capture(self.steps[size].run_short, pool) for size in reversed(STEP_SIZES)
-        }
-        self.long = {
-            size: capture(self.steps[size].run_long, pool) for size in reversed(STEP_SIZES)
+        self.captured = {
+            (size, is_long): capture(partial(self.steps[size].run, is_long), pool)
+            for is_long in (False, True)
+            for size in reversed(STEP_SIZES)
         }
 
     def run_large_pass(self) -> Tensor:
@@ -81,6 +76,6 @@ class DecodeGraphs:
             return run_tokens(self.model, on_device, slots, positions)
         size = next(size for size in STEP_SIZES if size >= num_rows)
         self.steps[size].fill(tokens, slots, positions)
-        replay, logits = (self.long if max(positions) >= SPLIT_KEYS else self.short)[size]
+        replay, logits = self.captured[size, max(positions) >= SPLIT_KEYS]
         replay()
         return logits[:num_rows].clone()
