@@ -9,7 +9,8 @@ fails. A check that cannot run here is a [SKIP] and does not change the exit sta
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +130,18 @@ def run(settings: CheckSettings, reporter: Reporter) -> int:
     for verdict in _judge_all(probe, reporter.bars):
         print(verdict, flush=True)
         verdicts.append(verdict)
-    return _conclude(verdicts, settings, probe.model, reporter)
+    marks = Counter(verdict.mark for verdict in verdicts)
+    counted = f"{marks['PASS']} passed, {marks['FAIL']} failed, {marks['SKIP']} not tested"
+    print(f"\n{counted}: {settings.base_url}")
+    fields = {
+        "benchmark": "check_server",
+        "passed": not marks["FAIL"],
+        "base_url": settings.base_url,
+        "model": probe.model,
+        "promises": [verdict.as_json() for verdict in verdicts],
+    }
+    reporter.write(fields, settings.output)
+    return int(bool(marks["FAIL"]))
 
 
 def _judge_all(probe: Probe, bars: Bars) -> Iterator[Verdict]:
@@ -153,22 +165,3 @@ def _model_or_any(probe: Probe) -> str:
         return listed_model(probe.client)
     except PenstockError:
         return UNLISTED_MODEL
-
-
-def _conclude(
-    verdicts: Sequence[Verdict], settings: CheckSettings, model: str, reporter: Reporter
-) -> int:
-    counts = {
-        mark: sum(verdict.mark == mark for verdict in verdicts) for mark in ("PASS", "FAIL", "SKIP")
-    }
-    counted = f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} not tested"
-    print(f"\n{counted}: {settings.base_url}")
-    fields = {
-        "benchmark": "check_server",
-        "passed": not counts["FAIL"],
-        "base_url": settings.base_url,
-        "model": model,
-        "promises": [verdict.as_json() for verdict in verdicts],
-    }
-    reporter.write(fields, settings.output)
-    return int(bool(counts["FAIL"]))

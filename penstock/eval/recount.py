@@ -66,8 +66,7 @@ class TokenCounter:
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        added = tokenizer.get_added_tokens_decoder()
-        self._added_ids = frozenset(added)
+        self._added_ids = frozenset(tokenizer.get_added_tokens_decoder())
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=False)
 
     @classmethod

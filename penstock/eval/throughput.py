@@ -203,22 +203,15 @@ class LevelResult:
         return (self.num_prompt_tokens + self.num_completion_tokens) / self.summary.wall_s
 
     @property
-    def verified_tok_s(self) -> float | None:
-        """None if only the server counted."""
-        return self.tok_s if self.is_recounted else None
-
-    @property
     def is_clean(self) -> bool:
         return not (self.summary.num_errors or self.discrepancies or self.wrong_checks)
 
     def as_json(self) -> dict[str, Any]:
-        summary = self.summary
+        summary, tok_s = self.summary, round(self.tok_s, 2)
         return {
             "concurrency": self.concurrency,
-            "tok_s": round(self.tok_s, 2),
-            "verified_tok_s": None
-            if self.verified_tok_s is None
-            else round(self.verified_tok_s, 2),
+            "tok_s": tok_s,
+            "verified_tok_s": tok_s if self.is_recounted else None,  # else only the server counted
             "claimed_tok_s": round(summary.tok_s, 2),
             "wall_s": round(summary.wall_s, 4),
             "requests": summary.num_requests,
@@ -318,7 +311,7 @@ def format_levels(levels: Sequence[LevelResult], baseline: Mapping[int, float]) 
     rows = [
         [
             str(level.concurrency),
-            "-" if level.verified_tok_s is None else f"{level.verified_tok_s:,.1f}",
+            f"{level.tok_s:,.1f}" if level.is_recounted else "-",
             f"{level.summary.tok_s:,.1f}",
             percent(level.tok_s, baseline.get(level.concurrency)),
             f"{level.summary.wall_s:,.2f}",

@@ -164,10 +164,9 @@ def possible_reuse(
     """
     max_pages = None if max_tokens is None else max_tokens // page_tokens
     pages: OrderedDict[int, None] = OrderedDict()  # in order of eviction
-    numbers = itertools.count()
     reused = []
-    for arrival in arrivals:
-        keys = list(_page_keys(arrival, page_tokens, next(numbers)))
+    for number, arrival in enumerate(arrivals):
+        keys = list(_page_keys(arrival, page_tokens, number))
         limit = (arrival.input_len - 1) // page_tokens
         known = next(
             (i for i, key in enumerate(keys[:limit]) if key not in pages), min(limit, len(keys))

@@ -39,7 +39,10 @@ def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | No
     gain much.
     """
     if not target.is_cuda:
-        return _opening_of_cpu(machine)
+        design = first_design(machine)
+        for name, choice in FEW_OPERATIONS.items():
+            design = decisions.decide(design, name, choice)
+        return design, "fewer operations, each of which saves too little to be measured alone"
     launching_s = LAYER_OPERATIONS * target.shape.num_layers * machine.launch_s
     reading_s = machine.decode_floor_s(target, batch=1, context_len=0)
     if launching_s < LEAST_SHARE * (launching_s + reading_s):
@@ -53,10 +56,3 @@ def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | No
     if machine.prefill_floor_s(target, longest_pass) < launching_s:
         design = decisions.decide(design, "passes", "all")
     return design, why
-
-
-def _opening_of_cpu(machine: Machine) -> tuple[dict[str, str], str]:
-    design = first_design(machine)
-    for name, choice in FEW_OPERATIONS.items():
-        design = decisions.decide(design, name, choice)
-    return design, "fewer operations, each of which saves too little to be measured alone"
