@@ -57,10 +57,10 @@ prefill: How do several prompts go through the layers?
     files=prefill_packed needs=layers:torch
     saves=prefill.projection:0.4,prefill.launch:0.6,prefill.small:0.2
   kernel: end to end, a Triton kernel over tiles of prompts
-    files=prefill_kernel,prefill_pass needs=layers:kernels
+    files=prefill_kernel needs=layers:kernels
     saves=prefill.attention:0.4,prefill.launch:0.3
   flash: end to end, torch's attention over packed rows
-    files=prefill_flash,prefill_pass needs=layers:kernels
+    files=prefill_flash needs=layers:kernels
     saves=prefill.attention:0.4,prefill.launch:0.3
 decode: How do the rows of a decode step attend?
   each: torch's attention, row by row

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from penstock.forge.fragments.cache_pages import Cache
 from penstock.forge.fragments.decode_split_kv import run_tokens
-from penstock.forge.fragments.forward_kernels import Model
+from penstock.forge.fragments.forward_kernels import Model, run_prompts
 from penstock.forge.fragments.graphs_decode import DecodeGraphs
 from penstock.forge.fragments.graphs_prefill import PrefillGraphs
 from penstock.forge.fragments.kernel_rows import rope_table
-from penstock.forge.fragments.prefill_pass import run_prompts
 from penstock.forge.fragments.shape import pick_dtype, read_shape
 from penstock.forge.fragments.weights import load_weights
 

@@ -1,4 +1,6 @@
-"""The layers as a few kernels each. Every input is on the device: a step can be captured."""
+"""The layers as a few kernels each, and prompts end to end in one pass of them. Every input is on
+the device: a step can be captured.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from penstock.forge.fragments.cache_pages import Cache
 from penstock.forge.fragments.kernel_rows import embed, turn_and_store
+from penstock.forge.fragments.prefill_kernel import Pack, attend_pack, pack_prompts
 from penstock.forge.fragments.projection_kernels import project_gated, project_normed, project_onto
 from penstock.forge.fragments.shape import Shape
 from penstock.forge.fragments.weights import Weights
@@ -50,3 +53,16 @@ def run_layers(
 def compute_logits(model: Model, hidden: Tensor) -> Tensor:
     """[R, H] -> [R, V]"""
     return project_normed(hidden, model.shape.eps, model.weights.head)
+
+
+def run_prompts(model: Model, tokens: Tensor, lengths: list[int], slots: list[int]) -> Tensor:
+    """The logits after each prompt, [R, V]. tokens [T] are those of all prompts, end to end."""
+    return run_pack(model, tokens, pack_prompts(lengths, slots, tokens.device))
+
+
+def run_pack(model: Model, tokens: Tensor, pack: Pack) -> Tensor:
+    def attend(layer: int, turned: Tensor, qkv: Tensor) -> Tensor:
+        return attend_pack(turned, qkv, pack, model.shape)
+
+    hidden = run_layers(model, tokens, pack.slots, pack.positions, attend, kept=pack.lasts)
+    return compute_logits(model, hidden)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from penstock.forge.fragments.decode_split_kv import SPLIT_KEYS, run_step, run_tokens
-from penstock.forge.fragments.forward_kernels import Model
+from penstock.forge.fragments.forward_kernels import Model, run_prompts
 from penstock.forge.fragments.graphs import capture, write_numbers
 from penstock.forge.fragments.launch import compile_at_once
-from penstock.forge.fragments.prefill_pass import run_prompts
 from penstock.ops.triton.launch import next_power_of_2
 
 STEP_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)

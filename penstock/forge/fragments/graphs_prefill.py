@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.forge.fragments.forward_kernels import Model
+from penstock.forge.fragments.forward_kernels import Model, run_pack, run_prompts
 from penstock.forge.fragments.graphs import capture, write_numbers
 from penstock.forge.fragments.launch import launch
 from penstock.forge.fragments.prefill_kernel import TILE_TOKENS, Pack
-from penstock.forge.fragments.prefill_pass import run_pack, run_prompts
 from penstock.ops.triton.launch import cdiv
 
 LONGEST_PASS = 2048  # forge: value
