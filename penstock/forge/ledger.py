@@ -42,9 +42,6 @@ class Row:
     phases: Mapping[str, float] = field(default_factory=dict)
     held_to: tuple[str, ...] = ()  # the restrictions that the candidate ran under
 
-    def facts(self) -> dict[str, Any]:
-        return {name: _short(getattr(self, name)) for name in self.__slots__}
-
     def line(self) -> str:
         said = f"{self.score:.2f}x" if self.score else f"stopped at {self.gate}: {self.fault}"
         return f"[{self.at_s:6.1f} s] trial {self.trial}: {self.idea}: {said}, {self.verdict}"
@@ -72,8 +69,9 @@ class Ledger:
             replace_file(self.folder / "ledger.jsonl", "")
             self._log.begin()
         self.rows.append(row)
+        facts = {name: _short(getattr(row, name)) for name in row.__slots__}
         with (self.folder / "ledger.jsonl").open("a") as file:
-            file.write(json.dumps(row.facts(), ensure_ascii=False) + "\n")
+            file.write(json.dumps(facts, ensure_ascii=False) + "\n")
         self.log(row.line())
 
     def log(self, line: str) -> None:

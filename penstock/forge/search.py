@@ -217,7 +217,9 @@ class Search:
 
     def _judge(self, author: str, idea: str, why: str, source: str, design: Design) -> None:
         before, began = self._best(), self.ledger.age_s
-        outcome = run_trial(self.sandbox, source, self.exam, seconds=self._left_s, bar=self._bar())
+        # The least gain is lower on a CPU, where the best engine is timed again.
+        bar = Bar(before.timings, LEAST_GAIN if self.target.is_cuda else DOUBTFUL_GAIN)
+        outcome = run_trial(self.sandbox, source, self.exam, seconds=self._left_s, bar=bar)
         is_kept = outcome.is_passed and self._is_better(outcome)
         total: dict[str, float] = {}
         if outcome.is_passed:
@@ -233,10 +235,6 @@ class Search:
         verdict = "kept" if is_kept else "discarded"
         self.judged_s.append(self.ledger.age_s - began)
         self._record(author, idea, why, before.source, source, outcome, verdict, total)
-
-    def _bar(self) -> Bar:
-        """The least gain to consider; lower on a CPU, where the best engine is timed again."""
-        return Bar(self._best().timings, LEAST_GAIN if self.target.is_cuda else DOUBTFUL_GAIN)
 
     def _is_better(self, outcome: Outcome) -> bool:
         """Times the best engine again, right after, if other processes may disturb timings."""
