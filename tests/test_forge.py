@@ -296,6 +296,20 @@ def test_deciding_brings_what_a_choice_requires() -> None:
     )
 
 
+def test_the_search_may_try_every_alternative() -> None:
+    """For some profile, alone or brought along by another one: what never could be is dead."""
+    left = {(one.name, choice.name) for one in decisions.DECISIONS for choice in one.alternatives}
+    waiting = [(decisions.plain_design(), device) for device in ("cpu", "cuda")]
+    for design, device in waiting:
+        left -= {(one.name, choice.name) for one, choice in decisions.active(design)}
+        for alternative, moved in decisions.moves(design, device):
+            lost = decisions.forgone(design, moved)
+            gains = any(save > lost.get(part, 0.0) for part, save in alternative.saves.items())
+            if left and gains and (moved, device) not in waiting:
+                waiting.append((moved, device))
+    assert not left
+
+
 @pytest.fixture
 def broken(tmp_path: Path) -> tuple[Target, Path]:
     """An engine that forgets to let a shorter text replace a longer one."""

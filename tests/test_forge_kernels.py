@@ -15,7 +15,12 @@ from torch import Tensor
 from penstock.forge import decisions
 from penstock.forge.decisions import Design
 from penstock.forge.emit import emit
-from penstock.forge.fragments import graphs_decode, projection_kernels
+from penstock.forge.fragments import (
+    graphs_decode,
+    prefill_flash,
+    prefill_kernel,
+    projection_kernels,
+)
 from penstock.forge.local import load_module
 from penstock.forge.oracle import distance
 from penstock.forge.reference import Reference
@@ -112,6 +117,18 @@ def test_engines_of_kernels_are_right(
     engine.remove([1, 3])
     texts[1] = [5, 6]
     check([1], engine.prefill([1], [torch.tensor(texts[1])]))
+
+
+def test_prompts_are_packed_alike_for_both_kernels() -> None:
+    lengths, slots = [3, 1, 70], [4, 2, 9]
+    flash, own = (
+        module.pack_prompts(lengths, slots, torch.device("cpu"))
+        for module in (prefill_flash, prefill_kernel)
+    )
+    assert flash.slots.tolist() == own.slots.tolist() == [4] * 3 + [2] + [9] * 70
+    assert flash.positions.tolist() == own.positions.tolist()
+    assert flash.lasts.tolist() == own.lasts.tolist() == [2, 3, 73]
+    assert flash.lengths == lengths
 
 
 def test_more_rows_than_any_captured_step_has_come_to_the_models_device(
