@@ -212,10 +212,8 @@ def ask_embedded(
     settings: CorrectnessSettings, model: str, seed: int, reporter: Reporter
 ) -> Grades:
     """Word problems held out from the embedded model's training: no file or package needed."""
-    endpoint, asked = (
-        Endpoint(settings.base_url, model),
-        held_out.take("word_problems", int(settings.limit), seed),
-    )
+    endpoint = Endpoint(settings.base_url, model)
+    asked = held_out.take("word_problems", int(settings.limit), seed)
     problems = [replace(problem, enable_thinking=False) for problem in asked]
     grades = Grades("embedded", len(problems), 0, 0)
 

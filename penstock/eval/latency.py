@@ -141,10 +141,8 @@ def run(settings: LatencySettings, reporter: Reporter) -> int:
     results, maker = [], RequestMaker(prompts)
     with LoadClients() as clients:
         for size in sizes:
-            warmups, requests = (
-                maker.make([Arrival(0.0, *size)] * count)
-                for count in (settings.warmup, settings.runs)
-            )
+            warmups = maker.make([Arrival(0.0, *size)] * settings.warmup)
+            requests = maker.make([Arrival(0.0, *size)] * settings.runs)
             name, bars = "{}+{}".format(*size), reporter.bars
             given: dict[str, Any] = {"concurrency": 1, "bars": bars, "warmups": warmups}
             if other is not None:

@@ -151,11 +151,8 @@ class LoadClients:
             with timed(name, phases) as report:
 
                 def show(progress: LoadProgress) -> None:
-                    words, share = (
-                        progress.in_words(len(requests)),
-                        progress.num_done / len(requests),
-                    )
-                    report(Phase(name, words, share))
+                    words = progress.in_words(len(requests))
+                    report(Phase(name, words, progress.num_done / len(requests)))
 
                 return self.run(api, requests, concurrency=concurrency, on_progress=show)
 
@@ -206,9 +203,7 @@ class LoadClients:
             for pipe in wait(list(waiting), timeout=PROGRESS_EVERY_S):
                 client = waiting.pop(pipe)
                 results[client] = self._hear(client)
-            num_done, num_failed, num_pieces = (
-                sum(column) for column in zip(*self._counts[:num_clients])
-            )
+            num_done, num_failed, num_pieces = map(sum, zip(*self._counts[:num_clients]))
             on_progress(LoadProgress(num_done, num_failed, num_pieces, time.monotonic() - start_s))
         return [results[client] for client in range(num_clients)]
 
