@@ -75,16 +75,15 @@ def forge(
                 phases=phases,
                 seconds=budget_s - ledger.age_s,
             )
-        said = (
-            f"exam: {len(exam.cases)} situations, {len(exam.benches)} benches, drawn from seed "
-            f"{seed}"
-        )
-        say(said + _tell_left_out(exam))
+        names = ", ".join(exam.left_out)
+        left_out = f"; no time for the situations: {names}" if names else ""
+        drawn = f"{len(exam.cases)} situations, {len(exam.benches)} benches, drawn from seed {seed}"
+        say(f"exam: {drawn}{left_out}")
         reached, settled_s = settling.result()
         phases.end("waiting for the sandbox")
         say(f"sandbox: {', '.join(sandbox.restrictions)}")
         said = f"inspect, seconds: {tell(phases.seconds)}; beside it sandbox {settled_s:.1f}"
-        said += _tell_left_out(exam)
+        said += left_out
         ledger.log(said)
         say(said)
         if writer:
@@ -102,10 +101,6 @@ def forge(
             say=say,
         )
         return search.run()
-
-
-def _tell_left_out(exam: Exam) -> str:
-    return f"; no time for the situations: {', '.join(exam.left_out)}" if exam.left_out else ""
 
 
 def _settle(sandbox: Sandbox) -> tuple[Reach, float]:
