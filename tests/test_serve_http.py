@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ import pytest
 
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError
-from penstock.serve.connection import FILES_PER_ENGINE, OWN_FILES, TURNED_AWAY, connection_limit
+from penstock.serve.connection import (
+    FILES_PER_ENGINE,
+    MAX_HEAD_BYTES,
+    OWN_FILES,
+    TURNED_AWAY,
+    connection_limit,
+)
 from serving import FREE, MESSAGES, Server, eventually, start_server
 from two_layers import two_layers
 
@@ -104,6 +111,51 @@ def test_what_has_a_length_keeps_it_in_http_1_0(server: Server) -> None:
     assert json.loads(body)["choices"]
     head, body = exchange(server, b"HEAD /health HTTP/1.0\r\n\r\n")
     assert (head.split()[1], body) == (b"200", b"")
+
+
+# Offers of another protocol
+
+
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQA\r\n"
+
+
+def with_headers(request: bytes, headers: bytes) -> bytes:
+    return request.replace(b"\r\n", b"\r\n" + headers, 1)
+
+
+def chunked(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    pieces = [data[at : at + 7] for at in range(0, len(data), 7)]
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in pieces) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("plain", [request(CHAT), chunked(CHAT)], ids=["sized", "chunked"])
+@pytest.mark.parametrize("num_pieces", [1, 2, 9])
+def test_the_body_of_a_request_that_offers_http_2_is_read(
+    server: Server, plain: bytes, num_pieces: int
+) -> None:
+    data = with_headers(plain, H2C) + with_headers(plain, H2C)
+    with socket.create_connection(server.address) as connection:
+        for place in range(num_pieces):
+            begin, end = (len(data) * i // num_pieces for i in (place, place + 1))
+            connection.sendall(data[begin:end])
+            time.sleep(0.01)
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    assert answer.count(b"HTTP/1.1 200") == answer.count(b'"chat.completion"') == 2
+
+
+def test_an_offer_changes_no_other_header_and_no_other_request(server: Server) -> None:
+    closing = with_headers(request(CHAT), b"Connection: close, Upgrade\r\nUpgrade: h2c\r\n")
+    head, body = exchange(server, with_headers(request(CHAT), H2C) + request(CHAT) + closing)
+    assert b"connection: close" not in head
+    assert body.count(b"HTTP/1.1 200") == 2
+    assert body.lower().count(b"connection: close") == 1
+    head, _ = exchange(server, b"CONNECT x:1 HTTP/1.1\r\nUpgrade: h2c\r\n\r\n")
+    assert head.startswith(b"http/1.1 400")
+    large = with_headers(request(CHAT), H2C + b"X: %b\r\n" % (b"x" * MAX_HEAD_BYTES))
+    assert exchange(server, large)[0].startswith(b"http/1.1 431")
 
 
 # Half-closed connections

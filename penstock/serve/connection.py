@@ -19,6 +19,7 @@ import resource
 import select
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config import ServeConfig
@@ -44,6 +45,7 @@ ANSWER_GRACE_S = 1.0
 LOOK_AT_HALF_CLOSED_S = 0.25
 FIRST_PROBE, LOOKS_PER_PROBE = 4, 20  # checks until it is sent something before its reply begins
 MAX_LOOKS_AT_HALF_CLOSED = 20  # for HTTP/1.0, where nothing can be sent before the reply
+UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 TURNED_AWAY_S = 0.25
 FULL_NEWS_S = 60.0
 TOO_MANY = b"Too many connections are open. Try again later."
@@ -73,6 +75,7 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.timeout_keep_alive = KEEP_ALIVE_S
+        self.parser = RequestParser(self)
         self._reading: asyncio.TimerHandle | None = None  # times out the request
         self._being_read: asyncio.TimerHandle | None = None  # checks that its answer is read
         self._num_messages = 0  # requests that have begun on this connection
@@ -186,6 +189,8 @@ class HttpConnection(HttpToolsProtocol):
         if num_bytes > MAX_HEAD_BYTES:
             self._refuse()
             return
+        if self._offers_upgrade():
+            return
         self._give_time(self.read_timeout_s + ANSWER_GRACE_S)
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
@@ -196,7 +201,28 @@ class HttpConnection(HttpToolsProtocol):
         if not self._is_refused:
             super().on_body(body)
 
+    def _offers_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+
+    def go_on_without_upgrade(self, rest: bytes) -> None:
+        """Reads the request again as if it offered no other protocol: Java's HTTP client offers
+        HTTP/2 with every request. `rest`: what follows its headers."""
+        if self._is_refused:
+            return
+        request = b"%b %b HTTP/%b" % (
+            self.parser.get_method(),
+            self.url,
+            self.parser.get_http_version().encode(),
+        )
+        lines = [b"%b: %b" % header for header in self.headers if header[0] not in UPGRADE_HEADERS]
+        if not self.parser.should_keep_alive():
+            lines.append(b"connection: close")
+        self.parser = RequestParser(self)
+        self.parser.feed_data(b"\r\n".join([request, *lines, b"", rest]))
+
     def on_message_complete(self) -> None:
+        if self._offers_upgrade():
+            return
         self._is_in_message = False
         self._stop_clock()
         if not self._is_refused:
@@ -277,6 +303,21 @@ class HttpConnection(HttpToolsProtocol):
         if self.cycle is None or self.cycle.scope is not self.scope:
             self.transport.write(_plain_answer(status, message))
         self.transport.close()
+
+
+class RequestParser(httptools.HttpRequestParser):
+    """Ignores offers of another protocol: the parser itself would drop the body after one."""
+
+    def __init__(self, connection: HttpConnection) -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._connection = connection
+
+    def feed_data(self, data: Any) -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._connection.go_on_without_upgrade(data[upgrade.args[0] :])
 
 
 def _plain_answer(status: bytes, message: bytes, headers: bytes = b"") -> bytes:
