@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -319,6 +320,61 @@ def test_a_thought_that_comes_back_by_its_other_name_is_one() -> None:
     }
     chat = parse("chat", messages=[*COUNTED["messages"], said, *COUNTED["messages"]])
     assert chat.messages[1]["reasoning_content"] == "17 and 26"
+
+
+HELLO = COUNTED["messages"][0]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"content": None, "refusal": "I will not."},
+        {"content": [{"type": "refusal", "refusal": "I will not."}]},
+        {"content": "I will", "refusal": " not."},
+    ],
+)
+def test_a_refusal_is_what_the_assistant_said(more: dict[str, Any]) -> None:
+    chat = parse("chat", messages=[HELLO, {"role": "assistant", **more}, HELLO])
+    assert chat.messages[1]["content"] == "I will not."
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"function_call": {"name": "f", "arguments": "{}"}}, "messages[0].function_call is not"),
+        ({"audio": {"id": "a"}}, "messages[0].audio is not supported"),
+        ({"tool_calls": [{"id": "c", "type": "custom"}]}, "[0].tool_calls[0] has no function, its"),
+        ({"tool_calls": [{"id": "c"}]}, "messages[0].tool_calls[0] has no function"),
+        ({"content": [{"type": "text"}]}, "messages[0].content[0] has no text"),
+        ({"content": [{"type": "refusal"}]}, "messages[0].content[0] has no refusal"),
+        ({"content": [{"type": "hologram"}]}, "messages[0].content[0] is of type 'hologram'"),
+    ],
+)
+def test_what_a_message_cannot_say_is_refused_by_name(message: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        parse("chat", messages=[{"role": "assistant", **message}, HELLO])
+    assert named in str(refused.value)
+    assert refused.value.param is not None
+    assert refused.value.param.startswith("messages[0].")
+
+
+@pytest.mark.parametrize(
+    ("tool", "named"),
+    [
+        ({"type": "custom", "custom": {"name": "f"}}, "tools[0].type is 'custom'"),
+        ({"type": "function"}, "tools[0] has no function"),
+    ],
+)
+def test_a_tool_that_is_no_function_is_refused_by_its_type(
+    tool: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(named)):
+        parse("chat", tools=[tool])
+
+
+def test_a_part_without_text_is_told_so_in_responses() -> None:
+    with pytest.raises(RequestError, match=re.escape("input[0].content[0] has no text")):
+        parse("responses", input=[{"role": "user", "content": [{"type": "input_text"}]}])
 
 
 def test_usage_can_be_asked_for_as_openrouters_clients_do() -> None:

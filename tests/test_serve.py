@@ -333,7 +333,10 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+    ),
     ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
     ({"model": 5}, "model"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),

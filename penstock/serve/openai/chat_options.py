@@ -39,7 +39,7 @@ class ToolFunction(msgspec.Struct):
 
 
 class Tool(msgspec.Struct):
-    function: ToolFunction
+    function: ToolFunction | None = None
     type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})] = "function"
 
 
@@ -118,6 +118,7 @@ class JsonForm:
 def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
     """Keeps the last of several tools with the same name, in the position of the first: OpenAI
     accepts duplicates, and clients that look up a called tool by name find the last."""
+    functions: dict[str, ToolFunction] = {}
     for index, tool in enumerate(tools):
         if tool.type != "function":
             raise RequestError(
@@ -125,8 +126,10 @@ def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
                 "Only functions are supported.",
                 param="tools",
             )
+        if tool.function is None:
+            raise RequestError(f"tools[{index}] has no function", param=f"tools[{index}].function")
         check_tool_name(tool.function.name, f"tools[{index}].function.name", "tools")
-    functions = {tool.function.name: tool.function for tool in tools}
+        functions[tool.function.name] = tool.function
     return [plain_tool(f.name, f.description, f.parameters) for f in functions.values()]
 
 

@@ -325,12 +325,15 @@ def _text(content: str | list[Part], where: str, types: tuple[str, ...] = TEXT_P
         return content
     texts = []
     for index, part in enumerate(content):
-        text = part.refusal if part.type == "refusal" else part.text
-        if text is None or part.type not in (*types, "refusal"):
+        if part.type not in (*types, "refusal"):
             raise RequestError(
                 f"{where}[{index}] is of type {part.type[:32]!r}",
                 "Only text is supported.",
                 param=where,
             )
+        name = "refusal" if part.type == "refusal" else "text"
+        text: str | None = getattr(part, name)
+        if text is None:
+            raise RequestError(f"{where}[{index}] has no {name}", param=where)
         texts.append(text)
     return "".join(texts)
