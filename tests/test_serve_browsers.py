@@ -132,6 +132,17 @@ def test_other_types_are_a_415(kind: str) -> None:
         assert f"The Content-Type is {repr(kind) if kind else 'empty'}" in message_of(refused)
 
 
+@pytest.mark.parametrize("path", [*POSTS, "/v1/files"])
+def test_a_compressed_body_is_a_415_that_says_so(path: str) -> None:
+    kind = "multipart/form-data; boundary=X" if path == "/v1/files" else "application/json"
+    for coding in ("gzip", "identity, zstd"):
+        refused = post(path, {"content-type": kind, "content-encoding": coding})
+        assert refused.status == 415
+        assert f"The Content-Encoding is '{coding}'" in message_of(refused)
+    taken = post(path, {"content-type": kind, "content-encoding": "Identity"})
+    assert taken.status == (404 if path == "/v1/files" else 400)
+
+
 @pytest.mark.parametrize("kind", ["application/octet-stream", "application/jsonlines"])
 def test_an_invocation_may_have_any_type_that_pages_must_ask_for(kind: str) -> None:
     assert post("/invocations", {"content-type": kind}).status == 400

@@ -51,28 +51,41 @@ class ForbiddenError(PenstockError):
 
 
 class MediaTypeError(PenstockError):
-    """A body that is not declared as JSON."""
+    """A body that is not declared as JSON, or is compressed."""
 
     status = 415
     code = "unsupported_media_type"
 
 
 class JsonBodies:
-    """Answers 415 to a POST whose body is declared as anything but JSON."""
+    """Answers 415 to a POST whose body is declared as anything but JSON, or as compressed."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            for value in Headers(scope=scope).getlist("content-type"):
-                kind = value.partition(";")[0].strip().lower()
-                if not _is_readable(kind, scope["path"]):
-                    await answer_error(scope, _wrong_type(kind, scope["path"]))(
-                        scope, receive, send
-                    )
-                    return
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        error = _objection(scope) if is_post else None
+        if error is not None:
+            await answer_error(scope, error)(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+
+def _objection(scope: Scope) -> MediaTypeError | None:
+    headers = Headers(scope=scope)
+    for value in headers.getlist("content-type"):
+        kind = value.partition(";")[0].strip().lower()
+        if not _is_readable(kind, scope["path"]):
+            return _wrong_type(kind, scope["path"])
+    for value in headers.getlist("content-encoding"):
+        if value.strip().lower() not in ("", "identity"):
+            return MediaTypeError(
+                f"The Content-Encoding is {value[:64]!r}",
+                "The server reads only bodies that are not compressed.",
+                "Turn off the compression of requests in your client or proxy.",
+            )
+    return None
 
 
 def _is_readable(content_type: str, path: str) -> bool:
