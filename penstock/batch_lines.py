@@ -64,8 +64,11 @@ class Result(msgspec.Struct):
         return int(number) if number.isdigit() else 0
 
 
-class _Streamed(msgspec.Struct):
+class _Delivery(msgspec.Struct):
+    """Ways to answer that a batch does not have."""
+
     stream: bool | None = None
+    background: bool | None = None
 
 
 class LineError(RequestError):
@@ -112,12 +115,13 @@ def read_line(line: bytes, max_bytes: int, endpoints: Collection[str]) -> BatchL
     if not bytes(asked.body).lstrip().startswith(b"{"):
         raise LineError("invalid_request", "body is not a JSON object", param="body")
     try:
-        is_streamed = msgspec.json.decode(asked.body, type=_Streamed).stream
+        delivery = msgspec.json.decode(asked.body, type=_Delivery)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LineError("invalid_request", f"body: {error}", param="body") from error
-    if is_streamed:
-        why = "A batch cannot stream answers."
-        raise LineError("invalid_request", "body.stream is true", why, "body.stream")
+    for name in delivery.__struct_fields__:
+        if getattr(delivery, name):
+            why = "A batch writes each answer when it is complete."
+            raise LineError("invalid_request", f"body.{name} is true", why, f"body.{name}")
     return asked
 
 

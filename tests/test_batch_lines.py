@@ -39,6 +39,7 @@ CHATS = ("/v1/chat/completions",)
         ({**GOOD, "url": "/v1/models"}, "invalid_url"),
         ({**GOOD, "body": "x"}, "invalid_request"),
         ({**GOOD, "body": {"prompt": "x", "stream": True}}, "invalid_request"),
+        ({**GOOD, "body": {"prompt": "x", "background": True}}, "invalid_request"),
         ({**GOOD, "body": {"prompt": "x" * 300}}, "line_too_long"),
     ],
 )
