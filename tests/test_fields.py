@@ -389,6 +389,14 @@ def test_an_effort_of_anthropics_limits_a_thought() -> None:
     assert old.json_form.schema == {"type": "object"}
 
 
+def test_two_forms_of_anthropics_must_be_the_same() -> None:
+    forms = [{"type": "json_schema", "schema": {"type": kind}} for kind in ("object", "array")]
+    same = parse("messages", output_format=forms[0], output_config={"format": forms[0]})
+    assert same.json_form.schema == forms[0]["schema"]
+    with pytest.raises(RequestError, match="are different"):
+        parse("messages", output_format=forms[1], output_config={"format": forms[0]})
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -267,6 +267,13 @@ def _is_thinking(thinking: Thinking | None, thinks: bool | None) -> bool:
 def _json_form(fields: PromptBody) -> JsonForm | None:
     where, form = "output_format", fields.output_format
     if fields.output_config is not None and fields.output_config.format is not None:
+        if form not in (None, fields.output_config.format):
+            raise RequestError(
+                "output_format and output_config.format are different",
+                "The first is the older name of the second.",
+                "Omit output_format.",
+                param=where,
+            )
         where, form = "output_config.format", fields.output_config.format
     if form is None:
         return None
