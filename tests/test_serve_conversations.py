@@ -195,6 +195,11 @@ def test_a_conversation_that_was_compacted_goes_on(api: openai.OpenAI) -> None:
     assert respond(api, after, max_output_tokens=1).usage.input_tokens > 20
 
 
+def test_of_nothing_there_is_no_summary(server: Server) -> None:
+    for asked in ({}, {"input": None}, {"instructions": "Be brief."}):
+        assert_refused(server.post(asked, "/v1/responses/compact"), 400, "input")
+
+
 def test_truncation_drops_the_oldest_turns_and_nothing_else(api: openai.OpenAI) -> None:
     turns: list[Any] = [{"role": "system", "content": "Be brief."}]
     for number in range(40):
@@ -270,6 +275,31 @@ def test_what_a_conversation_cannot_hold_is_refused(server: Server) -> None:
     empty = server.http.get(f"{server.url}{path}").json()
     assert (empty["data"], empty["has_more"]) == ([], False)
     assert_refused(server.post({"conversation": id}, "/v1/responses"), 400, "input")
+
+
+def test_a_change_of_metadata_says_what_it_is_and_changes_nothing_else(server: Server) -> None:
+    id = server.post({"metadata": {"of": "Alice"}}, "/v1/conversations").json()["id"]
+    path = f"/v1/conversations/{id}"
+    assert_refused(server.post({}, path), 400, "metadata")
+    items = [{"role": "user", "content": "Hello"}]
+    assert_refused(server.post({"metadata": {}, "items": items}, path), 400, "items")
+    assert server.http.get(f"{server.url}{path}").json()["metadata"] == {"of": "Alice"}
+    assert server.post({"metadata": None}, path).json()["metadata"] == {}
+
+
+def test_a_result_whose_call_was_deleted_is_named_by_its_id(server: Server) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "43"}
+    id = server.post({"items": [call, result]}, "/v1/conversations").json()["id"]
+    path = f"{server.url}/v1/conversations/{id}/items"
+    stored_result, stored_call = server.http.get(path).json()["data"]
+    assert server.http.delete(f"{path}/{stored_call['id']}").status_code == 200
+    asked = {"conversation": id, "input": "Go on."}
+    refused = server.post(asked, "/v1/responses")
+    assert refused.status_code == 400
+    assert f"The stored item {stored_result['id']} has no" in refused.json()["error"]["message"]
+    assert server.http.delete(f"{path}/{stored_result['id']}").status_code == 200
+    assert server.post({**asked, "max_output_tokens": 1}, "/v1/responses").status_code == 200
 
 
 # In the background

@@ -32,7 +32,11 @@ from penstock.serve.ollama.requests import GenerateBody, ModelBody, OllamaChatBo
 from penstock.serve.ollama.routes import EmbedBody, EmbeddingsBody
 from penstock.serve.openai.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from penstock.serve.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from penstock.serve.responses.conversation_routes import ConversationBody, ItemsBody
+from penstock.serve.responses.conversation_routes import (
+    ConversationBody,
+    ItemsBody,
+    MetadataBody,
+)
 from penstock.serve.responses.requests import ResponseBody
 from penstock.serve.responses.routes import CompactBody
 
@@ -210,7 +214,7 @@ OPERATIONS: tuple[Operation, ...] = (
     POST("/v1/responses/compact", "Shorten a conversation", COMPACTED, CompactBody),
     POST("/v1/conversations", "Create a conversation", CONVERSATION, ConversationBody),
     GET("/v1/conversations/{id}", "A conversation", CONVERSATION),
-    POST("/v1/conversations/{id}", "Change its metadata", CONVERSATION, ConversationBody),
+    POST("/v1/conversations/{id}", "Change its metadata", CONVERSATION, MetadataBody),
     DELETE("/v1/conversations/{id}", "Delete a conversation", DELETED),
     GET("/v1/conversations/{id}/items", "The items of a conversation", ITEM_LIST),
     POST("/v1/conversations/{id}/items", "Add items", ITEM_LIST, ItemsBody),

@@ -33,6 +33,10 @@ class ConversationBody(msgspec.Struct, kw_only=True):
     metadata: Metadata | None = None
 
 
+class MetadataBody(msgspec.Struct, kw_only=True):
+    metadata: Metadata | None
+
+
 class ItemsBody(msgspec.Struct, kw_only=True):
     items: Items
 
@@ -72,7 +76,7 @@ class ConversationRoutes:
 
     async def update(self, request: Request) -> Response:
         fields = decode_body(
-            await read_body(request, for_reply=False), ConversationBody, table=self._table
+            await read_body(request, for_reply=False), MetadataBody, table=self._table
         )
         id, tenant = request.path_params["id"], tenant_of(request.scope)
         said: dict[str, Any] = msgspec.json.decode(self._body(request))

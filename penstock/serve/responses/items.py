@@ -96,7 +96,8 @@ def plain_messages(
     _check_size(whole, field)
     conversation = _Conversation(instructions, called, [] if omitted is None else omitted)
     for index, item in enumerate(whole, -len(history)):
-        conversation.add(item, f"{field}[{index}]")
+        stored = f"The stored item {item.id}"
+        conversation.add(item, f"{field}[{index}]" if index >= 0 else stored)
     return conversation.messages()
 
 

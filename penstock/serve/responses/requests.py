@@ -203,13 +203,7 @@ def response_request(
     """`history`: the items before the sent ones; `called`: names of tools by the ids of earlier
     calls; `defaults`: the server's sampling parameters."""
     items = sent_items(fields)
-    if not (history or items):
-        raise RequestError(
-            "The request has no input",
-            "The model replies to input, or to a stored conversation.",
-            "Send input as a text or a list of items.",
-            param="input",
-        )
+    require_input([*history, *items])
     with own_names():
         omitted: list[str] = []
         messages = plain_messages(history, items, fields.instructions, called, omitted=omitted)
@@ -231,6 +225,16 @@ def response_request(
         bool(fields.background),
         form,
     )
+
+
+def require_input(items: list[Item]) -> None:
+    if not items:
+        raise RequestError(
+            "The request has no input",
+            "The model replies to input, or to a stored conversation.",
+            "Send input as a text or a list of items.",
+            param="input",
+        )
 
 
 def sent_items(fields: ResponseBody) -> list[Item]:

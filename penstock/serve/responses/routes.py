@@ -45,6 +45,7 @@ from penstock.serve.responses.requests import (
     ResponseRequest,
     own_names,
     parse_response,
+    require_input,
     response_request,
     sent_items,
 )
@@ -227,6 +228,7 @@ class ResponsesRoutes:
     async def compact(self, request: Request) -> Within:
         fields = parse_compact(await read_body(request), self._compact_table)
         asked = self._asked(fields, request)
+        require_input(asked.items[:-1])  # the last one is `ASK`
         # Not a turn of a session: the client continues with the result.
         chat = replace(asked.chat, loop_guard=True, tenant=tenant_of(request.scope))
         id, place = request.scope["request_id"], place_of(request.scope)
