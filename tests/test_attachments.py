@@ -15,6 +15,7 @@ from penstock.serve.requests import ChatRequest
 from penstock.serve.responses.requests import parse_response, response_request
 
 IMAGE = "[image left out: this model reads text only]"
+WORDS = {"type": "text", "text": "Words."}
 DOCUMENT = "[document left out: this model reads text only]"
 ASKED = {"role": "user", "content": "Look."}
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
@@ -68,6 +69,24 @@ def response_of(*parts: dict[str, Any]) -> ChatRequest:
             [],
         ),
         (
+            message_of(
+                {
+                    "type": "document",
+                    "title": "T",
+                    "context": "C",
+                    "source": {"type": "content", "content": [WORDS, {"type": "image"}]},
+                },
+                {"type": "document", "source": {"type": "content", "content": "More."}},
+            ),
+            f"T\n\nC\n\nWords.\n\n{IMAGE}\n\nMore.",
+            ["image at messages[2].content[0].content[0].source.content[1]"],
+        ),
+        (
+            message_of({"type": "search_result", "title": "T", "source": "S", "content": [WORDS]}),
+            "T\n\nS\n\nWords.",
+            [],
+        ),
+        (
             response_of(
                 {"type": "input_text", "text": "Seen: "}, {"type": "input_image", "image_url": "x"}
             ),
@@ -87,6 +106,21 @@ def test_what_is_no_text_in_a_result_is_left_out_and_said(
     result = chat.messages[-1]
     assert (result["role"], result["content"]) == ("tool", content)
     assert chat.omitted == omitted
+
+
+@pytest.mark.parametrize(
+    ("block", "param"),
+    [
+        ({"type": "search_result", "title": "T", "content": [WORDS]}, "source"),
+        ({"type": "search_result", "title": "T", "source": "S", "content": "x"}, "content"),
+        ({"type": "document", "source": {"type": "text", "data": 5}}, "source.data"),
+        ({"type": "document", "source": {"type": "content", "content": [{}]}}, "source.content[0]"),
+    ],
+)
+def test_a_wrong_part_of_a_result_is_named(block: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        message_of(block)
+    assert refused.value.param == f"messages[2].content[0].content[0].{param}"
 
 
 def test_the_answer_names_what_was_left_out() -> None:

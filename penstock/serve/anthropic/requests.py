@@ -9,7 +9,7 @@ the ignored fields. Nothing here renders or generates; replies.py writes the rep
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -83,6 +83,27 @@ class ToolResultBlock(msgspec.Struct):
     is_error: bool | None = None
 
 
+class SearchResultBlock(msgspec.Struct):
+    """In a tool's result, as is the next."""
+
+    title: str
+    source: str
+    content: list[TextBlock]
+
+
+class DocumentSource(msgspec.Struct):
+    type: str | None = None
+    data: str | None = None
+    content: Content | None = None
+
+
+class DocumentBlock(msgspec.Struct):
+    source: DocumentSource | None = None
+    title: str | None = None
+    context: str | None = None
+
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 BlockTypes = dict[str, type[Block]]
 
@@ -393,10 +414,7 @@ def _checked_block(
             "Omit the block, or describe it in a text block.",
             param=where,
         )
-    try:
-        checked = msgspec.convert(block, types[kind])
-    except msgspec.ValidationError as error:
-        raise wrong_field(error, where) from error
+    checked = _converted(block, types[kind], where)
     if isinstance(checked, ToolResultBlock) and isinstance(checked.content, list):
         texts = [
             _result_text(part, f"{where}.content[{index}]", omitted)
@@ -406,11 +424,44 @@ def _checked_block(
     return checked
 
 
+def _converted(block: dict[str, Any], kind: type[Struct], where: str) -> Struct:
+    try:
+        return msgspec.convert(block, kind)
+    except msgspec.ValidationError as error:
+        raise wrong_field(error, where) from error
+
+
 def _result_text(block: dict[str, Any], where: str, omitted: list[str]) -> str:
     """The text of a block of a tool's result; a note instead of a block that is not text."""
-    kind, source = block.get("type"), block.get("source")
-    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        return str(source.get("data", ""))
+    kind = block.get("type")
+    if kind == "search_result":
+        found = _converted(block, SearchResultBlock, where)
+        return PARAGRAPH.join([found.title, found.source, *_texts([*found.content])])
+    if kind == "document":
+        return _document_text(_converted(block, DocumentBlock, where), where, omitted)
+    return _part_text(block, where, omitted)
+
+
+def _document_text(document: DocumentBlock, where: str, omitted: list[str]) -> str:
+    source = document.source or DocumentSource()
+    texts = [document.title, document.context]
+    content = source.content
+    if source.type == "text":
+        texts.append(source.data)
+    elif source.type != "content":
+        texts.append(replace_attachment("document", where, omitted))
+    elif isinstance(content, list):
+        texts += [
+            _part_text(part, f"{where}.source.content[{index}]", omitted)
+            for index, part in enumerate(content)
+        ]
+    else:
+        texts.append(content)
+    return PARAGRAPH.join(text for text in texts if text)
+
+
+def _part_text(block: dict[str, Any], where: str, omitted: list[str]) -> str:
+    kind = block.get("type")
     if isinstance(kind, str) and kind != "text":
         return replace_attachment(kind, where, omitted)
     return "".join(_texts([_checked_block(block, where, TEXT_ONLY, omitted)]))
