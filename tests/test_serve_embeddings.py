@@ -169,7 +169,10 @@ def test_an_input_is_cut_before_the_end_token_and_only_if_asked(
 def test_what_cannot_be_embedded_is_refused_by_name(
     server: Server, fields: Any, param: str
 ) -> None:
-    assert_refused(server.post(fields, "/v1/embeddings"), 400, param)
+    refused = server.post(fields, "/v1/embeddings")
+    assert_refused(refused, 400, param)
+    if param == "encoding_format":
+        assert "It must be one of float, base64." in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])

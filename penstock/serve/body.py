@@ -64,7 +64,11 @@ def _decode(body: bytes, kind: type[Body], table: FieldTable | None = None) -> B
         return msgspec.json.decode(body, type=strict)
     except msgspec.ValidationError as error:
         raise wrong_field(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError as error:
+        raise RequestError(
+            "The body is nested too deeply", "Reading it would take too much memory."
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(
             "The body is not JSON", f"{error}.", "Send a JSON object in UTF-8."
         ) from error

@@ -94,10 +94,13 @@ async def answer_penstock_error(request: Request, error: Exception) -> Response:
 async def answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     scope, status = request.scope, error.status_code
-    headers = {"allow": ", ".join(_methods_of(request))} if status == 405 else error.headers
-    message = error.detail
+    headers, message = error.headers, error.detail
     if message in ("Not Found", "Method Not Allowed"):
         message = f"{request.method} {scope['path'][:200]} does not exist here."
+    if status == 405:
+        methods = _methods_of(request)
+        headers = {"allow": ", ".join(methods)}
+        message += f"\nThe path exists for {' and '.join(methods)}."
     return Response(error_body(scope, message, status), _status(scope, status), headers, JSON_TYPE)
 
 

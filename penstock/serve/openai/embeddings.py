@@ -11,7 +11,7 @@ import time
 from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -21,7 +21,7 @@ from starlette.routing import Route
 from penstock.errors import RequestError
 from penstock.serve.admission import priority_in, tenant_of
 from penstock.serve.answer import Answer, read_body
-from penstock.serve.body import decode_body
+from penstock.serve.body import decode_body, wrong_choice
 from penstock.serve.fields import EMBEDDINGS, RERANK, SCORE
 from penstock.serve.intake import place_of
 from penstock.serve.openai.requests import split_prompts
@@ -31,6 +31,7 @@ from penstock.serve.text_stream import TextStream, Usage
 from penstock.serve.vectors import EmbeddingRequest, ScoreRequest
 
 MAX_INPUTS = 2048  # per request, as at OpenAI
+ENCODING_FORMATS = ("float", "base64")
 MAX_INSTRUCTION_CHARS = 16_384
 
 Texts = Annotated[list[str], Meta(min_length=1)]
@@ -48,7 +49,9 @@ class VectorBody(msgspec.Struct, kw_only=True):
 
 class EmbeddingBody(VectorBody, kw_only=True):
     input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: (
+        Annotated[str, Meta(extra_json_schema={"enum": list(ENCODING_FORMATS)})] | None
+    ) = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
@@ -119,6 +122,8 @@ class VectorRoutes:
         fields = decode_body(
             await read_body(request), EmbeddingBody, MAX_ID_VALUES, self._embed_table
         )
+        if fields.encoding_format not in (None, *ENCODING_FORMATS):
+            raise wrong_choice("encoding_format", fields.encoding_format or "", ENCODING_FORMATS)
         inputs = split_prompts(fields.input, "input")
         _check_number("inputs", len(inputs), "input")
         asked = EmbeddingRequest(
