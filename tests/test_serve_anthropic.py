@@ -605,6 +605,8 @@ def test_a_reply_is_continued_once_and_a_thread_that_is_gone_is_said_to_be(
     refused = send(next_turn, system="Be brief.")
     assert (refused.status_code, "system cannot be sent" in refused.text) == (400, True)
     assert send(next_turn, max_tokens=-1).status_code == 400
+    refused = send(next_turn, session_id="example")
+    assert (refused.status_code, "thread and session_id" in refused.text) == (400, True)
     assert "Alice" in send(next_turn).json()["content"][0]["text"], (
         "what failed has continued nothing"
     )

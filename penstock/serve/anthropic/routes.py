@@ -49,6 +49,13 @@ class AnthropicRoutes:
         fields = decode_body(await read_body(request), MessagesBody, table=self._table)
         thread = None
         if fields.thread is not None:
+            if fields.session_id is not None:
+                raise RequestError(
+                    "thread and session_id are both set",
+                    "Each of them sets what comes before the messages.",
+                    "Omit one of them.",
+                    param="thread",
+                )
             thread = self._threads.find(fields.thread, tenant_of(request.scope))
             if thread.previous is not None:
                 place_of(request.scope).add_bytes(
