@@ -157,6 +157,7 @@ def test_an_input_is_cut_before_the_end_token_and_only_if_asked(
         ({"input": ["a"] * 2049}, "input"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 2**64}, "dimensions"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "ab", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
         ({"input": "a", "dimensions": 49}, "dimensions"),

@@ -35,6 +35,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_CHARS)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
+Dimensions = Annotated[int, Meta(ge=1, lt=2**31)]  # of a vector
 Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # lower runs earlier
 
 

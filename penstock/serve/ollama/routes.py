@@ -40,7 +40,13 @@ from penstock.serve.ollama.replies import (
 )
 from penstock.serve.ollama.requests import ModelBody, parse_chat, parse_generate
 from penstock.serve.openai.embeddings import MAX_INPUTS
-from penstock.serve.requests import CacheSalt, ChatRequest, CompletionRequest, TextRequest
+from penstock.serve.requests import (
+    CacheSalt,
+    ChatRequest,
+    CompletionRequest,
+    Dimensions,
+    TextRequest,
+)
 from penstock.serve.sessions import SessionChat, in_session
 from penstock.serve.state import ServerState
 from penstock.serve.text_stream import Deliver, TextStream, Usage
@@ -327,7 +333,7 @@ class EmbedBody(msgspec.Struct, kw_only=True):
     input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)] = ""
     model: str | None = None
     truncate: bool | None = None  # default: true
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: Dimensions | None = None
     keep_alive: float | str | None = None
     options: dict[str, Any] | None = None  # for loading and sampling: neither applies here
     cache_salt: CacheSalt | None = None  # not Ollama's

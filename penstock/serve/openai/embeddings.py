@@ -25,7 +25,14 @@ from penstock.serve.body import decode_body, wrong_choice
 from penstock.serve.fields import EMBEDDINGS, RERANK, SCORE
 from penstock.serve.intake import place_of
 from penstock.serve.openai.requests import split_prompts
-from penstock.serve.requests import MAX_ID_VALUES, CacheSalt, Priority, Timeout, TokenId
+from penstock.serve.requests import (
+    MAX_ID_VALUES,
+    CacheSalt,
+    Dimensions,
+    Priority,
+    Timeout,
+    TokenId,
+)
 from penstock.serve.state import ServerState
 from penstock.serve.text_stream import TextStream, Usage
 from penstock.serve.vectors import EmbeddingRequest, ScoreRequest
@@ -52,7 +59,7 @@ class EmbeddingBody(VectorBody, kw_only=True):
     encoding_format: (
         Annotated[str, Meta(extra_json_schema={"enum": list(ENCODING_FORMATS)})] | None
     ) = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: Dimensions | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
 
