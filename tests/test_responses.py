@@ -201,6 +201,15 @@ def test_who_keeps_most_makes_nobody_elses_responses_go() -> None:
     assert store.body_of("few_1", "few")
 
 
+def test_a_conversation_that_outgrows_the_store_is_said_to_be_gone() -> None:
+    store = ResponseStore(max_bytes=1000)
+    store.keep("conv_1", b"{}", [])
+    store.extend("conv_1", [Item(role="user", content="x" * 500)])
+    with pytest.raises(RequestError, match="in up to 1000 bytes"):
+        store.extend("conv_1", [Item(role="user", content="x" * 500)])
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
 def test_items_that_would_hold_everybody_up_are_not_decoded() -> None:
     store = ResponseStore()
     many = [Part("input_text", "x")] * 20_000

@@ -157,7 +157,8 @@ class ResponseStore:
     def extend(
         self, id: str, items: Sequence[Item], tenant: str = "", num_inputs: int | None = None
     ) -> list[str]:
-        """Adds items to a conversation, which becomes the youngest record; returns their ids."""
+        """Adds items to a conversation, which becomes the youngest record; returns their ids.
+        Raises an error if it is too large to be kept."""
         record = self._find(id, tenant)
         shelf = self._shelves[tenant]
         item_ids = _use_all(shelf, items, num_inputs)
@@ -167,6 +168,7 @@ class ResponseStore:
         self._kept.move_to_end(id)
         shelf.ids.move_to_end(id)
         self._forget_surplus()
+        self._find(id, tenant)  # it may have grown beyond the limit of all records
         return item_ids
 
     def remove_item(self, id: str, item_id: str, tenant: str = "") -> None:
