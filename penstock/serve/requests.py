@@ -35,6 +35,9 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_CHARS)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
+MetadataKey = Annotated[str, Meta(max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)]
 Dimensions = Annotated[int, Meta(ge=1, lt=2**31)]  # of a vector
 Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # lower runs earlier
 

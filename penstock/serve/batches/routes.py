@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,14 +19,13 @@ from penstock.serve.batches.folder import Batch
 from penstock.serve.batches.runner import BatchRunner
 from penstock.serve.body import decode_body, wrong_choice
 from penstock.serve.fields import BATCHES
+from penstock.serve.requests import Metadata
 from penstock.serve.state import ServerState
 
 DEFAULT_LIST, MAX_LIST = 20, 100
 MAX_WINDOW_S = 14 * 24 * 3600
 _WINDOW = re.compile(r"([1-9]\d{0,3})(m|h|d)")
 _UNITS_S = {"m": 60, "h": 3600, "d": 24 * 3600}
-
-MetadataText = Annotated[str, Meta(max_length=512)]
 
 
 class ExpiresAfter(msgspec.Struct):
@@ -39,10 +37,7 @@ class BatchBody(msgspec.Struct, kw_only=True):
     input_file_id: str
     endpoint: str
     completion_window: str
-    metadata: (
-        Annotated[dict[Annotated[str, Meta(max_length=64)], MetadataText], Meta(max_length=16)]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 

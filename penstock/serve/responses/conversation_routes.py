@@ -21,8 +21,8 @@ from penstock.serve.answer import JSON_TYPE, json_response, read_body
 from penstock.serve.body import decode_body
 from penstock.serve.fields import CONVERSATIONS
 from penstock.serve.intake import place_of
+from penstock.serve.requests import Metadata
 from penstock.serve.responses.items import MAX_ITEMS, Item, Items, plain_messages, shown
-from penstock.serve.responses.requests import Metadata
 from penstock.serve.responses.routes import list_of, page_of, resolved
 from penstock.serve.responses.store import ResponseStore, UnknownItemError, new_id
 from penstock.serve.state import ServerState

@@ -38,7 +38,7 @@ from penstock.serve.openai.chat_options import (
     plain_tools,
 )
 from penstock.serve.openai.requests import DRAW_NAMES, DrawFields, StreamOptions, given_fields
-from penstock.serve.requests import NO_DEFAULTS, ChatRequest, Defaults
+from penstock.serve.requests import NO_DEFAULTS, ChatRequest, Defaults, Metadata
 from penstock.serve.responses.custom_tools import text_grammars, text_parameters
 from penstock.serve.responses.items import NO_CALLS, Item, Items, PlainMessage, plain_messages
 from penstock.types import SamplingParams
@@ -121,11 +121,6 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         self.summary = self.summary or self.generate_summary
-
-
-MetadataKey = Annotated[str, Meta(max_length=64)]
-MetadataValue = Annotated[str, Meta(max_length=512)]
-Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)]
 
 
 class ConversationId(msgspec.Struct):
