@@ -102,10 +102,10 @@ class CompletionRequest(TextRequest):
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
-    text: str
-    chat: ChatRequest | None  # instead of the text
-    add_special_tokens: bool
-    shows_texts: bool
+    text: str = ""
+    chat: ChatRequest | None = None  # instead of the text
+    add_special_tokens: bool = False
+    shows_texts: bool = False
     knows_control_tokens: bool = True  # False: the text contains none
     shows_pieces: bool = False  # llama-server's format: each token with its text
     counts_cached: bool = False

@@ -223,6 +223,10 @@ class TextEngine:
     async def tokenize(self, asked: TokenizeRequest, tenant: str, num_bytes: int = 0) -> list[int]:
         return await self._counting.run(num_bytes, self._tokenize, asked, tenant)
 
+    async def num_tokens(self, chat: ChatRequest, tenant: str, num_bytes: int) -> int:
+        """The number of tokens of a chat's prompt."""
+        return len(await self.tokenize(TokenizeRequest(chat=chat), tenant, num_bytes))
+
     async def token_texts(self, token_ids: list[int], num_bytes: int = 0) -> list[str]:
         return await self._counting.run(num_bytes, self._token_texts, token_ids)
 

@@ -21,7 +21,6 @@ from penstock.serve.body import decode_body
 from penstock.serve.conversations import Conversations, Key, Thread
 from penstock.serve.fields import COUNT_TOKENS, MESSAGES
 from penstock.serve.intake import place_of
-from penstock.serve.requests import TokenizeRequest
 from penstock.serve.sessions import SessionChat
 from penstock.serve.state import ServerState
 from penstock.serve.text_stream import Deliver, TextStream
@@ -81,10 +80,9 @@ class AnthropicRoutes:
         chat = parse_count(
             await read_body(request, for_reply=False), self._thinks, self._count_table
         )
-        asked = TokenizeRequest(text="", chat=chat, add_special_tokens=False, shows_texts=False)
         num_bytes = place_of(request.scope).num_bytes
-        tokens = await self._text.tokenize(asked, tenant_of(request.scope), num_bytes)
-        return json_response({"input_tokens": len(tokens)})
+        num_tokens = await self._text.num_tokens(chat, tenant_of(request.scope), num_bytes)
+        return json_response({"input_tokens": num_tokens})
 
 
 REPLAY = 'Send the whole conversation with thread {"type": "create"}.'

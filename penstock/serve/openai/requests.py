@@ -286,9 +286,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     if fields.content is not None:
         return TokenizeRequest(
             text=fields.content,
-            chat=None,
             add_special_tokens=bool(fields.add_special),
-            shows_texts=False,
             knows_control_tokens=fields.parse_special is not False,
             shows_pieces=bool(fields.with_pieces),
             counts_cached=bool(fields.count_cached),

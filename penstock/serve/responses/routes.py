@@ -30,7 +30,6 @@ from penstock.serve.answer import (
 from penstock.serve.body import decode_body
 from penstock.serve.fields import COMPACT, RESPONSES, FieldTable
 from penstock.serve.intake import Place, place_of
-from penstock.serve.requests import TokenizeRequest
 from penstock.serve.responses.items import Item, Items, items_of, seal, shown
 from penstock.serve.responses.replies import (
     Fields,
@@ -218,12 +217,11 @@ class ResponsesRoutes:
     async def count_tokens(self, request: Request) -> Response:
         fields = parse_response(await read_body(request, for_reply=False), self._table)
         chat = self._asked(fields, request).chat
-        asked = TokenizeRequest("", chat, add_special_tokens=False, shows_texts=False)
         with own_names():
-            tokens = await self._state.text.tokenize(
-                asked, tenant_of(request.scope), place_of(request.scope).num_bytes
+            num_tokens = await self._state.text.num_tokens(
+                chat, tenant_of(request.scope), place_of(request.scope).num_bytes
             )
-        return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
+        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def compact(self, request: Request) -> Within:
         fields = parse_compact(await read_body(request), self._compact_table)
