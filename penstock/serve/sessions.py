@@ -9,6 +9,7 @@ any engine. The prompt of a raw completion is the whole text, so only its cache 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -17,7 +18,7 @@ from starlette.routing import Route
 
 from penstock.errors import ContextLengthError, PenstockError, RequestError
 from penstock.serve.admission import priority_in, tenant_of
-from penstock.serve.answer import json_response
+from penstock.serve.answer import Start, json_response
 from penstock.serve.conversations import (
     SHORTEN,
     ConversationInfo,
@@ -31,7 +32,12 @@ from penstock.serve.conversations import (
 from penstock.serve.fleet import Fleet
 from penstock.serve.instructions import warning_headers
 from penstock.serve.intake import place_of
-from penstock.serve.requests import MAX_SESSION_ID_CHARS, ChatRequest, TextRequest
+from penstock.serve.requests import (
+    MAX_SESSION_ID_CHARS,
+    ChatRequest,
+    CompletionRequest,
+    TextRequest,
+)
 from penstock.serve.state import ServerState
 from penstock.serve.text_engine import TextEngine
 from penstock.serve.text_stream import Deliver, ReplyDelta, TextStream, without_thoughts
@@ -72,6 +78,16 @@ def in_session(asked: Asked, request: Request) -> Asked:
         session_id = None if cache_key is None else _cached(tenant, cache_key)
     priority = priority_in(request.scope, asked.priority)
     return replace(asked, tenant=tenant, session_id=session_id, priority=priority)
+
+
+def completion_start(asked: CompletionRequest, request: Request, text: TextEngine) -> Start:
+    """Begins a completion, which may belong to a session: only its cache is kept."""
+    return partial(
+        text.stream_completion,
+        request.scope["request_id"],
+        in_session(asked, request),
+        place=place_of(request.scope),
+    )
 
 
 def named_session(field: str | None, request: Request) -> str | None:

@@ -28,7 +28,7 @@ from penstock.serve.openai.replies import encode_error, encode_event
 from penstock.serve.openai.requests import parse_chat
 from penstock.serve.openai.scores import LOWEST_LOGPROB
 from penstock.serve.requests import TokenizeRequest
-from penstock.serve.sessions import in_session
+from penstock.serve.sessions import completion_start
 from penstock.serve.state import ServerState
 from penstock.serve.text_stream import Deliver, ReplyDelta, ScoredToken, TextStream, Usage
 from penstock.text.dialects import ContentDelta, ParsedReply, ReplyEnd
@@ -57,8 +57,6 @@ class LlamaServerRoutes:
     async def complete(self, request: Request) -> Answer:
         asked = parse_completion(await read_body(request), self._defaults, self._table)
         formatter = LlamaFormat(self._state.model_name, ReplyClock(), asked)
-        request_id, place = request.scope["request_id"], place_of(request.scope)
-        completion = in_session(asked.asked, request)
         tenant = tenant_of(request.scope)
 
         async def start(deliver: Deliver) -> TextStream:
@@ -68,16 +66,13 @@ class LlamaServerRoutes:
                     prompt if isinstance(prompt, str) else await self._text.detokenize(prompt)
                     for prompt in prompts
                 ]
-            stream = await self._text.stream_completion(
-                request_id,
-                replace(completion, prompts=prompts),
-                formatter.clock.before(deliver),
-                place,
-            )
+            completion = replace(asked.asked, prompts=prompts)
+            begin = completion_start(completion, request, self._text)
+            stream = await begin(formatter.clock.before(deliver))
             formatter.usage_of = stream.usage_of
             return stream
 
-        return Answer(start, formatter, completion.is_stream, new_choice=formatter.new_choice)
+        return Answer(start, formatter, asked.asked.is_stream, new_choice=formatter.new_choice)
 
     async def _put_together(self, prompt: Prompt, tenant: str) -> str | list[int]:
         """Returns a text unchanged, and a mixture of texts and token ids as token ids."""
@@ -88,7 +83,7 @@ class LlamaServerRoutes:
             if isinstance(part, int):
                 token_ids.append(part)
             else:
-                asked = TokenizeRequest(part, None, place == 0, False)
+                asked = TokenizeRequest(part, add_special_tokens=place == 0)
                 token_ids += await self._text.tokenize(asked, tenant, len(part))
         return token_ids
 

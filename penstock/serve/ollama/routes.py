@@ -43,11 +43,10 @@ from penstock.serve.openai.embeddings import MAX_INPUTS
 from penstock.serve.requests import (
     CacheSalt,
     ChatRequest,
-    CompletionRequest,
     Dimensions,
     TextRequest,
 )
-from penstock.serve.sessions import SessionChat, in_session
+from penstock.serve.sessions import SessionChat, completion_start
 from penstock.serve.state import ServerState
 from penstock.serve.text_stream import Deliver, TextStream, Usage
 from penstock.serve.vectors import EmbeddingRequest
@@ -107,7 +106,7 @@ class OllamaRoutes:
         formatter = GenerateFormat(*self._head_of(asked), generation.conversation)
         if isinstance(asked, ChatRequest):
             return self._answer_chat(request, asked, formatter)
-        return self._answer_prompt(request, asked, formatter)
+        return self._answer(completion_start(asked, request, self._text), asked, formatter, {})
 
     def _head_of(self, asked: TextRequest) -> tuple[str, ReplyClock, bool]:
         return self._state.model_name, ReplyClock(), asked.sampling.logprobs is not None
@@ -117,18 +116,6 @@ class OllamaRoutes:
             raise RequestError(f"{self._model.name} does not support thinking", param="think")
         talk = SessionChat(chat, request, self._state)
         return self._answer(talk.stream, chat, formatter, talk.headers)
-
-    def _answer_prompt(
-        self, request: Request, asked: CompletionRequest, formatter: OllamaFormat
-    ) -> Answer:
-        request_id, place = request.scope["request_id"], place_of(request.scope)
-        asked = in_session(asked, request)
-        return self._answer(
-            lambda deliver: self._text.stream_completion(request_id, asked, deliver, place),
-            asked,
-            formatter,
-            {},
-        )
 
     def _answer(
         self, stream: Start, asked: TextRequest, formatter: OllamaFormat, headers: dict[str, str]

@@ -27,7 +27,7 @@ from penstock.serve.openai.requests import (
     parse_tokenize,
 )
 from penstock.serve.requests import ChatRequest, CompletionRequest, TextRequest
-from penstock.serve.sessions import SessionChat, in_session
+from penstock.serve.sessions import SessionChat, completion_start
 from penstock.serve.state import ServerState
 
 LIST_PART = 50_000  # ids or texts: a few milliseconds
@@ -116,13 +116,11 @@ class OpenAIRoutes:
         return self.answer_completion(request, asked)
 
     def answer_completion(self, request: Request, asked: CompletionRequest) -> Answer:
-        request_id, place = request.scope["request_id"], place_of(request.scope)
-        asked = in_session(asked, request)
         return self._answer(
-            request_id,
+            request.scope["request_id"],
             asked,
             CompletionReplyFormat,
-            lambda deliver: self._text.stream_completion(request_id, asked, deliver, place),
+            completion_start(asked, request, self._text),
         )
 
     def _answer(
