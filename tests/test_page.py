@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from penstock.eval.report.charts import THEMES
 from penstock.serve.page.files import FOLDER, INDEX, PAGE_PATHS, PREFIX, SANDBOX, file_names
@@ -28,6 +29,7 @@ HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 WEB = REPOSITORY / "web"
 SOURCE = WEB / "source"
 OURS = sorted(path.name for path in SOURCE.iterdir() if path.is_file())
+WATCHER = Request({"type": "http", "method": "GET"})
 MAX_BYTES, MAX_SENT_BYTES = 300_000, 110_000  # all files; the latter as they are sent, compressed
 needs_node = pytest.mark.skipif(
     shutil.which("node") is None or not (WEB / "node_modules").is_dir(),
@@ -145,7 +147,7 @@ def test_the_live_view_has_an_event_a_second_until_the_server_ends() -> None:
     async def watch() -> list[bytes]:
         route = LiveRoute(state)
         events = []
-        async for event in (await route.stream(None)).body_iterator:  # type: ignore[arg-type]
+        async for event in (await route.stream(WATCHER)).body_iterator:  # type: ignore[attr-defined]
             events.append(bytes(event))
             if len(events) == 2:
                 state.draining.set()
@@ -173,7 +175,7 @@ def test_engines_are_asked_once_a_second_however_many_watch() -> None:
 
     async def watch() -> None:
         route = LiveRoute(state)
-        streams = [(await route.stream(None)).body_iterator for _ in range(8)]  # type: ignore[arg-type]
+        streams = [(await route.stream(WATCHER)).body_iterator for _ in range(8)]  # type: ignore[attr-defined]
         first = await asyncio.gather(*(anext(aiter(stream)) for stream in streams))
         assert len(set(first)) == 1
 

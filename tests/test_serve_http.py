@@ -146,6 +146,16 @@ def test_the_body_of_a_request_that_offers_http_2_is_read(
     assert answer.count(b"HTTP/1.1 200") == answer.count(b'"chat.completion"') == 2
 
 
+def test_the_head_of_an_endless_stream_ends(server: Server) -> None:
+    head, rest = exchange(
+        server,
+        b"HEAD /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+    )
+    assert b"text/event-stream" in head
+    assert rest.startswith(b"HTTP/1.1 200")
+
+
 def test_an_offer_changes_no_other_header_and_no_other_request(server: Server) -> None:
     closing = with_headers(request(CHAT), b"Connection: close, Upgrade\r\nUpgrade: h2c\r\n")
     head, body = exchange(server, with_headers(request(CHAT), H2C) + request(CHAT) + closing)

@@ -274,9 +274,12 @@ class Within:
             await self._answer(scope, receive, send)
 
 
-def event_stream(events: AsyncIterator[bytes]) -> StreamingResponse:
+def event_stream(events: AsyncIterator[bytes], request: Request) -> Response:
     headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
-    return StreamingResponse(events, headers={**headers, "content-type": EVENT_STREAM_TYPE})
+    headers["content-type"] = EVENT_STREAM_TYPE
+    if request.method == "HEAD":  # it has no body that could end
+        return Response(headers=headers)
+    return StreamingResponse(events, headers=headers)
 
 
 def json_response(content: dict[str, Any] | list[Any], status: int = 200) -> Response:

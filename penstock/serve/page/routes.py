@@ -55,7 +55,7 @@ class LiveRoute:
         self._taking = asyncio.Lock()
 
     async def stream(self, request: Request) -> Response:
-        return event_stream(self._events())
+        return event_stream(self._events(), request)
 
     async def _events(self) -> AsyncIterator[bytes]:
         """Runs until the client disconnects or the server drains."""

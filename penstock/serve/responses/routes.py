@@ -129,7 +129,7 @@ class ResponsesRoutes:
         self._runs.add(id, tenant_of(request.scope), run)
         run.follow(stream, shorter(timeout_s, self._state.config.request_timeout))
         if run.events is not None:
-            return event_stream(run.events.read(0))
+            return event_stream(run.events.read(0), request)
         return Response(run.body(), headers=talk.headers, media_type=JSON_TYPE)
 
     def _asked(self, fields: ResponseBody, request: Request) -> ResponseRequest:
@@ -175,7 +175,7 @@ class ResponsesRoutes:
                 "It must be an event's number.",
                 param="starting_after",
             )
-        return event_stream(self._runs.events_of(id).read(int(after) + 1))
+        return event_stream(self._runs.events_of(id).read(int(after) + 1), request)
 
     async def delete(self, request: Request) -> Response:
         id, tenant = request.path_params["id"], tenant_of(request.scope)
