@@ -339,6 +339,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"background": True, "store": False}, "background"),
     ({"background": True, "input": "word " * 5000}, "input"),
     ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
+    ({"conversation": "conv_1", "session_id": "example"}, "conversation"),
     ({"conversation": 5}, "conversation"),
     ({"prompt": {"id": "x"}}, "prompt"),
     ({"top_logprobs": 21}, "top_logprobs"),

@@ -274,13 +274,14 @@ def _refuse_unsupported(fields: ResponseBody) -> None:
             "Send instructions and input.",
             param="prompt",
         )
-    if fields.conversation is not None and fields.previous_response_id is not None:
-        raise RequestError(
-            "conversation and previous_response_id are both set",
-            "Each of them sets what comes before the input.",
-            "Omit one of them.",
-            param="conversation",
-        )
+    for name in ("previous_response_id", "session_id"):
+        if fields.conversation is not None and getattr(fields, name) is not None:
+            raise RequestError(
+                f"conversation and {name} are both set",
+                "Each of them sets what comes before the input.",
+                "Omit one of them.",
+                param="conversation",
+            )
     if fields.background and fields.store is False:
         raise RequestError(
             "background is true and store is false",
