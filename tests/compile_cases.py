@@ -332,23 +332,27 @@ def delta_net_blocks_cases() -> list[CompileCase]:
     numbers |= dict.fromkeys(("blocks", "row_blocks", "late_counts"), "*i32")
     strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
     types = {**halves, **floats, **numbers, **strides, "eps": "fp32"}
+    types |= {"codes": "*fp8e4nv", "scales": "*fp32", "scale_stride": "i32"}
     small, large = (
         delta_net_blocks._scan_rule(shape, 2, memory)
         for memory in (launch.SMALL_MEMORY, launch.LARGE_MEMORY)
     )
-    cases = [
+    whole = {"BLOCK_V": 128, "num_warps": 8, "num_stages": 3}
+    norm_tile = {"num_warps": 8, "num_stages": 1}
+    cases: list[tuple[Any, dict[str, Any]]] = [
         (delta_net_convolve.convolve_kernel, delta_net_blocks.CONVOLVE_TILE),
         (delta_net_prepare.prepare_kernel, delta_net_blocks.PREPARE_TILE),
         (delta_net_prepare.prepare_kernel, delta_net_blocks.HOPPER_PREPARE_TILE),
-        (delta_net_blocks._scan_kernel, small),
-        (delta_net_blocks._scan_kernel, large),
-        (delta_net_blocks._scan_kernel, {"BLOCK_V": 128, "num_warps": 8, "num_stages": 3}),
-        (delta_net_blocks._norm_kernel, {"num_warps": 4, "num_stages": 1}),
+        (delta_net_blocks._scan_kernel, {**small, "NORMS": False}),
+        (delta_net_blocks._scan_kernel, {**large, "NORMS": False}),
+        (delta_net_blocks._scan_kernel, {**whole, "NORMS": True}),
+        (delta_net_blocks._norm_kernel, {**norm_tile, "codes": None, "scales": None}),
+        (delta_net_blocks._norm_kernel, norm_tile),
     ]
     return [
         (
             kernel,
-            {name: types[name] for name in kernel.arg_names if name in types},
+            {name: types[name] for name in kernel.arg_names if name in types and name not in tile},
             {
                 name: value
                 for name, value in {**constants, **tile}.items()

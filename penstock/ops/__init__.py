@@ -16,6 +16,7 @@ it is the specification, the oracle of the kernel tests and the CPU path. Ops wi
 """
 
 from penstock.ops.dispatch import op
+from penstock.ops.float8 import RoundedTokens
 from penstock.ops.reference import (
     attention,
     delta_net,
@@ -68,6 +69,7 @@ __all__ = [
     "Journal",
     "PlacedDrafts",
     "Replay",
+    "RoundedTokens",
     "TokenBlocks",
     "Weight",
     "accept_drafts",
