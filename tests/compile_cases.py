@@ -666,15 +666,17 @@ def norm_cases() -> list[CompileCase]:
 
 def prefill_attention_cases() -> list[CompileCase]:
     """Qwen3.5-35B-A3B in bf16, KV in bf16 and in codes: with the tile of small cards, of large
-    ones, these in splits, the merge.
+    ones, these in splits, and with results in codes; the merge.
     """
     blocks = {"p_blocks": "*i32", "p_query_start": "*i64", "p_context_lens": "*i64"}
     signature = {**dict.fromkeys(("p_q", "p_out"), "*bf16"), **blocks}
-    signature |= {"p_pages": "*i32", "scale": "fp32", "table_stride": "i32", "gate_stride": "i32"}
+    signature |= {"p_pages": "*i32", "scale": "fp32", "scale_stride": "i32"}
+    signature |= {"table_stride": "i32", "gate_stride": "i32"}
     gate = {"p_gate": "*bf16"}
+    codes = {"p_codes": "*fp8e4nv", "p_code_scales": "*fp32"}
     splits = {"p_partial": "*fp32", "p_log_sums": "*fp32"}
     merge_signature = {**splits, **blocks, **gate, "p_out": "*bf16"}
-    merge_signature |= {"gate_stride": "i32", "num_splits": "i32"}
+    merge_signature |= dict.fromkeys(("gate_stride", "scale_stride", "num_splits"), "i32")
     constants: dict[str, Any] = {
         "NUM_HEADS": 16,
         "HEAD_DIM": 256,
@@ -706,14 +708,19 @@ def prefill_attention_cases() -> list[CompileCase]:
 
     merge_tile, merge_options = _split_tile(prefill_attention.MERGE_TILE)
     return [
-        *prefill_cases(launch.SMALL_MEMORY, gate, splits),
-        *prefill_cases(launch.LARGE_MEMORY, gate, splits),
-        *prefill_cases(launch.LARGE_MEMORY, splits, gate),
-        (
-            prefill_attention._merge_kernel,
-            merge_signature,
-            {**constants, **merge_tile},
-            merge_options,
+        *prefill_cases(launch.SMALL_MEMORY, gate, {**splits, **codes}),
+        *prefill_cases(launch.LARGE_MEMORY, gate, {**splits, **codes}),
+        *prefill_cases(launch.LARGE_MEMORY, splits, {**gate, **codes}),
+        *prefill_cases(launch.SMALL_MEMORY, {**gate, **codes}, splits),
+        *prefill_cases(launch.LARGE_MEMORY, {**gate, **codes}, splits),
+        *(
+            (
+                prefill_attention._merge_kernel,
+                {**merge_signature, **used},
+                {**constants, **merge_tile, **dict.fromkeys(codes.keys() - used.keys())},
+                merge_options,
+            )
+            for used in ({}, codes)
         ),
     ]
 

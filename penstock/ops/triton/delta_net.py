@@ -28,7 +28,7 @@ from penstock.ops.float8 import RoundedTokens
 from penstock.ops.reference import delta_net as reference
 from penstock.ops.reference.backlog import Backlog
 from penstock.ops.reference.journal import Journal, Replay
-from penstock.ops.reference.rows import Span, TokenBlocks, decode_runs
+from penstock.ops.reference.rows import Span, TokenBlocks, are_in_blocks, decode_runs
 from penstock.ops.tiles import STEP
 from penstock.ops.triton import delta_net_blocks, delta_net_drafts, fp8
 from penstock.ops.triton.activation import silu, softplus
@@ -82,8 +82,8 @@ def gated_delta_net(
 ) -> Tensor | RoundedTokens:  # [T, Hv * V]
     weights = (conv_weight, a_log, dt_bias, norm_weight, eps, conv, recurrent)
     out = mixed.new_empty(len(mixed), a_log.shape[0] * norm_weight.shape[0])
-    has_decodes, rounded_out = any(True for _ in decode_runs(spans)), None
-    if not deterministic and not has_decodes and norm_weight.shape[0] == STEP:
+    rounded_out = None
+    if not deterministic and norm_weight.shape[0] == STEP and are_in_blocks(spans):
         rounded_out = fp8.rounded_for(reader, out)
     for rows, tokens in decode_runs(spans):
         if journal is not None and replay is not None:

@@ -188,6 +188,22 @@ def to_codes(values):
 
 
 @triton.jit
+def store_codes(values, p_codes, mask, p_scales, scale_stride, is_row):
+    """Stores [M, K] float32 as E4M3, in place: without a layout in which blocks of columns are an
+    axis of their own. p_scales [M] points to the scales of the first block of columns.
+    """
+    WIDTH: tl.constexpr = values.shape[1]
+    blocks = tl.arange(0, WIDTH)[None, :] // 128
+    scales = tl.zeros_like(values)
+    for i in tl.static_range(WIDTH // 128):
+        own = tl.max(tl.where(blocks == i, tl.abs(values), 0.0), axis=1)
+        own = tl.maximum(own, LEAST) / LARGEST
+        tl.store(p_scales + i * scale_stride, own, mask=is_row)
+        scales = tl.where(blocks == i, own[:, None], scales)
+    tl.store(p_codes, (values / scales).to(tl.float8e4nv), mask=mask)
+
+
+@triton.jit
 def column_in_tile(places):
     """The column, of 128, at a position in a tile's row (`tiles.py`: `_order`)."""
     instructions = places // 64 * 4 + places % 16 // 4
