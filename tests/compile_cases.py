@@ -332,27 +332,23 @@ def delta_net_blocks_cases() -> list[CompileCase]:
     numbers |= dict.fromkeys(("blocks", "row_blocks", "late_counts"), "*i32")
     strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
     types = {**halves, **floats, **numbers, **strides, "eps": "fp32"}
-    types |= {"codes": "*fp8e4nv", "scales": "*fp32", "scale_stride": "i32"}
     small, large = (
         delta_net_blocks._scan_rule(shape, 2, memory)
         for memory in (launch.SMALL_MEMORY, launch.LARGE_MEMORY)
     )
-    whole = {"BLOCK_V": 128, "num_warps": 8, "num_stages": 3}
-    norm_tile = {"num_warps": 8, "num_stages": 1}
-    cases: list[tuple[Any, dict[str, Any]]] = [
+    cases = [
         (delta_net_convolve.convolve_kernel, delta_net_blocks.CONVOLVE_TILE),
         (delta_net_prepare.prepare_kernel, delta_net_blocks.PREPARE_TILE),
         (delta_net_prepare.prepare_kernel, delta_net_blocks.HOPPER_PREPARE_TILE),
-        (delta_net_blocks._scan_kernel, {**small, "NORMS": False}),
-        (delta_net_blocks._scan_kernel, {**large, "NORMS": False}),
-        (delta_net_blocks._scan_kernel, {**whole, "NORMS": True}),
-        (delta_net_blocks._norm_kernel, {**norm_tile, "codes": None, "scales": None}),
-        (delta_net_blocks._norm_kernel, norm_tile),
+        (delta_net_blocks._scan_kernel, small),
+        (delta_net_blocks._scan_kernel, large),
+        (delta_net_blocks._scan_kernel, {"BLOCK_V": 128, "num_warps": 8, "num_stages": 3}),
+        (delta_net_blocks._norm_kernel, {"num_warps": 4, "num_stages": 1}),
     ]
     return [
         (
             kernel,
-            {name: types[name] for name in kernel.arg_names if name in types and name not in tile},
+            {name: types[name] for name in kernel.arg_names if name in types},
             {
                 name: value
                 for name, value in {**constants, **tile}.items()
@@ -666,17 +662,15 @@ def norm_cases() -> list[CompileCase]:
 
 def prefill_attention_cases() -> list[CompileCase]:
     """Qwen3.5-35B-A3B in bf16, KV in bf16 and in codes: with the tile of small cards, of large
-    ones, these in splits, and with results in codes; the merge.
+    ones, these in splits, the merge.
     """
     blocks = {"p_blocks": "*i32", "p_query_start": "*i64", "p_context_lens": "*i64"}
     signature = {**dict.fromkeys(("p_q", "p_out"), "*bf16"), **blocks}
-    signature |= {"p_pages": "*i32", "scale": "fp32", "scale_stride": "i32"}
-    signature |= {"table_stride": "i32", "gate_stride": "i32"}
+    signature |= {"p_pages": "*i32", "scale": "fp32", "table_stride": "i32", "gate_stride": "i32"}
     gate = {"p_gate": "*bf16"}
-    codes = {"p_codes": "*fp8e4nv", "p_code_scales": "*fp32"}
     splits = {"p_partial": "*fp32", "p_log_sums": "*fp32"}
     merge_signature = {**splits, **blocks, **gate, "p_out": "*bf16"}
-    merge_signature |= dict.fromkeys(("gate_stride", "scale_stride", "num_splits"), "i32")
+    merge_signature |= {"gate_stride": "i32", "num_splits": "i32"}
     constants: dict[str, Any] = {
         "NUM_HEADS": 16,
         "HEAD_DIM": 256,
@@ -708,19 +702,14 @@ def prefill_attention_cases() -> list[CompileCase]:
 
     merge_tile, merge_options = _split_tile(prefill_attention.MERGE_TILE)
     return [
-        *prefill_cases(launch.SMALL_MEMORY, gate, {**splits, **codes}),
-        *prefill_cases(launch.LARGE_MEMORY, gate, {**splits, **codes}),
-        *prefill_cases(launch.LARGE_MEMORY, splits, {**gate, **codes}),
-        *prefill_cases(launch.SMALL_MEMORY, {**gate, **codes}, splits),
-        *prefill_cases(launch.LARGE_MEMORY, {**gate, **codes}, splits),
-        *(
-            (
-                prefill_attention._merge_kernel,
-                {**merge_signature, **used},
-                {**constants, **merge_tile, **dict.fromkeys(codes.keys() - used.keys())},
-                merge_options,
-            )
-            for used in ({}, codes)
+        *prefill_cases(launch.SMALL_MEMORY, gate, splits),
+        *prefill_cases(launch.LARGE_MEMORY, gate, splits),
+        *prefill_cases(launch.LARGE_MEMORY, splits, gate),
+        (
+            prefill_attention._merge_kernel,
+            merge_signature,
+            {**constants, **merge_tile},
+            merge_options,
         ),
     ]
 

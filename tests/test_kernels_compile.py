@@ -73,12 +73,11 @@ assemble = CUDABackend.make_cubin
 seen = {capability: {} for capability in (first, *others)}
 large = []
 for case in all_cases():
-    has_codes = "*fp8e4nv" in case[1].values()
-    least = E4M3_KERNELS.get(case[0].fn.__module__, 89 if has_codes else 80)
+    least = E4M3_KERNELS.get(case[0].fn.__module__, 80)
     if first < least:
         continue
     form = [case[2].get(key, "") for key in ("STAGE", "IS_DOWN", "STORED")]
-    name = f"{case[0].fn.__module__}.{case[0].fn.__name__} {form}{' E4M3' * has_codes}"
+    name = f"{case[0].fn.__module__}.{case[0].fn.__name__} {form}"
     if name in seen[first] and forms == "one":
         continue
     # Triton's own PTX can be assembled; what we write by hand is in those that read codes or prefetch.

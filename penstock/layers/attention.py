@@ -135,7 +135,6 @@ class Attention(nn.Module):
             self.window,
             gate if self.gated else None,
             cache.scales,
-            self.out.weight,
             deterministic=deterministic,
         )
         return self.out(attended, hidden, deterministic=deterministic)

@@ -109,7 +109,6 @@ class DeltaNet(nn.Module):
             cache.journal,
             inputs.replay,
             cache.backlog,
-            self.out.weight,
             deterministic=deterministic,
         )
         return self.out(read_out, hidden, deterministic=deterministic)

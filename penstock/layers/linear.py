@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.layers.parameter import new_weight, norm_parameter, parameter
-from penstock.ops import RoundedTokens, Weight, linear, norm_linear, swiglu_linear
+from penstock.ops import Weight, linear, norm_linear, swiglu_linear
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.parallel.share import Kept, Share
 
@@ -55,7 +55,7 @@ class Linear(nn.Module):
 
     def forward(
         self,
-        x: Tensor | RoundedTokens,  # [T, K]
+        x: Tensor,  # [T, K]
         residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
         *,
         out_dtype: torch.dtype | None = None,  # of a normed GEMM, without intermediate rounding
@@ -63,7 +63,6 @@ class Linear(nn.Module):
     ) -> Tensor:  # [T, N]
         if self.norm is not None:
             assert residual is None
-            assert isinstance(x, Tensor)
             assert self.eps is not None
             return norm_linear(
                 x,
@@ -78,7 +77,6 @@ class Linear(nn.Module):
         if not self.ranks.decides:  # only one rank adds these
             bias = residual = None
         if self.swiglu:
-            assert isinstance(x, Tensor)
             out = swiglu_linear(x, self.weight, residual, deterministic=deterministic)
         else:
             out = linear(x, self.weight, bias, residual, deterministic=deterministic)

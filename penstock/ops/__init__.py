@@ -16,7 +16,6 @@ it is the specification, the oracle of the kernel tests and the CPU path. Ops wi
 """
 
 from penstock.ops.dispatch import op
-from penstock.ops.float8 import RoundedTokens
 from penstock.ops.reference import (
     attention,
     delta_net,
@@ -69,7 +68,6 @@ __all__ = [
     "Journal",
     "PlacedDrafts",
     "Replay",
-    "RoundedTokens",
     "TokenBlocks",
     "Weight",
     "accept_drafts",

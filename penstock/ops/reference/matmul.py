@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.ops.cpu import decode, few_tokens, skinny_gemm
 from penstock.ops.cpu import quantized as cpu_quantized
-from penstock.ops.float8 import RoundedTokens, round_tokens, rounds_tokens
+from penstock.ops.float8 import round_tokens, rounds_tokens
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.reference import packed
 from penstock.ops.reference.activation import silu
@@ -28,15 +28,13 @@ WIDENED_ELEMENTS = 2**20  # of a weight, widened at a time: 4 MB fit a cache
 
 
 def linear(
-    x: Tensor | RoundedTokens,  # [T, K]
+    x: Tensor,  # [T, K]
     weight: Weight,  # [N, K]
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    if isinstance(x, RoundedTokens):
-        x = x.dequantize()
     if few_tokens.are_few(x, deterministic) and (short := _short_of(weight)) is not None:
         return few_tokens.linear(x, short, bias, residual)
     if weight.parts:

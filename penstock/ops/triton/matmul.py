@@ -32,7 +32,7 @@ from penstock.ops.cuda.skinny_gemm import (
     skinny_candidates,
     skinny_rule,
 )
-from penstock.ops.float8 import RoundedTokens, rounds_tokens
+from penstock.ops.float8 import rounds_tokens
 from penstock.ops.product import Product
 from penstock.ops.tiles import STEP
 from penstock.ops.triton import fp8, fp8_logits
@@ -72,15 +72,13 @@ PIECE_BYTES = 32 << 20  # of a head's rows, dequantized at a time
 
 
 def linear(
-    x: Tensor | RoundedTokens,  # [T, K]
+    x: Tensor,  # [T, K]
     weight: Weight,  # [N, K]
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    if isinstance(x, RoundedTokens):
-        return fp8.multiply_rounded(x, weight.parts, bias, residual)
     product = Product(x, weight.values, x.dtype, bias=bias, residual=residual)
     return _multiply("linear", product, weight, deterministic)
 
