@@ -8,7 +8,7 @@ import torch
 
 from penstock.ops import tiles
 from penstock.ops.cuda import delta_net_drafts as few_drafts
-from penstock.ops.cuda import quantized, quantized_wide
+from penstock.ops.cuda import quantized
 from penstock.ops.cuda.quantized_gemm import MAX_CLUSTER, Card, experts_rule, gemm_rule
 from penstock.ops.product import Tile
 from penstock.ops.triton import (
@@ -825,26 +825,6 @@ def quantized_gemm_cases(capability: int) -> list[dict[str, int]]:
             switches = dict.fromkeys(quantized.GEMM_SWITCHES, 1)
             tile = gemm_rule(rows, 20, CARDS[capability], num_plain=16)
             cases.append(quantized.gemm_constants(rows, torch.float16, tile) | switches)
-    return cases
-
-
-def quantized_wide_cases() -> list[dict[str, int]]:
-    """Constants of every kind of codes, in clusters that split K and that share tokens; the first
-    with all that may be added, for fewer tokens and in fp16 too.
-    """
-    cases = []
-    for kind, keeps_rows in (("zeros", False), ("int8", False), ("fp8", False), ("fp8", True)):
-        rows = tiles.tile(pack(make_codes(kind, 256, 2048)), keeps_rows=keeps_rows)
-        for sizes, sharers, is_arranged in (((2, 1, 2), 1, 0), ((1, 2, 4), 2, 1)):
-            given = {"sharers": sharers, "is_arranged": is_arranged}
-            tile = quantized_wide.wide_tile(rows, 64, *sizes, CARDS[90].shared_bytes, **given)
-            assert tile is not None
-            cases.append(quantized.wide_constants(rows, torch.bfloat16, tile))
-        if kind == "zeros":
-            switches = dict.fromkeys(quantized.GEMM_SWITCHES, 1)
-            tile = quantized_wide.wide_tile(rows, 20, 4, 1, 1, CARDS[90].shared_bytes)
-            assert tile is not None
-            cases.append(quantized.wide_constants(rows, torch.float16, tile) | switches)
     return cases
 
 

@@ -163,8 +163,7 @@ static bool run_block(int num_threads) {
     }
     return true;
 }
-__attribute__((aligned(1024))) static char shared_anchor; // an address in shared memory: from here
-static char* window; // memory whose size a launch gives, which descriptors point to
+static char shared_anchor; // an address in shared memory is the distance from here
 } // namespace emulator
 
 struct uint2 {
@@ -400,131 +399,6 @@ static void multiply_matrices(float* const (&sums)[4], const u32 (&own)[6], Conv
     }
 MULTIPLY(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32_0_1_2_3_4_5_6_7_8_9, from_bfloat)
 MULTIPLY(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32_0_1_2_3_4_5_6_7_8_9, from_half)
-
-// A barrier in shared memory. Its word counts who has not arrived, bytes that are expected and
-// phases; all start again with `count`.
-struct Barrier {
-    int16_t count, num_missing;
-    int32_t bytes_and_phase; // twice the bytes, plus the phase
-};
-static_assert(sizeof(Barrier) == 8);
-static Barrier& barrier_at(u32 address) {
-    return *(Barrier*)(&emulator::shared_anchor + (int32_t)address);
-}
-static void complete_if_done(Barrier& barrier) {
-    ++emulator::num_events;
-    if (barrier.num_missing || barrier.bytes_and_phase / 2) return;
-    barrier.num_missing = barrier.count;
-    barrier.bytes_and_phase ^= 1;
-}
-static void add_bytes(Barrier& barrier, int num_bytes) {
-    barrier.bytes_and_phase += 2 * num_bytes; // may be below zero while more came than expected
-}
-static void mbarrier_init_shared_cta_b64_0_1(u32 address, int count) {
-    barrier_at(address) = {(int16_t)count, (int16_t)count, 0};
-}
-static void fence_mbarrier_init_release_cluster() {}
-static void fence_proxy_async_shared_cta() {}
-static void mbarrier_arrive_shared_cta_b64_0(u32 address) {
-    Barrier& barrier = barrier_at(address);
-    emulator::check(barrier.num_missing > 0, "more threads arrive than were expected");
-    --barrier.num_missing;
-    complete_if_done(barrier);
-}
-static void mbarrier_arrive_expect_tx_shared_cta_b64_0_1(u32 address, int num_bytes) {
-    add_bytes(barrier_at(address), num_bytes);
-    mbarrier_arrive_shared_cta_b64_0(address);
-}
-static void reg_pred_done_mbarrier_try_wait_parity_shared_cta_b64_done_1_2_selp_u32_0_1_0_done(
-    u32& is_so, u32 address, u32 phase) {
-    is_so = (barrier_at(address).bytes_and_phase & 1) != (int)phase;
-    if (!is_so) emulator::go_to(emulator::scheduler, emulator::current->place);
-}
-// A cluster of one block.
-static void
-reg_u32_there_mapa_shared_cluster_u32_there_0_1_mbarrier_arrive_relaxed_cluster_shared_cluster_b64_there(
-    u32 address, int rank) {
-    emulator::check(rank == 0, "there is no such block");
-    mbarrier_arrive_shared_cta_b64_0(address);
-}
-static void
-reg_u32_there_counter_mapa_shared_cluster_u32_there_0_2_mapa_shared_cluster_u32_counter_1_2_st_async_weak_shared_cluster_mbarrier_complete_tx_bytes_v4_f32_there_3_4_5_6_counter(
-    u32 target, u32 counter, int rank, float a, float b, float c, float d) {
-    const float values[4] = {a, b, c, d};
-    emulator::check(rank == 0, "there is no such block");
-    memcpy(&emulator::shared_anchor + (int32_t)target, values, 16);
-    add_bytes(barrier_at(counter), -16);
-    complete_if_done(barrier_at(counter));
-}
-static void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes_0_1_2_3(
-    u32 target, const void* source, int num_bytes, u32 counter) {
-    check_aligned(source);
-    memcpy(&emulator::shared_anchor + (int32_t)target, source, num_bytes);
-    add_bytes(barrier_at(counter), -num_bytes);
-    complete_if_done(barrier_at(counter));
-}
-static void setmaxnreg_dec_sync_aligned_u32_0(int) {}
-static void setmaxnreg_inc_sync_aligned_u32_0(int) {}
-
-// The place in shared memory that a wgmma descriptor points to.
-static const char* described(u32 descriptor) {
-    const int32_t first = emulator::window - &emulator::shared_anchor;
-    return emulator::window + ((((int32_t)(descriptor & 0x3fff) << 4) - first) & 0x3ffff);
-}
-
-// sums [64, 8 x TILES] += a [64, 16] b [16, 8 x TILES], by the four warps of a group. No swizzle:
-// 8 x 8 elements are 128 bytes. Fences and waits do nothing: it is complete at once.
-template <int TILES, class Convert>
-static void multiply_groups(float* const (&sums)[4 * TILES], const u32 (&own)[4],
-                            u32 lower, u32 upper, bool adds, Convert from) {
-    const auto all = emulator::share<4>(0xffffffffu, own); // a warp needs its own rows only
-    const char* tokens = described(lower);
-    const int next_columns = (lower >> 16 & 0x3fff) << 4, next_tokens = (upper & 0x3fff) << 4;
-    const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
-    for (int i = 0; i < 4 * TILES; ++i) {
-        const int row = group + 8 * (i / 2 % 2), token = 2 * quarter + i % 2;
-        double sum = adds ? *sums[i] : 0.0;
-        for (int k = 0; k < 16; ++k) {
-            const u32 a = all[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)];
-            u16 b;
-            memcpy(&b, tokens + i / 4 * next_tokens + k / 8 * next_columns + token * 16 + k % 8 * 2,
-                   2);
-            sum += (double)from(a >> 16 * (k % 2) & 0xffff) * from(b);
-        }
-        *sums[i] = (float)sum;
-    }
-}
-template <class... Floats> static void wgmma_fence_sync_aligned(Floats&...) {}
-static void wgmma_commit_group_sync_aligned() {}
-template <class... Floats> static void wgmma_wait_group_sync_aligned_0(Floats&...) {}
-
-#define SUMS_8(i)                                                                                  \
-    float &s##i##0, float &s##i##1, float &s##i##2, float &s##i##3, float &s##i##4,                \
-        float &s##i##5, float &s##i##6, float &s##i##7
-#define PLACES_8(i)                                                                                \
-    &s##i##0, &s##i##1, &s##i##2, &s##i##3, &s##i##4, &s##i##5, &s##i##6, &s##i##7
-#define GROUPS(type, from)                                                                         \
-    static void                                                                                    \
-    reg_pred_adds_reg_b64_tokens_setp_ne_b32_adds_22_0_mov_b64_tokens_20_21_wgmma_mma_async_sync_aligned_m64n32k16_f32_##type##_many_16_17_18_19_tokens_adds_1_1_0( \
-        SUMS_8(0), SUMS_8(1), u32 a0, u32 a1, u32 a2, u32 a3, u32 tokens, u32 strides, int adds) {         \
-        multiply_groups<4>({PLACES_8(0), PLACES_8(1)}, {a0, a1, a2, a3}, tokens, strides, adds, from);      \
-    }                                                                                              \
-    static void                                                                                    \
-    reg_pred_adds_reg_b64_tokens_setp_ne_b32_adds_30_0_mov_b64_tokens_28_29_wgmma_mma_async_sync_aligned_m64n48k16_f32_##type##_many_24_25_26_27_tokens_adds_1_1_0( \
-        SUMS_8(0), SUMS_8(1), SUMS_8(2), u32 a0, u32 a1, u32 a2, u32 a3, u32 tokens, u32 strides,      \
-        int adds) {                                                                                \
-        multiply_groups<6>({PLACES_8(0), PLACES_8(1), PLACES_8(2)}, {a0, a1, a2, a3}, tokens,      \
-                           strides, adds, from);                                                            \
-    }                                                                                              \
-    static void                                                                                    \
-    reg_pred_adds_reg_b64_tokens_setp_ne_b32_adds_38_0_mov_b64_tokens_36_37_wgmma_mma_async_sync_aligned_m64n64k16_f32_##type##_many_32_33_34_35_tokens_adds_1_1_0( \
-        SUMS_8(0), SUMS_8(1), SUMS_8(2), SUMS_8(3), u32 a0, u32 a1, u32 a2, u32 a3,                \
-        u32 tokens, u32 strides, int adds) {                                                               \
-        multiply_groups<8>({PLACES_8(0), PLACES_8(1), PLACES_8(2), PLACES_8(3)},                   \
-                           {a0, a1, a2, a3}, tokens, strides, adds, from);                                  \
-    }
-GROUPS(bf16_bf16, from_bfloat)
-GROUPS(f16_f16, from_half)
 } // namespace ptx
 
 extern "C" void delay_stores(int microseconds) { ptx::store_delay_us = microseconds; }

@@ -30,7 +30,6 @@ COMPILER = library._compiler()
 PROCESSORS = 4  # few, so that small shapes have the tiles of large ones
 CARD = Card(PROCESSORS, 99 * 1024, 1)
 ASM = re.compile(r"\basm(?: volatile)?\(")
-MANY = re.compile(r"(%\d+, ){15,}%\d+")  # registers of one operand
 OPERAND = re.compile(r'"[=+]?[rlfhn]"\s*\(')
 
 
@@ -56,7 +55,6 @@ class Emulated(Program):
         constants: tuple[tuple[str, int], ...],
         device: torch.device,
         shared_bytes: int = 0,
-        is_for_one: bool = False,
     ) -> None:
         self._library = _library(source, name, constants)
 
@@ -93,7 +91,6 @@ def translate(source: str, name: str, constants: dict[str, int]) -> str:
     parameters = [" ".join(one.split()) for one in found[1].split(",")]
     types = [re.match(r"(.*?)\w+$", one)[1].strip() for one in parameters]  # type: ignore[index]
     arguments = ", ".join(f"*({type}*)given[{i}]" for i, type in enumerate(types))
-    window = "emulator::window = (char*)memory;" if size else ""
     launch = f"""
 static void** given;
 static void emulator::call_kernel() {{ {name}({arguments}); }}
@@ -101,7 +98,6 @@ extern "C" bool launch(int width, int height, int num_threads, void** arguments)
     gridDim = {{width, height, 1}};
     blockDim = {{num_threads, 1, 1}};
     given = arguments;
-    {window}
     for (int y = 0; y < height; ++y)
         for (int x = 0; x < width; ++x) {{
             blockIdx = {{x, y, 0}};
@@ -127,7 +123,6 @@ def _call_of(statement: str) -> str:
     text = re.match(r'\s*((?:"(?:[^"\\]|\\.)*"\s*)+)', statement)
     assert text is not None
     template = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', text[1])).replace("\\n", " ")
-    template = MANY.sub("many", template)
     operands, rest = [], statement[text.end() :]
     while (found := OPERAND.search(rest)) is not None:
         close = _closing(rest, found.end())

@@ -14,15 +14,9 @@ from torch import Tensor
 
 from cuda_emulator import COMPILER, emulated
 from kernel_checks import HAS_GPU, random
-from penstock.ops.cuda import (
-    quantized,
-    quantized_gemm,
-    quantized_rules,
-    quantized_wide,
-    skinny_gemm,
-)
+from penstock.ops.cuda import quantized, quantized_gemm, quantized_rules, skinny_gemm
 from penstock.ops.product import Product, Tile
-from penstock.ops.tiles import TiledRows, tile
+from penstock.ops.tiles import TiledRows
 from penstock.ops.triton import moe
 from penstock.weights.packing import pack
 from quantized_codes import (
@@ -39,7 +33,6 @@ pytestmark = pytest.mark.skipif(
 )
 DTYPES = [torch.bfloat16, torch.float16]
 KINDS = ["zeros", "Q4_K", "Q6_K", "int8", "fp8"]  # one of every layout
-SHARED_MEMORY = 227 * 1024  # of a block on Hopper
 numbers = partial(random, device="cpu")
 
 
@@ -140,41 +133,6 @@ def test_products_that_stage_tokens_are_those_of_the_expanded_rows(
     quantized.multiply_gemm(x, rows, out, plain=plain, residual=residual)
     exact = torch.cat([rows.dequantize(), plain.float()]).double()
     assert_near(out, x.double() @ exact.T + residual.double(), dtype)
-    assert (after == 7.0).all()
-
-
-# Groups of warps with other rows and with other columns; whether tokens are arranged before.
-WIDE = [(17, 2, 1, 0), (48, 1, 2, 1), (64, 1, 3, 0), (64, 3, 1, 1)]
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_tokens", "row_groups", "column_groups", "is_arranged"), WIDE)
-@pytest.mark.parametrize("kind", ["zeros", "int8", "fp8", "fp8 by rows"])
-def test_products_by_groups_of_warps_are_those_of_the_expanded_rows(
-    kind: str,
-    num_tokens: int,
-    row_groups: int,
-    column_groups: int,
-    is_arranged: int,
-    dtype: torch.dtype,
-) -> None:
-    """Blocks have several row tiles one after the other, the last of which is not whole."""
-    N, K, num_plain = 1000, 600, 40
-    codes = pack(make_codes(kind.removesuffix(" by rows"), N, K))
-    rows, plain = tile(codes, keeps_rows=kind == "fp8 by rows"), numbers(num_plain, K, dtype=dtype)
-    x, residual = numbers(num_tokens, K, dtype=dtype), numbers(num_tokens, N + 40, dtype=dtype)
-    bias = numbers(N + num_plain, dtype=dtype, seed=1)
-    out, after = guarded(num_tokens, N + num_plain, dtype)
-    own = quantized_wide.wide_tile(
-        rows, num_tokens, row_groups, column_groups, 1, SHARED_MEMORY, 4, is_arranged=is_arranged
-    )
-    assert own is not None
-    given = quantized_wide.arrange(x, rows, own["TOKEN_TILES"]) if is_arranged else x
-    added = {"plain": plain / 20, "bias": bias, "residual": residual}
-    quantized.multiply_wide(given, rows, out, own, num_tokens=num_tokens, **added)
-    exact = torch.cat([rows.dequantize(), (plain / 20).float()]).double()
-    assert_near(out, x.double() @ exact.T + bias.double() + residual.double(), dtype)
     assert (after == 7.0).all()
 
 

@@ -16,7 +16,6 @@ from compile_cases import (
     quantized_cases,
     quantized_experts_cases,
     quantized_gemm_cases,
-    quantized_wide_cases,
     skinny_gemm_cases,
 )
 from penstock.ops.cuda import (
@@ -176,19 +175,6 @@ def test_the_source_for_hopper_alone_compiles_and_fits(
     image = compile_source(read_source(fp8_experts.SOURCE), constants, "sm_90a")
     assert image.startswith(b"\x7fELF")
     assert SHARED_MEMORY[90] * 1024 >= fp8_experts.SHARED_BYTES + 1024
-
-
-@pytest.mark.skipif(
-    nvrtc() is None, reason="there is no NVRTC, which comes with PyTorch's CUDA builds"
-)
-def test_products_by_groups_of_warps_compile_and_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for constants in quantized_wide_cases():
-        image = compile_source(read_source(quantized.WIDE_SOURCE), constants, "sm_90a")
-        assert image.startswith(b"\x7fELF")
-        assert SHARED_MEMORY[90] * 1024 >= constants["SHARED_BYTES"] + 1024
 
 
 @pytest.mark.skipif(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.ops.cuda import quantized_gemm, quantized_rules, quantized_wide
+from penstock.ops.cuda import quantized_gemm, quantized_rules
 from penstock.ops.cuda.program import (
     address,
     current_stream,
@@ -56,7 +56,6 @@ from penstock.ops.weight import Part, tensors_of
 
 SOURCE = Path(__file__).with_name("quantized.cu")
 GEMM_SOURCE = Path(__file__).with_name("quantized_gemm.cu")
-WIDE_SOURCE = Path(__file__).with_name("quantized_wide.cu")
 EXPERTS_SOURCE = Path(__file__).with_name("quantized_experts.cu")
 EACH, SCANNED, LISTED = range(3)  # PAIRS
 MAX_TOKENS = 64  # per launch
@@ -263,43 +262,6 @@ def multiply_gemm(
         c_int(out.stride(0)),
         c_int(x.stride(0)),
         c_int(0 if residual is None else residual.stride(0)),
-    )
-
-
-def multiply_wide(
-    x: Tensor,  # [T, K]
-    rows: TiledRows,  # [N, K]
-    out: Tensor,  # [T, N + plain rows]  may be a slice
-    tile: Tile,
-    *,
-    num_tokens: int,
-    plain: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> None:
-    num_plain = 0 if plain is None else len(plain)
-    constants = wide_constants(rows, x.dtype, tile) | {
-        "HAS_PLAIN": int(plain is not None),
-        "HAS_BIAS": int(bias is not None),
-        "HAS_RESIDUAL": int(residual is not None),
-        "IS_OUT_FLOAT": int(out.dtype == torch.float32),
-    }
-    shape = (rows.num_rows, num_plain, tile, num_processors(x.device))
-    _launch_program(
-        WIDE_SOURCE,
-        "quantized_wide",
-        constants,
-        x.device,
-        quantized_wide.num_blocks(*shape),
-        quantized_wide.num_threads(tile) // 32,
-        *(x, rows.codes, rows.records, plain, bias, residual, out),
-        c_int(num_tokens),
-        c_int(rows.num_rows),
-        c_int(num_plain),
-        c_int(out.stride(0)),
-        c_int(x.stride(0)),
-        c_int(0 if residual is None else residual.stride(0)),
-        is_for_one=True,
     )
 
 
@@ -547,12 +509,6 @@ def gemm_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str,
     return GEMM_SWITCHES | stage_constants(rows, dtype, tile)
 
 
-def wide_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
-    """Compile-time constants of `quantized_wide.cu`, besides switches."""
-    shared = {"ROW_TILES": 1, "SHARED_BYTES": quantized_wide.shared_bytes(rows, tile)}
-    return {**GEMM_SWITCHES, **_kind_constants(rows, dtype), **tile, **shared}
-
-
 def stage_constants(rows: TiledRows, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
     """Compile-time constants of `quantized_stages.cu`, but for a dtype of outputs of its own."""
     shared = {"SHARED_BYTES": quantized_gemm.gemm_shared_bytes(rows, tile)}
@@ -604,10 +560,9 @@ def _launch_program(
     num_blocks: int | tuple[int, int],
     num_warps: int,
     *arguments: Any,
-    is_for_one: bool = False,
 ) -> None:
     kernel = (source, name, tuple(constants.items()), device)
-    program(*kernel, constants.get("SHARED_BYTES", 0), is_for_one).launch(
+    program(*kernel, constants.get("SHARED_BYTES", 0)).launch(
         num_blocks, 32 * num_warps, current_stream(device), *map(_argument, arguments)
     )
 

@@ -46,12 +46,6 @@ constexpr bool NEEDS_SUMS = OFFSET_KIND != 0 || BITS == 4;
 constexpr bool ARE_RAISED = IS_FLOAT8 && IS_BFLOAT && TOKEN_TILES == 1; // tokens; if not, codes
 constexpr float RAISED = ARE_RAISED ? 0x1p60f : 1.0f;
 constexpr float SCALED = ARE_RAISED ? 0x1p60f : IS_FLOAT8 && !IS_BFLOAT ? 256.0f : 1.0f;
-// One scale per row: it multiplies the complete sums.
-constexpr bool ARE_SCALES_LAST = GROUP >= COLUMNS && OFFSET_KIND == NO_OFFSETS;
-// A 4-bit zero point is at most 16, so bf16 represents MAGIC + zero and code - zero exactly.
-constexpr bool IS_CENTRED =
-    BITS == 4 && (OFFSET_KIND == NO_OFFSETS || (OFFSET_KIND == ZEROS && OFFSET_TYPE == UINT8));
-constexpr u32 ONES = IS_BFLOAT ? 0x3f803f80u : 0x3c003c00u;
 static_assert(GROUP % 16 == 0 && (STEP % GROUP == 0 || GROUP % STEP == 0),
               "groups are parts of steps");
 
@@ -305,38 +299,4 @@ __device__ __forceinline__ void apply_scales(Sums& sums, const Sums& raw,
                     if constexpr (ADDS_OFFSETS) sum = fmaf(offset, x_sums[i][odd], sum);
                 }
         }
-}
-
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-
-// Copies 16 bytes to shared memory, bypassing L1; writes zeros if `is_there` is false.
-__device__ __forceinline__ void copy(u32 target, const void* source, bool is_there = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-                 "r"(is_there ? 16 : 0)
-                 : "memory");
-}
-
-__device__ __forceinline__ void end_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-__device__ __forceinline__ Record shared_record(const u8* p) {
-    Record record;
-    if constexpr (RECORD_BYTES == 2) {
-        record.word[0] = *(const u16*)p;
-    } else {
-#pragma unroll
-        for (int i = 0; i < RECORD_WORDS; ++i) record.word[i] = ((const u32*)p)[i];
-    }
-    return record;
-}
-
-// -(MAGIC + zero) as a pair of bf16 or fp16, built from its bits. Added to codes to centre them.
-__device__ __forceinline__ u32 negative_zeros(const Record& record, int group) {
-    if constexpr (OFFSET_KIND == ZEROS) {
-        const int byte = OFFSET_START + group;
-        return __byte_perm(record.word[byte / 4], IS_BFLOAT ? 0xc3c3c3c3u : 0xe4e4e4e4u,
-                           0x4040 + 0x0101 * (byte % 4));
-    }
-    return ((IS_BFLOAT ? 0xc300u : 0xe400u) + ZERO) * 0x10001u;
 }

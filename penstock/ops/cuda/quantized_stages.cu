@@ -37,13 +37,32 @@ constexpr int RECORDS_START = CODES_START + TILES * ROUND_STEPS * STEP_CODES;
 constexpr int STAGE_BYTES = RECORDS_START + TILES * ROUND_STEPS * STEP_RECORDS;
 constexpr int SUM_STRIDE = ROWS + 4; // a warp writes to different banks
 
+// One scale per row: it multiplies the complete sums.
+constexpr bool ARE_SCALES_LAST = GROUP >= COLUMNS && OFFSET_KIND == NO_OFFSETS;
+// A 4-bit zero point is at most 16, so bf16 represents MAGIC + zero and code - zero exactly.
+constexpr bool IS_CENTRED =
+    BITS == 4 && (OFFSET_KIND == NO_OFFSETS || (OFFSET_KIND == ZEROS && OFFSET_TYPE == UINT8));
 constexpr bool ADDS_OFFSETS = NEEDS_SUMS && !IS_CENTRED;
+constexpr u32 ONES = IS_BFLOAT ? 0x3f803f80u : 0x3c003c00u;
 
 static_assert(TOKEN_TILES > 1, "codes of a single tile of tokens are not raised");
 static_assert(SHARED_BYTES >= STAGES * STAGE_BYTES &&
                   SHARED_BYTES >= 4 * COLUMN_WARPS * TOKENS * SUM_STRIDE,
               "stages and sums have the memory that a launch gives");
 extern __shared__ __align__(16) u8 memory[]; // STAGES stages, later reused for sums
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+
+// Copies 16 bytes to shared memory, bypassing L1; writes zeros if `is_there` is false.
+__device__ __forceinline__ void copy(u32 target, const void* source, bool is_there = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                 "r"(is_there ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void end_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most the last STAGES - 2 copies are in flight.
 __device__ __forceinline__ void wait_for_stage() {
@@ -171,6 +190,27 @@ __device__ __forceinline__ void load_tokens(Four (&values)[TOKEN_TILES], const u
             values[i] = *(const Four*)p;
         }
     }
+}
+
+__device__ __forceinline__ Record shared_record(const u8* p) {
+    Record record;
+    if constexpr (RECORD_BYTES == 2) {
+        record.word[0] = *(const u16*)p;
+    } else {
+#pragma unroll
+        for (int i = 0; i < RECORD_WORDS; ++i) record.word[i] = ((const u32*)p)[i];
+    }
+    return record;
+}
+
+// -(MAGIC + zero) as a pair of bf16 or fp16, built from its bits. Added to codes to centre them.
+__device__ __forceinline__ u32 negative_zeros(const Record& record, int group) {
+    if constexpr (OFFSET_KIND == ZEROS) {
+        const int byte = OFFSET_START + group;
+        return __byte_perm(record.word[byte / 4], IS_BFLOAT ? 0xc3c3c3c3u : 0xe4e4e4e4u,
+                           0x4040 + 0x0101 * (byte % 4));
+    }
+    return ((IS_BFLOAT ? 0xc300u : 0xe400u) + ZERO) * 0x10001u;
 }
 
 // Multiplies one step of the warp's rows, at `codes` and `records` in shared memory, for its first
