@@ -721,16 +721,25 @@ def _split_tile(tile: Tile) -> tuple[dict[str, int], dict[str, int]]:
     return rest, {name: tile[name] for name in names}
 
 
-def delta_net_drafts_cases() -> list[dict[str, int]]:
+def delta_net_drafts_cases(capability: int) -> list[dict[str, int]]:
     """Constants of the CUDA kernel for Qwen3.5-35B-A3B with three drafts, in bf16 and with a
     backlog, in fp16 and without.
     """
     weight, states = torch.empty(4, 8192), torch.empty(1, 32, 128, 128)
     return [
         few_drafts.kernel_constants(
-            4, 16, weight, torch.empty(1, 7, 8192, dtype=dtype), states, 3, most_late
+            4,
+            8192 + 4096 + 64,
+            16,
+            weight,
+            torch.empty(1, 7, 8192, dtype=dtype),
+            states,
+            3,
+            most_late,
+            few_drafts.tile_of(4, 128, 128, cluster),
         )
         for dtype, most_late in ((torch.bfloat16, 3), (torch.float16, 0))
+        for cluster in (few_drafts.CLUSTERS if capability >= 90 else (1,))
     ]
 
 

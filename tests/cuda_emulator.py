@@ -41,7 +41,7 @@ def emulated() -> Iterator[None]:
     with (
         mock.patch.multiple(quantized, **launching, **card),
         mock.patch.multiple(skinny_gemm, **launching),
-        mock.patch.multiple(delta_net_drafts, **launching),
+        mock.patch.multiple(delta_net_drafts, **launching, num_processors=card["num_processors"]),
         mock.patch.object(moe, "is_available", return_value=True),
     ):
         yield
