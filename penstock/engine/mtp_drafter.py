@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.engine.row_table import RowTable
-from penstock.layers.inputs import KVCache, RowSpan, StepInputs
+from penstock.layers.inputs import ChosenTokens, KVCache, RowSpan, StepInputs
 from penstock.ops import PlacedDrafts, TokenBlocks, Weight
 from penstock.types import RowPlan
 
@@ -149,9 +149,8 @@ class MTPDrafter:
         inputs: StepInputs,  # of the step that ran: R rows of W positions
         hidden: Tensor,  # [R * W, H]
         sampled: Tensor,  # [R * W]
-        num_new: Tensor,  # [R]  tokens that each row gained; 0: padding
+        chosen: ChosenTokens,  # the last one that each row gained
     ) -> None:
-        chosen = inputs.choose(inputs.query_start[:-1] + (num_new - 1).clamp(min=0))
         seen = self.model.final_norm(hidden)
         said = self.model.draft(inputs, sampled, seen, self.cache, chosen)
         self.hidden.index_copy_(0, rows, said)

@@ -28,7 +28,7 @@ from penstock.ops.reference import (
 )
 from penstock.ops.reference import decode_rows as _decode_rows
 from penstock.ops.reference.backlog import MOST_LATE, Backlog, whole_states
-from penstock.ops.reference.decode_rows import PlacedDrafts
+from penstock.ops.reference.decode_rows import AcceptedDrafts, PlacedDrafts
 from penstock.ops.reference.expert_cache import copy_table
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.moe import new_counters
@@ -64,6 +64,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "LEAST_KEYS",
     "MOST_LATE",
+    "AcceptedDrafts",
     "Backlog",
     "Journal",
     "PlacedDrafts",
