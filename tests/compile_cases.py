@@ -75,7 +75,8 @@ def sampling_cases() -> list[CompileCase]:
     types |= dict.fromkeys(("p_top_k", "p_seeds", "p_positions", "p_shared"), "*i64")
     types |= dict.fromkeys(("p_best", "p_token_ids"), "*i64")
     types |= dict.fromkeys(("vocab", "logits_stride", "num_chunks"), "i32") | {"p_counts": "*i16"}
-    cases = [case(sampling.merge_kernel, types, {"num_warps": 1}, MAX_CHUNKS=128)]
+    drafts = types | {"p_rows": "*i64", "p_table": "*i64", "table_stride": "i32"}
+    cases = [case(sampling.merge_kernel, drafts, {"num_warps": 1}, MAX_CHUNKS=128)]
     for num_rows in (1, 64):
         for kernel in (sampling.draw_kernel, sampling.likeliest_kernel):
             cases.append(case(kernel, types, dict(sampling.rule(num_rows, False))))

@@ -57,7 +57,7 @@ class MTPDrafter:
         table, rows = self.rows, self.rows.upload([row.row for row in drafting])
         spans = table.spans_of([RowPlan.decode(row.row) for row in drafting])
         hidden = ops.take_rows(rows, self.hidden)
-        table.drafts[rows, 0] = token_ids = self._likeliest(hidden)
+        token_ids = self._draft_token(hidden, rows, 0)
         for place in range(1, max(row.num_drafts for row in drafting)):
             more = [index for index, row in enumerate(drafting) if row.num_drafts > place]
             if len(more) < len(drafting):  # others own no page that far ahead
@@ -67,7 +67,7 @@ class MTPDrafter:
                 spans = tuple(spans[index] for index in more)
             inputs = self._inputs(rows, spans, place - 1)
             hidden = self.model.draft(inputs, token_ids, hidden, self.cache)
-            table.drafts[rows, place] = token_ids = self._likeliest(hidden)
+            token_ids = self._draft_token(hidden, rows, place)
 
     def draft_all(
         self,
@@ -79,11 +79,10 @@ class MTPDrafter:
         no_blocks: TokenBlocks,
     ) -> None:
         """Writes this many drafts of each row to the row table."""
-        hidden, table = ops.take_rows(rows, self.hidden), self.rows
+        hidden = ops.take_rows(rows, self.hidden)
         pages = placed.row_pages.unflatten(0, (len(rows), -1))[:, 0]
         for place in range(num_drafts):
-            token_ids = self._likeliest(hidden)
-            table.drafts.select(1, place).index_copy_(0, rows, token_ids)
+            token_ids = self._draft_token(hidden, rows, place)
             if place == num_drafts - 1:
                 return
             positions, kv_index, context_lens = placed.by_place[:, place].unbind()
@@ -102,11 +101,19 @@ class MTPDrafter:
             )
             hidden = self.model.draft(inputs, token_ids, hidden, self.cache)
 
-    def _likeliest(self, hidden: Tensor) -> Tensor:  # [R, H] -> [R] int64
+    def _draft_token(
+        self,
+        hidden: Tensor,  # [R, H]
+        rows: Tensor,  # [R]
+        place: int,
+    ) -> Tensor:  # [R] int64
+        """Writes it to the row table, too."""
+        drafts = self.rows.drafts.select(1, place)
         if self.vocabulary is not None:
             scores = ops.linear(hidden, self.vocabulary, deterministic=self.deterministic)
-            return ops.likeliest(scores)
+            return ops.likeliest(scores, rows, drafts)
         token_ids: Tensor = self.model.likeliest_draft(hidden, deterministic=self.deterministic)
+        drafts.index_copy_(0, rows, token_ids)
         return token_ids
 
     def follow(
