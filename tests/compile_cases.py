@@ -363,8 +363,16 @@ def delta_net_blocks_cases() -> list[CompileCase]:
 
 def gather_cases() -> list[CompileCase]:
     """(kernel, signature, constexprs, options) of Qwen3.5-35B-A3B in bf16."""
-    types = {"p_ids": "*i64", "p_table": "*bf16", "p_out": "*bf16", "row_stride": "i32"}
-    return [case(gather.take_rows_kernel, types, dict(gather._TILE), H=2048)]
+    pointers = ("p_table", "p_out", "p_rows", "p_first", "p_first_out", "p_second")
+    pointers += ("p_second_out", "p_third", "p_third_out")
+    strides = ("row_stride", "table_stride", "first_stride", "second_stride", "third_stride")
+    types = {"p_ids": "*i64", **dict.fromkeys(pointers, "*bf16"), **dict.fromkeys(strides, "i32")}
+    widths = {"FIRST_H": 4096, "SECOND_H": 2048, "THIRD_H": 4096}
+    return [
+        case(gather.take_rows_kernel, types, dict(gather._TILE), H=2048),
+        case(gather.put_rows_kernel, types, dict(gather._TILE), H=2048),
+        case(gather.take_rows_of_each_kernel, types, dict(gather._TILE), **widths),
+    ]
 
 
 def masking_cases() -> list[CompileCase]:

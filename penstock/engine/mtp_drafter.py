@@ -160,7 +160,7 @@ class MTPDrafter:
     ) -> None:
         seen = self.model.final_norm(hidden)
         said = self.model.draft(inputs, sampled, seen, self.cache, chosen)
-        self.hidden.index_copy_(0, rows, said)
+        ops.put_rows(rows, said, self.hidden)
 
     def follow_prompts(
         self,
@@ -173,7 +173,7 @@ class MTPDrafter:
         behind = inputs.token_ids.roll(-1).index_copy(0, chosen.tokens, next_ids)
         seen = self.model.final_norm(hidden)
         said = self.model.draft(inputs, behind, seen, self.cache, chosen)
-        self.hidden.index_copy_(0, rows, said)
+        ops.put_rows(rows, said, self.hidden)
 
     def _inputs(self, rows: Tensor, spans: tuple[RowSpan, ...], ahead: int) -> StepInputs:
         """One token of each row, `ahead` positions after its last one."""

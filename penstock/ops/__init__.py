@@ -20,6 +20,7 @@ from penstock.ops.reference import (
     attention,
     delta_net,
     expert_cache,
+    gather,
     masking,
     matmul,
     moe,
@@ -56,6 +57,8 @@ advance_rows = op(_decode_rows.advance_rows)
 decode_rows = op(_decode_rows.decode_rows)
 draft_tokens = op(_decode_rows.draft_tokens)
 place_drafts = op(_decode_rows.place_drafts)
+put_rows = op(gather.put_rows)
+take_rows_of_each = op(gather.take_rows_of_each)
 mask_logits = op(masking.mask_logits)
 likeliest = op(sampling.likeliest)
 sample = op(sampling.sample)
@@ -91,6 +94,7 @@ __all__ = [
     "paged_attention",
     "penalize_repeats",
     "place_drafts",
+    "put_rows",
     "rms_norm",
     "rms_norm_pair",
     "rope_and_store",
@@ -99,6 +103,7 @@ __all__ = [
     "sparse_mlp",
     "swiglu_linear",
     "take_rows",
+    "take_rows_of_each",
     "take_slots",
     "token_logprobs",
     "whole_states",
