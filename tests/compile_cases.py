@@ -210,7 +210,7 @@ def decode_rows_cases() -> list[CompileCase]:
     tail = ("p_rows", "p_num_new", "p_token_ids", "p_last_token", "p_context_len")
     advance = dict.fromkeys(tail, "*i64") | {"num_rows": "i32"}
     accepting = ("p_rows", "p_num_tokens", "p_sampled", "p_drafts", "p_last_token")
-    accepting += ("p_context_len", "p_num_accepted", "p_forced", "p_accepted")
+    accepting += ("p_context_len", "p_num_accepted", "p_forced", "p_told", "p_last")
     placing = ("p_rows", "p_num_tokens", "p_context_len", "p_num_accepted", "p_numbers")
     placing += ("p_by_place", "p_of_rows")
     place = dict.fromkeys(placing, "*i64") | dict.fromkeys(("num_rows", "num_pages"), "i32")

@@ -145,14 +145,15 @@ class DraftStep:
         self.follow(verified, self.sampled, verified.inputs.choose(last_places))
         return self.num_new
 
-    def finish(self, verified: Verified, mode: SamplingMode) -> tuple[Tensor, Tensor]:
+    def finish(self, verified: Verified, mode: SamplingMode) -> Tensor:  # [R, 2 + n]
+        """What each row gained, for the host: `AcceptedDrafts.told`."""
         sampled, accepted = self.choose(verified, mode)
         starts = self._places[: self.size.num_rows + 1]
         chosen = verified.inputs.choose(accepted.last_places, accepted.last_lens, starts)
         self.follow(verified, sampled, chosen)
-        return sampled, accepted.num_new
+        return accepted.told
 
-    def run(self, mode: SamplingMode) -> tuple[Tensor, Tensor]:
+    def run(self, mode: SamplingMode) -> Tensor:  # [R, 2 + n]
         """A whole step."""
         return self.finish(self.verify(), mode)
 

@@ -33,9 +33,14 @@ class PlacedDrafts(NamedTuple):
 class AcceptedDrafts(NamedTuple):
     """What rows gained in a step with drafts: accepted drafts, and one more token."""
 
-    num_new: Tensor  # [R] int64  0: padding
+    # [R, 2 + n] int64  the number of these tokens, 0: padding; and what was sampled, for the host
+    told: Tensor
     last_places: Tensor  # [R] int64  of the last of them among the sampled; of padding, its first
     last_lens: Tensor  # [R] int64  tokens of the row when it was sampled
+
+    @property
+    def num_new(self) -> Tensor:  # [R]
+        return self.told[:, 0]
 
 
 def decode_rows(
@@ -99,7 +104,8 @@ def accept_drafts(
     is_used = num_tokens > 0
     num_new = torch.where(is_used, num_right + 1, 0)
     num_before = (num_new - 1).clamp(min=0)
-    accepted = AcceptedDrafts(num_new, firsts + num_before, context_len[rows] + num_before)
+    told = torch.cat((num_new[:, None], torch.where(place < num_tokens[:, None], said, 0)), dim=1)
+    accepted = AcceptedDrafts(told, firsts + num_before, context_len[rows] + num_before)
     last = said.gather(1, num_right[:, None])[:, 0]
     last_token.index_copy_(0, rows, torch.where(is_used, last, last_token[rows]))
     num_accepted.index_copy_(0, rows, torch.where(is_used, num_right, num_accepted[rows]))

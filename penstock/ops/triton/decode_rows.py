@@ -150,7 +150,8 @@ def accept_drafts(
     forced: Tensor | None = None,  # [rows] int64  drafts to accept, right or not; negative: compare
     width: int = 0,  # positions per row in `sampled`; 0: those that it samples
 ) -> AcceptedDrafts:
-    accepted = torch.empty(3, len(rows), dtype=torch.int64, device=rows.device)
+    last = torch.empty(2, len(rows), dtype=torch.int64, device=rows.device)
+    told = torch.empty(len(rows), 2 + drafts.shape[1], dtype=torch.int64, device=rows.device)
     if len(rows):
         accept_drafts_kernel[(len(rows),)](
             rows,
@@ -161,7 +162,8 @@ def accept_drafts(
             context_len,
             num_accepted,
             forced,
-            accepted,
+            told,
+            last,
             len(rows),
             drafts.shape[1],
             width,
@@ -170,7 +172,7 @@ def accept_drafts(
             num_warps=1,
             **launch_options(rows.device),
         )
-    return AcceptedDrafts(*accepted.unbind())
+    return AcceptedDrafts(told, *last.unbind())
 
 
 @triton.jit(
@@ -186,7 +188,8 @@ def accept_drafts_kernel(
     p_context_len,  # [rows]
     p_num_accepted,  # [rows]
     p_forced,  # [rows], or None
-    p_accepted,  # [3, R]
+    p_told,  # [R, 2 + n]
+    p_last,  # [2, R]
     num_rows,
     NUM_DRAFTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -218,9 +221,11 @@ def accept_drafts_kernel(
     is_used = num_tokens > 0
     num_right = tl.where(is_used, num_right, 0)
     context_len = tl.load(p_context_len + row)
-    tl.store(p_accepted + i_row, tl.where(is_used, num_right + 1, 0))
-    tl.store(p_accepted + num_rows + i_row, first + num_right)
-    tl.store(p_accepted + 2 * num_rows + i_row, context_len + num_right)
+    p_to = p_told + i_row * (2 + NUM_DRAFTS)
+    tl.store(p_to, tl.where(is_used, num_right + 1, 0))
+    tl.store(p_to + 1 + place, said, mask=place <= NUM_DRAFTS)
+    tl.store(p_last + i_row, first + num_right)
+    tl.store(p_last + num_rows + i_row, context_len + num_right)
     tl.store(p_last_token + row, last, mask=is_used)
     tl.store(p_num_accepted + row, num_right, mask=is_used)
     tl.store(p_context_len + row, context_len + num_right + 1, mask=is_used)
