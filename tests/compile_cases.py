@@ -75,8 +75,7 @@ def sampling_cases() -> list[CompileCase]:
     types |= dict.fromkeys(("p_top_k", "p_seeds", "p_positions", "p_shared"), "*i64")
     types |= dict.fromkeys(("p_best", "p_token_ids"), "*i64")
     types |= dict.fromkeys(("vocab", "logits_stride", "num_chunks"), "i32") | {"p_counts": "*i16"}
-    drafts = types | {"p_rows": "*i64", "p_table": "*i64", "table_stride": "i32"}
-    cases = [case(sampling.merge_kernel, drafts, {"num_warps": 1}, MAX_CHUNKS=128)]
+    cases = [case(sampling.merge_kernel, types, {"num_warps": 1}, MAX_CHUNKS=128)]
     for num_rows in (1, 64):
         for kernel in (sampling.draw_kernel, sampling.likeliest_kernel):
             cases.append(case(kernel, types, dict(sampling.rule(num_rows, False))))
@@ -210,7 +209,7 @@ def decode_rows_cases() -> list[CompileCase]:
     tail = ("p_rows", "p_num_new", "p_token_ids", "p_last_token", "p_context_len")
     advance = dict.fromkeys(tail, "*i64") | {"num_rows": "i32"}
     accepting = ("p_rows", "p_num_tokens", "p_sampled", "p_drafts", "p_last_token")
-    accepting += ("p_context_len", "p_num_accepted", "p_forced", "p_told", "p_last")
+    accepting += ("p_context_len", "p_num_accepted", "p_forced", "p_num_new")
     placing = ("p_rows", "p_num_tokens", "p_context_len", "p_num_accepted", "p_numbers")
     placing += ("p_by_place", "p_of_rows")
     place = dict.fromkeys(placing, "*i64") | dict.fromkeys(("num_rows", "num_pages"), "i32")
@@ -363,16 +362,8 @@ def delta_net_blocks_cases() -> list[CompileCase]:
 
 def gather_cases() -> list[CompileCase]:
     """(kernel, signature, constexprs, options) of Qwen3.5-35B-A3B in bf16."""
-    pointers = ("p_table", "p_out", "p_rows", "p_first", "p_first_out", "p_second")
-    pointers += ("p_second_out", "p_third", "p_third_out")
-    strides = ("row_stride", "table_stride", "first_stride", "second_stride", "third_stride")
-    types = {"p_ids": "*i64", **dict.fromkeys(pointers, "*bf16"), **dict.fromkeys(strides, "i32")}
-    widths = {"FIRST_H": 4096, "SECOND_H": 2048, "THIRD_H": 4096}
-    return [
-        case(gather.take_rows_kernel, types, dict(gather._TILE), H=2048),
-        case(gather.put_rows_kernel, types, dict(gather._TILE), H=2048),
-        case(gather.take_rows_of_each_kernel, types, dict(gather._TILE), **widths),
-    ]
+    types = {"p_ids": "*i64", "p_table": "*bf16", "p_out": "*bf16", "row_stride": "i32"}
+    return [case(gather.take_rows_kernel, types, dict(gather._TILE), H=2048)]
 
 
 def masking_cases() -> list[CompileCase]:
@@ -730,25 +721,16 @@ def _split_tile(tile: Tile) -> tuple[dict[str, int], dict[str, int]]:
     return rest, {name: tile[name] for name in names}
 
 
-def delta_net_drafts_cases(capability: int) -> list[dict[str, int]]:
+def delta_net_drafts_cases() -> list[dict[str, int]]:
     """Constants of the CUDA kernel for Qwen3.5-35B-A3B with three drafts, in bf16 and with a
     backlog, in fp16 and without.
     """
     weight, states = torch.empty(4, 8192), torch.empty(1, 32, 128, 128)
     return [
         few_drafts.kernel_constants(
-            4,
-            8192 + 4096 + 64,
-            16,
-            weight,
-            torch.empty(1, 7, 8192, dtype=dtype),
-            states,
-            3,
-            most_late,
-            few_drafts.tile_of(4, 128, 128, cluster),
+            4, 16, weight, torch.empty(1, 7, 8192, dtype=dtype), states, 3, most_late
         )
         for dtype, most_late in ((torch.bfloat16, 3), (torch.float16, 0))
-        for cluster in (few_drafts.CLUSTERS if capability >= 90 else (1,))
     ]
 
 

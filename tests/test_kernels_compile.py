@@ -143,7 +143,7 @@ def test_the_cuda_source_compiles_too(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sources = (
         (skinny_gemm.SOURCE, skinny_gemm_cases()[::one_of]),
-        (delta_net_drafts.SOURCE, delta_net_drafts_cases(capability)[::one_of]),
+        (delta_net_drafts.SOURCE, delta_net_drafts_cases()[::one_of]),
         (quantized.SOURCE, quantized_cases()[::one_of]),
         (quantized.GEMM_SOURCE, quantized_gemm_cases(capability)[::one_of]),
         (quantized.EXPERTS_SOURCE, quantized_experts_cases(capability)[::one_of]),

@@ -20,7 +20,6 @@ from penstock.ops.reference import (
     attention,
     delta_net,
     expert_cache,
-    gather,
     masking,
     matmul,
     moe,
@@ -29,7 +28,7 @@ from penstock.ops.reference import (
 )
 from penstock.ops.reference import decode_rows as _decode_rows
 from penstock.ops.reference.backlog import MOST_LATE, Backlog, whole_states
-from penstock.ops.reference.decode_rows import AcceptedDrafts, PlacedDrafts
+from penstock.ops.reference.decode_rows import PlacedDrafts
 from penstock.ops.reference.expert_cache import copy_table
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.moe import new_counters
@@ -57,8 +56,6 @@ advance_rows = op(_decode_rows.advance_rows)
 decode_rows = op(_decode_rows.decode_rows)
 draft_tokens = op(_decode_rows.draft_tokens)
 place_drafts = op(_decode_rows.place_drafts)
-put_rows = op(gather.put_rows)
-take_rows_of_each = op(gather.take_rows_of_each)
 mask_logits = op(masking.mask_logits)
 likeliest = op(sampling.likeliest)
 sample = op(sampling.sample)
@@ -67,7 +64,6 @@ __all__ = [
     "BLOCK_TOKENS",
     "LEAST_KEYS",
     "MOST_LATE",
-    "AcceptedDrafts",
     "Backlog",
     "Journal",
     "PlacedDrafts",
@@ -94,7 +90,6 @@ __all__ = [
     "paged_attention",
     "penalize_repeats",
     "place_drafts",
-    "put_rows",
     "rms_norm",
     "rms_norm_pair",
     "rope_and_store",
@@ -103,7 +98,6 @@ __all__ = [
     "sparse_mlp",
     "swiglu_linear",
     "take_rows",
-    "take_rows_of_each",
     "take_slots",
     "token_logprobs",
     "whole_states",

@@ -5,39 +5,22 @@ supports, and launches it.
 from __future__ import annotations
 
 import ctypes
-import functools
-from ctypes import c_float, c_void_p
+from ctypes import c_float, c_longlong, c_void_p
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.ops.cuda.program import (
-    SHARED,
-    address,
-    current_stream,
-    is_available,
-    num_processors,
-    program,
-)
-from penstock.ops.reference.backlog import Backlog
+from penstock.ops.cuda.program import SHARED, address, current_stream, is_available, program
+from penstock.ops.reference.backlog import MOST_LATE, Backlog
 from penstock.ops.reference.journal import Journal, Replay
-from penstock.ops.tuning import Tile
 
 SOURCE = Path(__file__).with_name("delta_net_drafts.cu")
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 4  # with more, the Triton kernel is faster, and with fewer than two drafts
 MIN_WIDTH, MAX_WIDTH = 3, 8  # tokens of a row: all have shared memory of their own
 MAX_THREADS = 1024
-MOST_ELEMENTS = 2**31
 ALIGNMENT = 16  # bytes
-CLUSTERS = (4, 2, 1)  # blocks per head, on GPUs with clusters
-CLUSTER_CAPABILITY = (9, 0)
-# Threads per pair of columns: with fewer keys each, a thread needs fewer registers and
-# instructions, but a block of many columns has enough threads anyway.
-FEW_PARTS, MANY_PARTS, MANY_COLUMNS = 8, 16, 64
-REGISTERS = 64 * 1024  # of an SM: with few per thread, blocks start while the kernel before runs
-NARROW = 4  # tokens of a row; more need more registers
 
 
 def can_decode(
@@ -59,62 +42,28 @@ def can_decode(
         and recurrent.dtype == torch.float32
         and key_dim % 32 == 0
         and value_dim % 8 == 0
-        and _num_threads(value_dim, FEW_PARTS) <= MAX_THREADS
-        and mixed.stride(0) % 2 == conv.stride(0) % 2 == mixed.data_ptr() % 4 == 0
-        and len(mixed) * mixed.stride(0) < MOST_ELEMENTS
+        and 4 * value_dim <= MAX_THREADS
         and _shared_bytes(width, key_dim, value_dim, num_entries) <= SHARED
         and is_available(mixed.device)
     )
 
 
 def _shared_bytes(width: int, key_dim: int, value_dim: int, num_entries: int) -> int:
-    """Of the tokens of a row, and of what may have to be replayed before them, without clusters."""
-    token = 2 * key_dim + value_dim + 2 * width + 5
-    squares = MAX_WIDTH * MAX_THREADS // 32  # of each token, by warp
+    """Of the tokens of a row, and of what may have to be replayed before them."""
+    num_warps = -(-value_dim // 32)  # with a thread per column
+    token = 2 * key_dim + 4 * value_dim + 2 * width + num_warps + 4
     entry = key_dim + value_dim + 3
-    return 4 * (width * token + squares + num_entries * entry) + 3 * ALIGNMENT
-
-
-@functools.cache
-def choose_cluster(num_rows: int, num_heads: int, value_dim: int, device: torch.device) -> int:
-    """Blocks per head: as many as the card has SMs for."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CLUSTER_CAPABILITY:
-        return 1
-    return next(
-        cluster
-        for cluster in CLUSTERS
-        if value_dim % (8 * cluster) == 0
-        and (cluster == 1 or num_rows * num_heads * cluster <= num_processors(device))
-    )
-
-
-def tile_of(width: int, key_dim: int, value_dim: int, cluster: int) -> Tile:
-    columns = value_dim // cluster
-    is_wide = columns > MANY_COLUMNS or key_dim % (4 * MANY_PARTS) > 0
-    parts = FEW_PARTS if is_wide else MANY_PARTS
-    registers = 128 if is_wide else 64 if width <= NARROW else 80  # of a thread: hardly a spill
-    blocks = REGISTERS // (registers * _num_threads(columns, parts))
-    return {"CLUSTER": cluster, "PARTS": parts, "BLOCKS": max(1, blocks)}
-
-
-def num_threads(value_dim: int, tile: Tile) -> int:
-    return _num_threads(value_dim // tile["CLUSTER"], tile["PARTS"])
-
-
-def _num_threads(columns: int, parts: int) -> int:
-    return columns // 2 * parts
+    return 4 * (width * token + (MOST_LATE + num_entries) * entry + value_dim) + 2 * ALIGNMENT
 
 
 def kernel_constants(
     width: int,
-    mixed_stride: int,  # of a token
     num_key_heads: int,
     conv_weight: Tensor,  # [Kc, C]
     conv: Tensor,  # [slots, W, C]
     recurrent: Tensor,  # [slots, Hv, K, V]
     num_entries: int,
     most_late: int,
-    tile: Tile,
 ) -> dict[str, int]:
     _, num_heads, key_dim, value_dim = recurrent.shape
     return {
@@ -127,11 +76,7 @@ def kernel_constants(
         "RING": conv.shape[1],
         "ENTRIES": num_entries,
         "MOST_LATE": most_late,
-        **tile,
         "IS_BFLOAT": int(conv.dtype == torch.bfloat16),
-        "MIXED_STRIDE": mixed_stride,
-        "CONV_STRIDE": conv.stride(0),
-        "RECURRENT_STRIDE": recurrent.stride(0),
     }
 
 
@@ -156,18 +101,16 @@ def decode_with_drafts(
     width: int,  # most tokens of a row
 ) -> None:
     """All tokens of every row, in one launch."""
-    _, num_heads, key_dim, value_dim = recurrent.shape
-    cluster = choose_cluster(len(state_slots), num_heads, value_dim, mixed.device)
-    tile = tile_of(width, key_dim, value_dim, cluster)
+    _, num_heads, _, value_dim = recurrent.shape
     most_late = 0 if backlog is None else backlog.keys.shape[1]
-    given = (num_key_heads, conv_weight, conv, recurrent, journal.keys.shape[1], most_late, tile)
-    constants = kernel_constants(width, mixed.stride(0), *given)
+    given = (num_key_heads, conv_weight, conv, recurrent, journal.keys.shape[1], most_late)
+    constants = kernel_constants(width, *given)
     slots = (query_start, context_lens, state_slots, initial_slots)
     numbers = [tensor.contiguous() for tensor in (*slots, *replay)]
     device = mixed.device
     program(SOURCE, "delta_net_drafts", tuple(constants.items()), device).launch(
-        (num_heads * cluster, len(state_slots)),
-        num_threads(value_dim, tile),
+        (num_heads, len(state_slots)),
+        4 * value_dim,
         current_stream(device),
         *map(address, (mixed, conv_weight, a_log, dt_bias, norm_weight, conv, recurrent)),
         _pack(*numbers[:4]),
@@ -175,6 +118,9 @@ def decode_with_drafts(
         _pack(*((None,) * 4 if backlog is None else backlog)),
         address(out),
         c_float(eps),
+        c_longlong(mixed.stride(0)),
+        c_longlong(conv.stride(0)),
+        c_longlong(recurrent.stride(0)),
     )
 
 
