@@ -171,7 +171,8 @@ def test_replies_are_drawn_as_asked(api: anthropic.Anthropic) -> None:
     wild = {"temperature": 5.0, "top_p": 0.999, "top_k": 1000}
     greedy = {"temperature": 5.0, "top_p": 0.999, "top_k": 1}
     assert texts_of(ask_whole(api, messages=QUESTION, extra_body=greedy)) == ["43"]
-    assert texts_of(ask_whole(api, messages=QUESTION, extra_body=wild, max_tokens=20)) != ["43"]
+    drawn = (ask_whole(api, messages=QUESTION, extra_body=wild, max_tokens=20) for _ in range(8))
+    assert any(texts_of(reply) != ["43"] for reply in drawn)  # one in five is 43 by chance
 
 
 # Tools
