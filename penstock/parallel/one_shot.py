@@ -42,7 +42,7 @@ def connect(links: GroupLinks, name: str, rank: int, size: int, device: torch.de
 
     def share() -> None:
         addresses = _map_buffers(found["buffer"])
-        found["one_shot"] = OneShot(rank, addresses, device)
+        found["one_shot"] = OneShot(rank, addresses, device, memory=found["buffer"])
 
     def check() -> None:
         _check_sums(found["one_shot"], rank, size, device)
@@ -51,7 +51,6 @@ def connect(links: GroupLinks, name: str, rank: int, size: int, device: torch.de
         reason = _reason_of(stage)
         if _is_true_anywhere(links, bool(reason), device):
             return reason or "Another rank cannot; its log says why."
-    found["one_shot"].memory = found["buffer"]  # kept as long as its addresses are used
     links.one_shot = found["one_shot"]
     return ""
 

@@ -46,8 +46,10 @@ class OneShot:
         buffers: Sequence[int],  # address of every rank's buffer, as this rank sees it
         device: torch.device,
         most_bytes: int = MOST_BYTES,
+        memory: object = None,  # kept as long as the addresses are used
     ) -> None:
         self.rank = rank
+        self.memory = memory
         self.most_bytes = most_bytes
         self._buffers = (c_void_p * len(buffers))(*buffers)
         self._state = torch.zeros(3, dtype=torch.int32, device=device)
