@@ -206,6 +206,8 @@ def metadata_of(name: str, config: Mapping[str, Any], num_drafting: int) -> dict
         "rope.freq_base": float(rope["rope_theta"]),
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
     }
+    if "mrope_section" in rope:
+        found["rope.dimension_sections"] = [*rope["mrope_section"], 0]
     if num_drafting:
         found["nextn_predict_layers"] = num_drafting
     if "linear_value_head_dim" in text:
