@@ -75,7 +75,8 @@ def sampling_cases() -> list[CompileCase]:
     types |= dict.fromkeys(("p_top_k", "p_seeds", "p_positions", "p_shared"), "*i64")
     types |= dict.fromkeys(("p_best", "p_token_ids"), "*i64")
     types |= dict.fromkeys(("vocab", "logits_stride", "num_chunks"), "i32") | {"p_counts": "*i16"}
-    cases = [case(sampling.merge_kernel, types, {"num_warps": 1}, MAX_CHUNKS=128)]
+    drafts = types | {"p_rows": "*i64", "p_table": "*i64", "table_stride": "i32"}
+    cases = [case(sampling.merge_kernel, drafts, {"num_warps": 1}, MAX_CHUNKS=128)]
     for num_rows in (1, 64):
         for kernel in (sampling.draw_kernel, sampling.likeliest_kernel):
             cases.append(case(kernel, types, dict(sampling.rule(num_rows, False))))
@@ -209,7 +210,7 @@ def decode_rows_cases() -> list[CompileCase]:
     tail = ("p_rows", "p_num_new", "p_token_ids", "p_last_token", "p_context_len")
     advance = dict.fromkeys(tail, "*i64") | {"num_rows": "i32"}
     accepting = ("p_rows", "p_num_tokens", "p_sampled", "p_drafts", "p_last_token")
-    accepting += ("p_context_len", "p_num_accepted", "p_forced", "p_num_new")
+    accepting += ("p_context_len", "p_num_accepted", "p_forced", "p_told", "p_last")
     placing = ("p_rows", "p_num_tokens", "p_context_len", "p_num_accepted", "p_numbers")
     placing += ("p_by_place", "p_of_rows")
     place = dict.fromkeys(placing, "*i64") | dict.fromkeys(("num_rows", "num_pages"), "i32")
@@ -332,23 +333,27 @@ def delta_net_blocks_cases() -> list[CompileCase]:
     numbers |= dict.fromkeys(("blocks", "row_blocks", "late_counts"), "*i32")
     strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
     types = {**halves, **floats, **numbers, **strides, "eps": "fp32"}
+    types |= {"codes": "*fp8e4nv", "scales": "*fp32", "scale_stride": "i32"}
     small, large = (
         delta_net_blocks._scan_rule(shape, 2, memory)
         for memory in (launch.SMALL_MEMORY, launch.LARGE_MEMORY)
     )
-    cases = [
+    whole = {"BLOCK_V": 128, "num_warps": 8, "num_stages": 3}
+    norm_tile = {"num_warps": 8, "num_stages": 1}
+    cases: list[tuple[Any, dict[str, Any]]] = [
         (delta_net_convolve.convolve_kernel, delta_net_blocks.CONVOLVE_TILE),
         (delta_net_prepare.prepare_kernel, delta_net_blocks.PREPARE_TILE),
         (delta_net_prepare.prepare_kernel, delta_net_blocks.HOPPER_PREPARE_TILE),
-        (delta_net_blocks._scan_kernel, small),
-        (delta_net_blocks._scan_kernel, large),
-        (delta_net_blocks._scan_kernel, {"BLOCK_V": 128, "num_warps": 8, "num_stages": 3}),
-        (delta_net_blocks._norm_kernel, {"num_warps": 4, "num_stages": 1}),
+        (delta_net_blocks._scan_kernel, {**small, "NORMS": False}),
+        (delta_net_blocks._scan_kernel, {**large, "NORMS": False}),
+        (delta_net_blocks._scan_kernel, {**whole, "NORMS": True}),
+        (delta_net_blocks._norm_kernel, {**norm_tile, "codes": None, "scales": None}),
+        (delta_net_blocks._norm_kernel, norm_tile),
     ]
     return [
         (
             kernel,
-            {name: types[name] for name in kernel.arg_names if name in types},
+            {name: types[name] for name in kernel.arg_names if name in types and name not in tile},
             {
                 name: value
                 for name, value in {**constants, **tile}.items()
@@ -362,8 +367,16 @@ def delta_net_blocks_cases() -> list[CompileCase]:
 
 def gather_cases() -> list[CompileCase]:
     """(kernel, signature, constexprs, options) of Qwen3.5-35B-A3B in bf16."""
-    types = {"p_ids": "*i64", "p_table": "*bf16", "p_out": "*bf16", "row_stride": "i32"}
-    return [case(gather.take_rows_kernel, types, dict(gather._TILE), H=2048)]
+    pointers = ("p_table", "p_out", "p_rows", "p_first", "p_first_out", "p_second")
+    pointers += ("p_second_out", "p_third", "p_third_out")
+    strides = ("row_stride", "table_stride", "first_stride", "second_stride", "third_stride")
+    types = {"p_ids": "*i64", **dict.fromkeys(pointers, "*bf16"), **dict.fromkeys(strides, "i32")}
+    widths = {"FIRST_H": 4096, "SECOND_H": 2048, "THIRD_H": 4096}
+    return [
+        case(gather.take_rows_kernel, types, dict(gather._TILE), H=2048),
+        case(gather.put_rows_kernel, types, dict(gather._TILE), H=2048),
+        case(gather.take_rows_of_each_kernel, types, dict(gather._TILE), **widths),
+    ]
 
 
 def masking_cases() -> list[CompileCase]:
@@ -547,6 +560,7 @@ def moe_permute_cases() -> list[CompileCase]:
         "E": 256,
         "TOP_K": 8,
         "SLOTS": 9,
+        "SPREAD": moe_permute.SPREAD,
         "BLOCK": 1024,
         "BLOCK_E": 256,
         "BLOCK_M": 128,
@@ -662,15 +676,17 @@ def norm_cases() -> list[CompileCase]:
 
 def prefill_attention_cases() -> list[CompileCase]:
     """Qwen3.5-35B-A3B in bf16, KV in bf16 and in codes: with the tile of small cards, of large
-    ones, these in splits, the merge.
+    ones, these in splits, and with results in codes; the merge.
     """
     blocks = {"p_blocks": "*i32", "p_query_start": "*i64", "p_context_lens": "*i64"}
     signature = {**dict.fromkeys(("p_q", "p_out"), "*bf16"), **blocks}
-    signature |= {"p_pages": "*i32", "scale": "fp32", "table_stride": "i32", "gate_stride": "i32"}
+    signature |= {"p_pages": "*i32", "scale": "fp32", "scale_stride": "i32"}
+    signature |= {"table_stride": "i32", "gate_stride": "i32"}
     gate = {"p_gate": "*bf16"}
+    codes = {"p_codes": "*fp8e4nv", "p_code_scales": "*fp32"}
     splits = {"p_partial": "*fp32", "p_log_sums": "*fp32"}
     merge_signature = {**splits, **blocks, **gate, "p_out": "*bf16"}
-    merge_signature |= {"gate_stride": "i32", "num_splits": "i32"}
+    merge_signature |= dict.fromkeys(("gate_stride", "scale_stride", "num_splits"), "i32")
     constants: dict[str, Any] = {
         "NUM_HEADS": 16,
         "HEAD_DIM": 256,
@@ -702,14 +718,19 @@ def prefill_attention_cases() -> list[CompileCase]:
 
     merge_tile, merge_options = _split_tile(prefill_attention.MERGE_TILE)
     return [
-        *prefill_cases(launch.SMALL_MEMORY, gate, splits),
-        *prefill_cases(launch.LARGE_MEMORY, gate, splits),
-        *prefill_cases(launch.LARGE_MEMORY, splits, gate),
-        (
-            prefill_attention._merge_kernel,
-            merge_signature,
-            {**constants, **merge_tile},
-            merge_options,
+        *prefill_cases(launch.SMALL_MEMORY, gate, {**splits, **codes}),
+        *prefill_cases(launch.LARGE_MEMORY, gate, {**splits, **codes}),
+        *prefill_cases(launch.LARGE_MEMORY, splits, {**gate, **codes}),
+        *prefill_cases(launch.SMALL_MEMORY, {**gate, **codes}, splits),
+        *prefill_cases(launch.LARGE_MEMORY, {**gate, **codes}, splits),
+        *(
+            (
+                prefill_attention._merge_kernel,
+                {**merge_signature, **used},
+                {**constants, **merge_tile, **dict.fromkeys(codes.keys() - used.keys())},
+                merge_options,
+            )
+            for used in ({}, codes)
         ),
     ]
 
@@ -721,16 +742,25 @@ def _split_tile(tile: Tile) -> tuple[dict[str, int], dict[str, int]]:
     return rest, {name: tile[name] for name in names}
 
 
-def delta_net_drafts_cases() -> list[dict[str, int]]:
+def delta_net_drafts_cases(capability: int) -> list[dict[str, int]]:
     """Constants of the CUDA kernel for Qwen3.5-35B-A3B with three drafts, in bf16 and with a
     backlog, in fp16 and without.
     """
     weight, states = torch.empty(4, 8192), torch.empty(1, 32, 128, 128)
     return [
         few_drafts.kernel_constants(
-            4, 16, weight, torch.empty(1, 7, 8192, dtype=dtype), states, 3, most_late
+            4,
+            8192 + 4096 + 64,
+            16,
+            weight,
+            torch.empty(1, 7, 8192, dtype=dtype),
+            states,
+            3,
+            most_late,
+            cluster,
         )
         for dtype, most_late in ((torch.bfloat16, 3), (torch.float16, 0))
+        for cluster in ((few_drafts.CLUSTER, 1) if capability >= 90 else (1,))
     ]
 
 
@@ -793,6 +823,7 @@ def quantized_cases() -> list[dict[str, int]]:
                     cases.append(constants | {"PAIRS": pairs})
     many = quantized.linear_rule(tiles.tile(pack(make_codes("fp8", 16 * 600, 256))), 8, 132)
     cases.append(cases[0] | {"IS_BFLOAT": 0})
+    cases += [one | {"UP_TILES": 1} for one in cases if one["MODE"] == quantized.LINEAR]
     cases.append(cases[0] | many | {"HAS_NORM": 0, "HAS_RESIDUAL": 1, "TOKEN_TILES": 8})
     return cases
 

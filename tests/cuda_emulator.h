@@ -1,6 +1,7 @@
-// Runs CUDA C++ on a CPU, one block at a time: every thread is a coroutine that runs until it needs
-// what others have. Instructions in PTX become calls of functions in `ptx`, named after them
-// (`cuda_emulator.py`); one that is not here does not compile. Slow, and meant for small shapes.
+// Runs CUDA C++ on a CPU, one cluster of blocks at a time: every thread is a coroutine that runs
+// until it needs what others have. Instructions in PTX become calls of functions in `ptx`, named
+// after them (`cuda_emulator.py`); one that is not here does not compile. Slow, and meant for small
+// shapes.
 
 // Two thirds of the time of a test went into compiling this header: it needs no standard library
 // but C's, and makes no system call when it goes from thread to thread.
@@ -19,14 +20,16 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __shared__ static // blocks run one after the other
+// One block's memory at a time is here, that of the others of its cluster elsewhere.
+#define __shared__ static __attribute__((section("block_memory")))
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 namespace emulator {
 constexpr int LANES = 32, WORDS = 8, STACK_BYTES = 256 * 1024;
-constexpr int MAX_THREADS = 1024, MAX_MASKS = 8, MAX_COPIES = 1024;
+constexpr int MAX_THREADS = 1024, MAX_MASKS = 8, MAX_COPIES = 1024, MAX_CLUSTER = 8;
+constexpr int SHARED_BYTES = 228 * 1024;
 typedef uint32_t word;
 
 static void check(bool is_so, const char* otherwise) {
@@ -53,11 +56,13 @@ struct Thread {
     char* stack;   // null until the first block that has so many threads
     Index index;
     bool is_done;
+    long cluster_round; // of the barrier of the cluster at which it arrived last
     Copy* copies; // those that have not happened, in order
     int num_copies, num_groups; // groups that are closed
 };
 
-// Lanes of a warp, by mask, or all threads of a block: how many wait, and how often all have.
+// Lanes of a warp, by mask, or all threads of a block or cluster: how many wait, and how often all
+// have.
 struct Meeting {
     word mask;
     int num_waiting;
@@ -70,12 +75,22 @@ struct Warp {
     word values[2][LANES][WORDS]; // of even and of odd rounds: some lanes may still read the last
 };
 
-static Thread threads[MAX_THREADS];
-static Warp warps[MAX_THREADS / LANES];
-static Meeting block_meeting;
+struct Block {
+    Thread threads[MAX_THREADS];
+    Warp warps[MAX_THREADS / LANES];
+    Meeting meeting;
+    Index index;
+    int num_running;
+    bool has_started;
+    alignas(1024) char memory[SHARED_BYTES]; // while another block runs
+};
+
+static Block blocks[MAX_CLUSTER];
+static Block* block; // the one that runs
+static int num_blocks, num_running; // of the cluster, and its threads
+static Meeting cluster_meeting;
 static jmp_buf scheduler;
 static Thread* current;
-static int num_running;
 static long num_events; // without one in a turn of all threads, they wait for each other
 static void call_kernel();
 
@@ -83,17 +98,27 @@ static void go_to(jmp_buf& place, jmp_buf& own) {
     if (!_setjmp(own)) _longjmp(place, 1);
 }
 
-// Every thread that calls this comes back after all expected ones have called it.
-static long meet(Meeting& meeting) {
-    const long round = meeting.round;
+static long arrive(Meeting& meeting) {
     ++meeting.num_waiting, ++num_events;
+    return meeting.round;
+}
+
+// Comes back after all expected threads have arrived.
+static void wait(Meeting& meeting, long round) {
     for (;;) {
-        const int expected = meeting.mask ? __builtin_popcount(meeting.mask) : num_running;
+        const int of_all = &meeting == &cluster_meeting ? num_running : block->num_running;
+        const int expected = meeting.mask ? __builtin_popcount(meeting.mask) : of_all;
         if (meeting.round == round && meeting.num_waiting >= expected)
             meeting.num_waiting = 0, ++meeting.round, ++num_events;
-        if (meeting.round != round) return round;
+        if (meeting.round != round) return;
         go_to(scheduler, current->place);
     }
+}
+
+static long meet(Meeting& meeting) {
+    const long round = arrive(meeting);
+    wait(meeting, round);
+    return round;
 }
 
 static Meeting& meeting_of(Warp& warp, word mask) {
@@ -107,7 +132,7 @@ static Meeting& meeting_of(Warp& warp, word mask) {
 // The values of all lanes: [LANES][WORDS].
 template <int COUNT>
 static const word (*share(word mask, const word (&own)[COUNT])) [WORDS] {
-    Warp& warp = warps[current->index.x / LANES];
+    Warp& warp = block->warps[current->index.x / LANES];
     Meeting& meeting = meeting_of(warp, mask);
     auto& values = warp.values[meeting.round % 2];
     for (int i = 0; i < COUNT; ++i) values[current->index.x % LANES][i] = own[i];
@@ -119,7 +144,7 @@ static const word (*share(word mask, const word (&own)[COUNT])) [WORDS] {
 static void run_thread() {
     for (;;) {
         call_kernel();
-        current->is_done = true, --num_running, ++num_events;
+        current->is_done = true, --block->num_running, --num_running, ++num_events;
         go_to(scheduler, current->place);
     }
 }
@@ -136,28 +161,56 @@ static void make_thread(Thread& thread) {
     if (!_setjmp(scheduler)) swapcontext(&here, &first);
 }
 
-static bool run_block(int num_threads) {
-    check(num_threads <= MAX_THREADS, "a block has too many threads");
-    for (Warp& warp : warps) warp.num_masks = 0;
-    block_meeting = {0, 0, 0};
-    num_running = num_threads;
+static void start_block(Block& own, Index index, int num_threads) {
+    for (Warp& warp : own.warps) warp.num_masks = 0;
+    own.meeting = {0, 0, 0};
+    own.index = index;
+    own.num_running = num_threads;
+    own.has_started = false;
     for (int i = 0; i < num_threads; ++i) {
-        threads[i].index = {i, 0, 0};
-        threads[i].is_done = false;
-        threads[i].num_copies = threads[i].num_groups = 0;
+        Thread& thread = own.threads[i];
+        thread.index = {i, 0, 0};
+        thread.is_done = false;
+        thread.num_copies = thread.num_groups = 0;
     }
-    while (num_running) {
-        const long before = num_events;
+}
+
+// The linker's; null if a kernel has no shared memory.
+extern "C" __attribute__((weak)) char __start_block_memory[], __stop_block_memory[];
+
+// A block runs until all its threads wait for other blocks: one that does not wait is far ahead.
+static void run_block(Block& own, int num_threads) {
+    const size_t num_bytes = __stop_block_memory - __start_block_memory;
+    check(num_bytes <= SHARED_BYTES, "a block has too much shared memory");
+    block = &own, own.has_started = true;
+    if (num_blocks > 1) memcpy(__start_block_memory, own.memory, num_bytes);
+    for (long before = -1; before != num_events;) {
+        before = num_events;
         for (int i = 0; i < num_threads; ++i) {
-            current = &threads[i];
+            current = &own.threads[i];
             if (current->is_done) continue;
             if (current->stack)
                 go_to(current->place, scheduler);
             else
                 make_thread(*current);
         }
+    }
+    if (num_blocks > 1) memcpy(own.memory, __start_block_memory, num_bytes);
+}
+
+static bool run_cluster(Index first, int num_threads) {
+    check(num_threads <= MAX_THREADS && num_blocks <= MAX_CLUSTER, "a cluster is too large");
+    num_running = num_blocks * num_threads;
+    cluster_meeting = {0, 0, 0};
+    for (int i = 0; i < num_blocks; ++i)
+        start_block(blocks[i], {first.x + i, first.y, 0}, num_threads);
+    while (num_running) {
+        const long before = num_events;
+        for (int i = 0; i < num_blocks; ++i)
+            if (blocks[i].num_running) run_block(blocks[i], num_threads);
         if (num_events == before) {
-            for (Thread& thread : threads) thread.stack = nullptr; // they are stuck: make others
+            for (Block& one : blocks) // they are stuck: make others
+                for (Thread& thread : one.threads) thread.stack = nullptr;
             return false;
         }
     }
@@ -170,10 +223,11 @@ struct uint2 {
     unsigned int x, y;
 };
 
-static emulator::Index blockIdx, blockDim, gridDim;
+static emulator::Index blockDim, gridDim;
+#define blockIdx (emulator::block->index)
 #define threadIdx (emulator::current->index)
 
-static void __syncthreads() { emulator::meet(emulator::block_meeting); }
+static void __syncthreads() { emulator::meet(emulator::block->meeting); }
 
 static void __syncwarp(uint32_t mask = 0xffffffffu) { emulator::share<1>(mask, {0}); }
 
@@ -275,6 +329,48 @@ static u32 to_half(double v) {
 
 static void griddepcontrol_launch_dependents() {}
 static void griddepcontrol_wait() {}
+
+static void barrier_cluster_arrive_relaxed() {
+    emulator::current->cluster_round = emulator::arrive(emulator::cluster_meeting);
+}
+static void barrier_cluster_wait() {
+    emulator::wait(emulator::cluster_meeting, emulator::current->cluster_round);
+}
+static void mapa_shared_cluster_u32_0_1_2(u32& there, u32 own, u32 rank) {
+    emulator::Block& other = emulator::blocks[rank];
+    emulator::check((int)rank < emulator::num_blocks, "there is no such block in the cluster");
+    emulator::check(other.has_started && other.num_running, "a block that does not run is used");
+    const char* p = &emulator::shared_anchor + (int32_t)own;
+    if (&other != emulator::block) p = other.memory + (p - emulator::__start_block_memory);
+    there = (u32)(p - &emulator::shared_anchor);
+}
+
+// A barrier in shared memory, used once: what it waits for.
+struct Barrier {
+    int num_threads, num_bytes;
+};
+static Barrier& barrier_at(u32 there) {
+    return *(Barrier*)(&emulator::shared_anchor + (int32_t)there);
+}
+static void mbarrier_init_shared_cta_b64_0_1(u32 there, u32 num_threads) {
+    barrier_at(there) = {(int)num_threads, 0};
+}
+static void fence_mbarrier_init_release_cluster() {}
+static void mbarrier_arrive_expect_tx_shared_cta_b64_0_1(u32 there, u32 num_bytes) {
+    --barrier_at(there).num_threads, barrier_at(there).num_bytes += num_bytes;
+}
+static void st_async_shared_cluster_mbarrier_complete_tx_bytes_u32_0_1_2(u32 there, u32 v,
+                                                                         u32 barrier) {
+    memcpy(&emulator::shared_anchor + (int32_t)there, &v, 4);
+    barrier_at(barrier).num_bytes -= 4, ++emulator::num_events;
+}
+static void reg_pred_done_mbarrier_try_wait_parity_shared_cta_b64_done_1_0_selp_u32_0_1_0_done(
+    u32& is_done, u32 there) {
+    const Barrier& barrier = barrier_at(there);
+    is_done = barrier.num_threads == 0 && barrier.num_bytes == 0;
+    if (!is_done) emulator::go_to(emulator::scheduler, emulator::current->place);
+}
+static void ex2_approx_ftz_f32_0_1(float& power, float v) { power = exp2f(v); }
 
 static void check_aligned(const void* p) {
     emulator::check((uintptr_t)p % 16 == 0, "a copy of 16 bytes is not aligned");

@@ -78,7 +78,7 @@ def _library(source: Path, name: str, constants: tuple[tuple[str, int], ...]) ->
 
 
 def translate(source: str, name: str, constants: dict[str, int]) -> str:
-    """C++ that a CPU's compiler takes, with a function `launch` that runs all blocks."""
+    """C++ that a CPU's compiler takes, with a function `launch` that runs all clusters."""
     assert COMPILER is not None
     given = [f"-D{key}={value}" for key, value in {**constants, "__CUDA_ARCH__": 900}.items()]
     command = [COMPILER, "-x", "c++", "-E", "-P", "-", *given]
@@ -98,11 +98,10 @@ extern "C" bool launch(int width, int height, int num_threads, void** arguments)
     gridDim = {{width, height, 1}};
     blockDim = {{num_threads, 1, 1}};
     given = arguments;
+    emulator::num_blocks = {constants.get("CLUSTER", 1)};
     for (int y = 0; y < height; ++y)
-        for (int x = 0; x < width; ++x) {{
-            blockIdx = {{x, y, 0}};
-            if (!emulator::run_block(num_threads)) return false;
-        }}
+        for (int x = 0; x < width; x += emulator::num_blocks)
+            if (!emulator::run_cluster({{x, y, 0}}, num_threads)) return false;
     return true;
 }}
 """

@@ -16,6 +16,7 @@ from penstock.commands.roofline import Roofline
 from penstock.engine.logits_engine import LogitsEngine
 from penstock.engine.row_table import RowTable
 from penstock.errors import PenstockError
+from penstock.ops import AcceptedDrafts
 from small_models import make_engine
 from test_draft_graphs import with_fixed_steps
 from test_speculation import WITH_HEAD
@@ -107,10 +108,10 @@ def test_a_journal_that_is_not_replayed_is_found(
     """Tokens of states that miss what was accepted are as unlikely as any."""
     accept = RowTable.accept_places
 
-    def forget(table: RowTable, *given: Any) -> torch.Tensor:
-        num_new = accept(table, *given)
+    def forget(table: RowTable, *given: Any) -> AcceptedDrafts:
+        accepted = accept(table, *given)
         table.num_accepted.zero_()
-        return num_new
+        return accepted
 
     monkeypatch.setattr(RowTable, "accept_places", forget)
     with pytest.raises(PenstockError, match="right drafts differs from that of plain decoding"):

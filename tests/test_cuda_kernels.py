@@ -16,7 +16,7 @@ from cuda_emulator import COMPILER, emulated
 from kernel_checks import HAS_GPU, random
 from penstock.ops.cuda import quantized, quantized_gemm, quantized_rules, skinny_gemm
 from penstock.ops.product import Product, Tile
-from penstock.ops.tiles import TiledRows
+from penstock.ops.tiles import TiledRows, tile
 from penstock.ops.triton import moe
 from penstock.weights.packing import pack
 from quantized_codes import (
@@ -117,6 +117,51 @@ def test_products_are_those_of_the_expanded_rows(
     expected = wide @ exact.T + bias.double()
     assert_near(out, expected if has_norm else expected + residual.double(), dtype)
     assert (after == 7.0).all()
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 2, 7])
+@pytest.mark.parametrize("sizes", [(1, 4, 1, 1, 1), (2, 4, 1, 2, 1), (1, 6, 3, 2, 1)])
+@pytest.mark.parametrize("kind", [*KINDS, "fp8 in tiles"])
+def test_gate_and_up_may_end_in_swiglu(
+    kind: str,
+    sizes: tuple[int, ...],
+    num_tokens: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The number of row tiles is no multiple of a block's, and odd for gate alone."""
+    N, K = 160, 768
+    use_tiles(monkeypatch, quantized_linear=sizes)
+    rows = tile(pack(make_codes(kind.split()[0], N, K)), keeps_rows=kind == "fp8")
+    assert isinstance(rows, TiledRows)
+    assert rows.is_row_major == (kind == "fp8")
+    x, norm = numbers(num_tokens, K, dtype=dtype, seed=1), numbers(K, dtype=torch.float32, seed=2)
+    has_norm = num_tokens <= quantized_rules.MAX_STAGED
+    out, after = guarded(num_tokens, N // 2, dtype)
+    weight, eps = (norm, 1e-6) if has_norm else (None, 0.0)
+    quantized.multiply(x, rows, out, norm_weight=weight, eps=eps, ends_in_swiglu=True)
+    wide = x.double()
+    if has_norm:
+        wide = torch.nn.functional.rms_norm(wide, (K,), norm.double(), eps=1e-6)
+    gate, up = (wide @ rows.dequantize().double().T).chunk(2, dim=1)
+    assert_near(out, torch.nn.functional.silu(gate) * up, dtype)
+    assert (after == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens", "can"),
+    [(160, 8, True), (160, 9, False), (144, 8, False), (72, 8, False)],
+)
+def test_swiglu_is_fused_for_a_few_tokens_and_whole_tiles(
+    num_rows: int, num_tokens: int, can: bool
+) -> None:
+    rows = tiled(pack(make_codes("Q4_K", num_rows, 768)), "cpu")
+    x = numbers(num_tokens, 768, dtype=torch.bfloat16)
+    assert quantized.can_end_in_swiglu((rows,), x) == can
+    assert not quantized.can_end_in_swiglu((rows, rows), x)
+    assert not quantized.can_end_in_swiglu((), x)
 
 
 @pytest.mark.thinned

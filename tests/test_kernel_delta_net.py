@@ -68,6 +68,13 @@ class Mixer:
             self.recurrent[slot] = state.to(self.recurrent.device)
         return self
 
+    def to(self, device: str) -> Mixer:
+        self.place["device"] = device
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+        return self
+
     def inputs(self, num_tokens: int, seed: int = 7) -> Tensor:  # [T, C + Hv * V + 2 * Hv]
         return random(num_tokens, self.width, **self.place, seed=seed)
 

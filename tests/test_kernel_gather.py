@@ -60,8 +60,39 @@ def test_rows_and_tokens_may_be_parts_of_something_else(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_tokens_are_no_launch(device: str) -> None:
-    table = random(VOCAB, 77, dtype=torch.float32, device=device)
-    assert gather.take_rows(ids_of(0, device).long(), table).shape == (0, 77)
+    table, none = random(VOCAB, 77, dtype=torch.float32, device=device), ids_of(0, device).long()
+    assert gather.take_rows(none, table).shape == (0, 77)
+    assert [out.shape for out in gather.take_rows_of_each(none, [table])] == [(0, 77)]
+    gather.put_rows(none, table[:0], table)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("widths", [(1501,), (1, 77), (77, 1501, 1), (1024, 2048, 3000)])
+@pytest.mark.parametrize("num_tokens", [1, 65])
+def test_tokens_get_their_rows_of_each_table(
+    device: str, num_tokens: int, widths: tuple[int, ...]
+) -> None:
+    wide = [random(VOCAB, n + 5, dtype=torch.bfloat16, device=device, seed=n) for n in widths]
+    tables = [table[:, 2 : 2 + n] for table, n in zip(wide, widths)]
+    ids = ids_of(num_tokens, device)
+    outs = gather.take_rows_of_each(ids, tables)
+    for out, expected in zip(outs, reference.take_rows_of_each(ids, tables), strict=True):
+        assert out.is_contiguous()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 77, 1501])
+def test_rows_are_put_where_they_belong(device: str, dtype: torch.dtype, width: int) -> None:
+    """Padding occurs more than once, always with the same row."""
+    ids = torch.tensor([[VOCAB - 1, 0], [3, 0], [0, 0], [7, 0], [7, 0]], device=device)[:, 0]
+    rows = random(5, width + 3, dtype=dtype, device=device)[:, 1 : width + 1]
+    rows[4] = rows[3]
+    tables = [torch.zeros(VOCAB, width, dtype=dtype, device=device) for _ in range(2)]
+    gather.put_rows(ids, rows, tables[0])
+    reference.put_rows(ids, rows, tables[1])
+    assert torch.equal(*tables)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU, id="compiled")])

@@ -5,16 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from kernel_checks import FULL_SIZE, PLACES, STORED, assert_near, encode_caches, random
 from penstock.layers.inputs import RowSpan
-from penstock.ops import TokenBlocks, cut_blocks
+from penstock.ops import TokenBlocks, Weight, cut_blocks, float8
+from penstock.ops.float8 import RoundedTokens
 from penstock.ops.reference import attention as reference
+from penstock.ops.tiles import tile
+from penstock.ops.triton import fp8
 from penstock.ops.triton import prefill_attention as prefill
+from penstock.ops.triton.attention import paged_attention
+from penstock.ops.triton.matmul import linear
+from test_kernel_fp8 import packed
 
 UNTOUCHED = 77.0
 # Decodes at both ends and between, a row without tokens, rows with unaligned starts and ends.
@@ -46,6 +54,7 @@ class Step:
         window: int = 0,
         deterministic: bool = False,
         blocks: Sequence[tuple[int, ...]] | None = None,
+        rounded_out: RoundedTokens | None = None,
     ) -> Tensor:
         if blocks is None:
             blocks = cut_blocks(self.spans)[0]
@@ -62,6 +71,7 @@ class Step:
             self.scale,
             window,
             self.gate,
+            rounded_out,
             num_tokens=len(self.q),
             deterministic=deterministic,
         )
@@ -167,6 +177,59 @@ def test_prefill_is_its_reference_for_ragged_rows_and_leaves_decodes_alone(
 ) -> None:
     step = make_step(RAGGED, heads, kv_heads, dim, dtype=dtype, device=device, stored=stored)
     assert_near(step.attend(), step.expected(), dtype)
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 1, 256), (3, 1, 128)])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_codes_are_those_of_the_result(
+    num_splits: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    device: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rounded to the model's dtype first, as between two kernels."""
+    monkeypatch.setattr(prefill, "_plan_splits", lambda *given: num_splits)
+    monkeypatch.setattr(prefill, "WORTHWHILE_SPLIT", tl.constexpr(1))
+    spans = [RowSpan(67, 70), RowSpan(5, 133)]
+    step = make_step(spans, heads, kv_heads, dim, dtype=dtype, device=device)
+    codes, scales = fp8.new_codes(72, heads * dim, step.q.device)
+    left = step.attend(rounded_out=RoundedTokens(codes, scales, 72, dtype))
+    assert (left == UNTOUCHED).all()
+    expected, expected_scales, _ = fp8.quantize_tokens(step.attend())
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_a_gemm_that_reads_the_result_gets_it_in_codes(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if dtype == torch.float32:
+        monkeypatch.setattr(float8, "DTYPES", (torch.float32,))
+    if device == "cpu":
+        monkeypatch.setattr(float8, "_is_able", lambda x: True)
+    weight = Weight(torch.empty(384, 256))
+    weight.quantize((tile(packed(384, 256, device), keeps_rows=True),))
+
+    def run(spans: list[RowSpan], **given: Any) -> Any:
+        step = make_step(spans, 2, 1, 128, dtype=dtype, device=device)
+        blocks = step._blocks(cut_blocks(spans)[0])
+        caches = (step.keys, step.values, step.page_table, *step._lengths(), spans, blocks)
+        return paged_attention(step.q, *caches, step.scale, gate=step.gate, **given)
+
+    row = RowSpan(67, 70)
+    seen, plain = run([row], reader=weight), run([row])
+    assert isinstance(seen, RoundedTokens)
+    assert torch.equal(linear(seen, weight), linear(plain, weight))
+    assert isinstance(run([row], reader=weight, deterministic=True), Tensor)
+    assert isinstance(run([row, RowSpan(1, 3)], reader=weight), Tensor)
+    assert isinstance(run([row], reader=Weight(torch.empty(384, 256))), Tensor)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

@@ -14,7 +14,7 @@ from kernel_checks import FULL_SIZE, ON_GPU, random
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.layers.linear import Linear
-from penstock.ops import linear, norm_linear, sparse_mlp, swiglu_linear
+from penstock.ops import fuses_swiglu, linear, norm_linear, sparse_mlp, swiglu_linear
 from penstock.ops.float8 import round_tokens, rounds_tokens
 from penstock.ops.tiles import TiledRows
 from penstock.ops.triton import matmul, moe
@@ -75,6 +75,22 @@ def test_products_are_those_of_the_expanded_rows(
         gate_up = numbers(num_tokens, 2 * K, dtype=dtype, seed=5)
         gate, up = gate_up.double().chunk(2, dim=-1)
         check(swiglu_linear(gate_up, weight), product(torch.nn.functional.silu(gate) * up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "levels"])
+@pytest.mark.parametrize(("F", "K"), [(176, 768), (9216, 2560), (1008, 4096)])
+def test_gate_and_up_may_end_in_swiglu(dtype: torch.dtype, kind: str, F: int, K: int) -> None:
+    rows = tiled(pack(make_codes(kind, 2 * F, K)))
+    weight = weight_of(rows, dtype=dtype)
+    exact, norm = rows.dequantize().double(), numbers(K, dtype=torch.float32, seed=4)
+    for num_tokens in (1, 2, 3, 8):
+        x = numbers(num_tokens, K, dtype=dtype, seed=num_tokens)
+        assert fuses_swiglu(x, weight)
+        normed = torch.nn.functional.rms_norm(x.double(), (K,), norm.double(), eps=1e-6)
+        gate, up = (normed @ exact.T).chunk(2, dim=-1)
+        seen = norm_linear(x, norm, 1e-6, weight, ends_in_swiglu=True)
+        assert_near(seen, torch.nn.functional.silu(gate) * up, dtype)
 
 
 @pytest.mark.parametrize("num_tokens", [50, 100, 200, 300])

@@ -115,12 +115,16 @@ def test_drafts_are_right_up_to_the_first_that_the_model_does_not_say(
             last_token, context_len, _ = tables([1, 64, 9, 30, 7], 1, device)
             before, accepted = last_token.tolist(), torch.full_like(last_token, 5)
             given = (torch.tensor(said, device=device), drafts.to(device))
-            num_new = run(rows, num_tokens, *given, last_token, context_len, accepted)
-            assert num_new.tolist() == [4, wrong + 1, 2, 1] + [0] * num_padding
+            gained = run(rows, num_tokens, *given, last_token, context_len, accepted)
+            assert gained.num_new.tolist() == [4, wrong + 1, 2, 1] + [0] * num_padding
             assert accepted.tolist() == [5, wrong, 0, 3, 1]
             assert context_len.tolist() == [1, 65 + wrong, 10, 34, 9]
             assert last_token.tolist() == [before[0], said[4 + wrong], 21, 34, 42]
-            results.append((last_token, context_len, accepted, num_new))
+            assert gained.told[0].tolist() == [4, *said[:4]]
+            assert gained.told[2:, 1:].tolist()[:2] == [[41, 42, 0, 0], [21, 0, 0, 0]]
+            assert gained.last_places.tolist() == [3, 4 + wrong, 9, 10] + [11] * num_padding
+            assert gained.last_lens.tolist() == [33, 64 + wrong, 8, 9] + [1] * num_padding
+            results.append((last_token, context_len, accepted, *gained))
         assert all(torch.equal(*pair) for pair in zip(*results))
 
 
@@ -182,10 +186,12 @@ def test_measurements_force_how_many_drafts_are_taken(device: str) -> None:
         last_token, context_len, _ = tables([1, 64, 9, 30], 1, device)
         accepted = torch.zeros_like(last_token)
         state = (last_token, context_len, accepted)
-        num_new = run(rows, num_tokens, said, drafts, *state, forced, 4)
-        assert num_new.tolist() == [3, 2, 2, 0]
+        gained = run(rows, num_tokens, said, drafts, *state, forced, 4)
+        assert gained.num_new.tolist() == [3, 2, 2, 0]
+        assert gained.last_places.tolist() == [2, 5, 9, 12]
+        assert gained.last_lens.tolist() == [32, 65, 10, 1]
         assert accepted.tolist() == [0, 1, 1, 2]
         assert context_len.tolist() == [1, 66, 11, 33]
         assert last_token[1:].tolist() == [75, 99, 72]
-        results.append((*state, num_new))
+        results.append((*state, *gained))
     assert all(torch.equal(*pair) for pair in zip(*results))

@@ -175,6 +175,12 @@ def test_the_likeliest_token_is_the_first_of_the_largest_logits(
     logits[3, -1] = 99.0
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert likeliest(logits).tolist() == expected
+    rows = torch.tensor([7, 0, 3, 4, 2], device=device)  # the table's column is one of several
+    for run in (likeliest, reference.likeliest):
+        drafts = torch.full((8, 3), -1, device=device)
+        assert run(logits, rows, drafts[:, 1]).tolist() == expected
+        assert drafts[rows, 1].tolist() == expected
+        assert (drafts >= 0).sum() == 5
 
 
 @pytest.mark.parametrize("device", DEVICES)

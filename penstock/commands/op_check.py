@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.engine.runner import Runner
+    from penstock.ops import RoundedTokens
     from penstock.types import StepPlan
 
 Run = Callable[..., Any]
@@ -35,6 +36,8 @@ WHOLE_CHUNK_FACTOR = 3.0
 # For activations rounded to 8 bits before a product: where two results in the model's dtype differ,
 # a few per cent of the codes are one step apart, and a step is an eighth of the value.
 ROUNDED_TOKENS_FACTOR = 2.0
+# For results that are written in 8 bits: half a step of a code is up to a sixteenth of its value.
+CODES_FACTOR = 3.0
 FEW_TOKENS = 512  # with more tokens, the reference would take minutes in fixed tiles
 ROWS_AT_ONCE = 2048
 # Share of rows without a limit: a graph's step runs all layers, where routers may flip.
@@ -76,7 +79,7 @@ class OpCheck:
     def record(
         self,
         op: str,
-        seen: Tensor,
+        seen: Tensor | RoundedTokens,
         expected: Tensor,
         base: Tensor | None = None,
         factor: float = 1.0,  # times the tolerance
@@ -84,6 +87,10 @@ class OpCheck:
         """Compares row by row; with a base such as a residual, relative to what was added to it."""
         import torch
 
+        from penstock.ops import RoundedTokens
+
+        if isinstance(seen, RoundedTokens):
+            seen, factor = seen.dequantize(), max(factor, CODES_FACTOR)
         parts = []
         for first in range(0, len(expected), ROWS_AT_ONCE):
             some = slice(first, first + ROWS_AT_ONCE)

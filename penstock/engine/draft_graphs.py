@@ -32,8 +32,6 @@ from penstock.layers.inputs import LayerCache
 from penstock.progress import OnPhase, Phase
 from penstock.types import RowPlan
 
-Tokens = tuple[Tensor, Tensor]  # [R * W] sampled at every position, [R] how many each row gains
-
 
 class DraftGraphs:
     def __init__(
@@ -54,7 +52,7 @@ class DraftGraphs:
         self.sizes = [size for size in sizes if max_tokens is None or size.num_places <= max_tokens]
         self._steps: dict[DraftSize, DraftStep] = {}
         self._logits: dict[DraftSize, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._tokens: dict[tuple[DraftSize, SamplingMode], tuple[torch.cuda.CUDAGraph, Tokens]] = {}
+        self._tokens: dict[tuple[DraftSize, SamplingMode], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._follow: dict[DraftSize, torch.cuda.CUDAGraph] = {}
 
     @property
@@ -101,14 +99,18 @@ class DraftGraphs:
         ]
         return min(fitting, key=lambda size: (size.num_places, size.num_rows), default=None)
 
-    def replay(self, rows: tuple[RowPlan, ...], size: DraftSize, mode: SamplingMode) -> Tokens:
-        """The result is valid until the next replay; copy it on the same stream."""
+    def replay(
+        self, rows: tuple[RowPlan, ...], size: DraftSize, mode: SamplingMode
+    ) -> Tensor:  # [rows, 2 + n]
+        """How many tokens each row gains, and those sampled. Valid until the next replay; copy it
+        on the same stream.
+        """
         self._steps[size].load(rows)
         if not self._is_whole(size, mode):
             self._logits[size][0].replay()
-        graph, (sampled, num_new) = self._tokens[size, mode]
+        graph, told = self._tokens[size, mode]
         graph.replay()
-        return sampled[: len(rows) * size.width], num_new[: len(rows)]
+        return told[: len(rows)]
 
     def replay_logits(self, rows: tuple[RowPlan, ...], size: DraftSize) -> Tensor:
         """[L, vocab] float32: logits of the positions that the rows use, row after row."""

@@ -21,7 +21,7 @@ from penstock.engine.graph_sizes import DraftSize
 from penstock.engine.graphs import Caches, Model
 from penstock.engine.mtp_drafter import MTPDrafter
 from penstock.engine.row_table import RowTable, SamplingMode
-from penstock.layers.inputs import AttentionRows, RowSpan, StepInputs
+from penstock.layers.inputs import AttentionRows, ChosenTokens, RowSpan, StepInputs
 from penstock.types import RowPlan
 
 NUM_NUMBERS = 6  # integers per row, before its drafts
@@ -125,7 +125,7 @@ class DraftStep:
         logits = self.model.logits(hidden, deterministic=self.deterministic)
         return Verified(inputs, placed.rows, hidden, logits)
 
-    def choose(self, verified: Verified, mode: SamplingMode) -> tuple[Tensor, Tensor]:
+    def choose(self, verified: Verified, mode: SamplingMode) -> tuple[Tensor, ops.AcceptedDrafts]:
         """Samples tokens at every position, counts how many each row gains, and advances the
         rows.
         """
@@ -133,23 +133,27 @@ class DraftStep:
         sampled = table.draw(verified.logits, verified.table_rows, mode, self._ahead)
         return sampled, table.accept_places(rows, num_tokens, sampled, self.size.width)
 
-    def follow(self, verified: Verified, sampled: Tensor, num_new: Tensor) -> None:
+    def follow(self, verified: Verified, sampled: Tensor, chosen: ChosenTokens) -> None:
         if self.drafter is not None:
             self.drafter.follow_all(
-                self.packed[0], verified.inputs, verified.hidden, sampled, num_new
+                self.packed[0], verified.inputs, verified.hidden, sampled, chosen
             )
 
     def follow_given(self, verified: Verified) -> Tensor:
         """The same for tokens that were sampled outside."""
-        self.follow(verified, self.sampled, self.num_new)
+        last_places = self._first_places[:-1] + (self.num_new - 1).clamp(min=0)
+        self.follow(verified, self.sampled, verified.inputs.choose(last_places))
         return self.num_new
 
-    def finish(self, verified: Verified, mode: SamplingMode) -> tuple[Tensor, Tensor]:
-        sampled, num_new = self.choose(verified, mode)
-        self.follow(verified, sampled, num_new)
-        return sampled, num_new
+    def finish(self, verified: Verified, mode: SamplingMode) -> Tensor:  # [R, 2 + n]
+        """What each row gained, for the host: `AcceptedDrafts.told`."""
+        sampled, accepted = self.choose(verified, mode)
+        starts = self._places[: self.size.num_rows + 1]
+        chosen = verified.inputs.choose(accepted.last_places, accepted.last_lens, starts)
+        self.follow(verified, sampled, chosen)
+        return accepted.told
 
-    def run(self, mode: SamplingMode) -> tuple[Tensor, Tensor]:
+    def run(self, mode: SamplingMode) -> Tensor:  # [R, 2 + n]
         """A whole step."""
         return self.finish(self.verify(), mode)
 

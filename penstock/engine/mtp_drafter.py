@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.engine.row_table import RowTable
-from penstock.layers.inputs import KVCache, RowSpan, StepInputs
+from penstock.layers.inputs import ChosenTokens, KVCache, RowSpan, StepInputs
 from penstock.ops import PlacedDrafts, TokenBlocks, Weight
 from penstock.types import RowPlan
 
@@ -57,7 +57,7 @@ class MTPDrafter:
         table, rows = self.rows, self.rows.upload([row.row for row in drafting])
         spans = table.spans_of([RowPlan.decode(row.row) for row in drafting])
         hidden = ops.take_rows(rows, self.hidden)
-        table.drafts[rows, 0] = token_ids = self._likeliest(hidden)
+        token_ids = self._draft_token(hidden, rows, 0)
         for place in range(1, max(row.num_drafts for row in drafting)):
             more = [index for index, row in enumerate(drafting) if row.num_drafts > place]
             if len(more) < len(drafting):  # others own no page that far ahead
@@ -67,7 +67,7 @@ class MTPDrafter:
                 spans = tuple(spans[index] for index in more)
             inputs = self._inputs(rows, spans, place - 1)
             hidden = self.model.draft(inputs, token_ids, hidden, self.cache)
-            table.drafts[rows, place] = token_ids = self._likeliest(hidden)
+            token_ids = self._draft_token(hidden, rows, place)
 
     def draft_all(
         self,
@@ -79,11 +79,10 @@ class MTPDrafter:
         no_blocks: TokenBlocks,
     ) -> None:
         """Writes this many drafts of each row to the row table."""
-        hidden, table = ops.take_rows(rows, self.hidden), self.rows
+        hidden = ops.take_rows(rows, self.hidden)
         pages = placed.row_pages.unflatten(0, (len(rows), -1))[:, 0]
         for place in range(num_drafts):
-            token_ids = self._likeliest(hidden)
-            table.drafts.select(1, place).index_copy_(0, rows, token_ids)
+            token_ids = self._draft_token(hidden, rows, place)
             if place == num_drafts - 1:
                 return
             positions, kv_index, context_lens = placed.by_place[:, place].unbind()
@@ -102,11 +101,19 @@ class MTPDrafter:
             )
             hidden = self.model.draft(inputs, token_ids, hidden, self.cache)
 
-    def _likeliest(self, hidden: Tensor) -> Tensor:  # [R, H] -> [R] int64
+    def _draft_token(
+        self,
+        hidden: Tensor,  # [R, H]
+        rows: Tensor,  # [R]
+        place: int,
+    ) -> Tensor:  # [R] int64
+        """Writes it to the row table, too."""
+        drafts = self.rows.drafts.select(1, place)
         if self.vocabulary is not None:
             scores = ops.linear(hidden, self.vocabulary, deterministic=self.deterministic)
-            return ops.likeliest(scores)
+            return ops.likeliest(scores, rows, drafts)
         token_ids: Tensor = self.model.likeliest_draft(hidden, deterministic=self.deterministic)
+        drafts.index_copy_(0, rows, token_ids)
         return token_ids
 
     def follow(
@@ -149,12 +156,11 @@ class MTPDrafter:
         inputs: StepInputs,  # of the step that ran: R rows of W positions
         hidden: Tensor,  # [R * W, H]
         sampled: Tensor,  # [R * W]
-        num_new: Tensor,  # [R]  tokens that each row gained; 0: padding
+        chosen: ChosenTokens,  # the last one that each row gained
     ) -> None:
-        chosen = inputs.choose(inputs.query_start[:-1] + (num_new - 1).clamp(min=0))
         seen = self.model.final_norm(hidden)
         said = self.model.draft(inputs, sampled, seen, self.cache, chosen)
-        self.hidden.index_copy_(0, rows, said)
+        ops.put_rows(rows, said, self.hidden)
 
     def follow_prompts(
         self,
@@ -167,7 +173,7 @@ class MTPDrafter:
         behind = inputs.token_ids.roll(-1).index_copy(0, chosen.tokens, next_ids)
         seen = self.model.final_norm(hidden)
         said = self.model.draft(inputs, behind, seen, self.cache, chosen)
-        self.hidden.index_copy_(0, rows, said)
+        ops.put_rows(rows, said, self.hidden)
 
     def _inputs(self, rows: Tensor, spans: tuple[RowSpan, ...], ahead: int) -> StepInputs:
         """One token of each row, `ahead` positions after its last one."""

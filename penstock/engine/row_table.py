@@ -405,7 +405,7 @@ class RowTable:
 
     def accept(self, samples: DraftedSamples, token_ids: Tensor) -> Tensor:  # [R] int64
         """Advances the rows by their accepted drafts plus one token."""
-        return self.accept_places(samples.rows, samples.num_tokens, token_ids)
+        return self.accept_places(samples.rows, samples.num_tokens, token_ids).num_new
 
     def accept_places(
         self,
@@ -413,7 +413,7 @@ class RowTable:
         num_tokens: Tensor,
         token_ids: Tensor,
         width: int = 0,  # positions per row, of which it uses some; 0: those that it samples
-    ) -> Tensor:  # [R] int64
+    ) -> ops.AcceptedDrafts:
         return ops.accept_drafts(
             rows,
             num_tokens,

@@ -46,7 +46,7 @@ Scores = tuple[Tensor, Tensor, Tensor]  # logprobs [T], top logprobs [T, k], top
 FillMasks = Callable[[], StepMasks]
 # What `PendingStep` takes after the plan.
 StepResults = tuple[
-    SamplingNeeds, list[Tensor], dict[int, Scores], list[PooledRows], Tensor | None, int
+    SamplingNeeds, list[Tensor], dict[int, Scores], list[PooledRows], Tensor | None, bool
 ]
 
 # What a step must compute, in increasing order: tokens from unchanged logits; logits; hidden states
@@ -65,10 +65,10 @@ class PendingStep:
         scores: dict[int, Scores] | None = None,  # of prompt targets, by row
         pooled: list[PooledRows] | None = None,
         num_new: Tensor | None = None,  # tokens that each sampling row gained; None: one each
-        width: int = 0,  # sampled positions per row; 0: those that it samples
+        are_told: bool = False,  # the tokens, as `AcceptedDrafts.told` has them
     ) -> None:
         self.plan = plan
-        self._width = width
+        self._are_told = are_told
         self._num_new = num_new
         self._needs = needs
         self._event: torch.cuda.Event | None = None
@@ -90,8 +90,10 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         token_ids, *logprobs = (tensor.tolist() for tensor in self._tensors)
-        if self._num_new is None:
-            rows = [row.row for row in self.plan.rows if row.samples]
+        rows = [row.row for row in self.plan.rows if row.samples]
+        if self._are_told:
+            said = {row: tuple(told[:num_new]) for row, (num_new, *told) in zip(rows, token_ids)}
+        elif self._num_new is None:
             said = {row: (token_id,) for row, token_id in zip(rows, token_ids)}
         else:
             said = {row: tuple(token_ids[some]) for row, some in self._places().items()}
@@ -114,7 +116,7 @@ class PendingStep:
         places, first = {}, 0
         for row, num_new in zip(sampling, counts):
             places[row.row] = slice(first, first + num_new)
-            first += self._width or row.max_tokens
+            first += row.max_tokens
         return places
 
     def _prompt_scores(self) -> dict[int, PromptScores]:
@@ -321,13 +323,19 @@ class Runner:
     ) -> StepResults:
         assert self.draft_graphs is not None
         if needs.are_plain and not is_masked:
-            sampled, num_new = self.draft_graphs.replay(plan.rows, size, needs.mode)
-            return needs, [sampled], {}, [], num_new, size.width
+            return (
+                needs,
+                [self.draft_graphs.replay(plan.rows, size, needs.mode)],
+                {},
+                [],
+                None,
+                True,
+            )
         logits = self.draft_graphs.replay_logits(plan.rows, size)
         masks = None if fill_masks is None else fill_masks()
         tensors, gained = self._sample(logits, self.rows.sample_inputs(plan), needs, masks)
         self.draft_graphs.follow(plan.rows, size, tensors[0], gained)
-        return needs, tensors, {}, [], gained, 0
+        return needs, tensors, {}, [], gained, False
 
     def _any_step(
         self,
@@ -351,7 +359,7 @@ class Runner:
             launched = self._launch(plan, "all states" if follows else wanted, needs)
         masks = None if fill_masks is None else fill_masks()
         if launched.token_ids is not None:
-            return needs, [launched.token_ids], {}, [], None, 0
+            return needs, [launched.token_ids], {}, [], None, False
         assert launched.logits is not None
         sampling = self.rows.sample_inputs(plan)
         tensors, num_new = self._sample(launched.logits, sampling, needs, masks)
@@ -363,7 +371,7 @@ class Runner:
             assert launched.states is not None
             states = launched.states
             self.drafter.follow(plan.rows, states.inputs, states.hidden, tensors[0], num_new)
-        return needs, tensors, launched.scores, launched.pooled, num_new, 0
+        return needs, tensors, launched.scores, launched.pooled, num_new, False
 
     @_on_its_device
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.layers.inputs import ChosenTokens, KVCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.parameter import norm_parameter
-from penstock.ops import paged_attention, rope_and_store, take_rows
+from penstock.ops import paged_attention, rope_and_store, take_rows_of_each
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.parallel.share import scaled
 from penstock.types import KVSpec
@@ -116,12 +116,13 @@ class Attention(nn.Module):
         )
         rows = inputs.attention_rows
         if chosen is not None:
-            # These launches let the next one start only after their own wait: single-token
-            # attention prefetches keys, assuming that earlier steps wrote them.
-            tokens, rows = chosen.tokens, chosen.rows
-            q = take_rows(tokens, q.flatten(1)).unflatten(1, q.shape[1:])
-            gate = take_rows(tokens, gate) if self.gated else gate
-            hidden = take_rows(tokens, hidden)
+            # This launch lets the next one start only after its own wait: single-token attention
+            # prefetches keys, assuming that earlier steps wrote them.
+            rows, heads = chosen.rows, q.shape[1:]
+            tables = (q.flatten(1), hidden, gate) if self.gated else (q.flatten(1), hidden)
+            q, hidden, *gates = take_rows_of_each(chosen.tokens, tables)
+            q = q.unflatten(1, heads)
+            gate = gates[0] if self.gated else gate
         attended = paged_attention(
             q,
             cache.keys,
@@ -135,6 +136,7 @@ class Attention(nn.Module):
             self.window,
             gate if self.gated else None,
             cache.scales,
+            self.out.weight,
             deterministic=deterministic,
         )
         return self.out(attended, hidden, deterministic=deterministic)

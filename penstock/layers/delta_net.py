@@ -109,6 +109,7 @@ class DeltaNet(nn.Module):
             cache.journal,
             inputs.replay,
             cache.backlog,
+            self.out.weight,
             deterministic=deterministic,
         )
         return self.out(read_out, hidden, deterministic=deterministic)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.ops import Backlog, Journal, Replay, TokenBlocks, take_rows
+from penstock.ops import Backlog, Journal, Replay, TokenBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +87,31 @@ class StepInputs:
         """Each row's last token."""
         return self._chosen(self.last_tokens, self.context_lens, self.page_table, self.spans)
 
-    def choose(self, tokens: Tensor) -> ChosenTokens:
+    def choose(
+        self,
+        tokens: Tensor,
+        context_lens: Tensor | None = None,  # of these tokens, if known
+        starts: Tensor | None = None,  # 0 to the number of rows, if known
+    ) -> ChosenTokens:
         """One token of each row, given on the device."""
-        context_lens, pages, spans = self.positions[tokens] + 1, self.page_table, self.spans
-        if len(pages) > len(spans):  # every position is a separate row there
-            pages = take_rows(tokens, pages)
+        if context_lens is None:
+            context_lens = self.positions[tokens] + 1
+        # Where every position is a separate row, all positions of a row have its pages.
+        spans, pages = self.spans, self.page_table[:: len(self.page_table) // len(self.spans)]
         if tokens.is_cpu:  # reference ops need the values
             spans = tuple(RowSpan(1, length) for length in context_lens.tolist())
-        return self._chosen(tokens, context_lens, pages, spans)
+        return self._chosen(tokens, context_lens, pages, spans, starts)
 
     def _chosen(
-        self, tokens: Tensor, context_lens: Tensor, pages: Tensor, spans: Sequence[RowSpan]
+        self,
+        tokens: Tensor,
+        context_lens: Tensor,
+        pages: Tensor,
+        spans: Sequence[RowSpan],
+        starts: Tensor | None = None,
     ) -> ChosenTokens:
-        starts = torch.arange(len(self.query_start), device=self.query_start.device)
+        if starts is None:
+            starts = torch.arange(len(self.query_start), device=self.query_start.device)
         of_one = tuple(RowSpan(1, max(1, span.context_len)) for span in spans)
         blocks = TokenBlocks(table=self.blocks.table[:0], rows=self.blocks.rows[:0])
         return ChosenTokens(tokens, AttentionRows(context_lens, pages, starts, of_one, blocks))

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.layers.parameter import new_weight, norm_parameter, parameter
-from penstock.ops import Weight, linear, norm_linear, swiglu_linear
+from penstock.ops import RoundedTokens, Weight, linear, norm_linear, swiglu_linear
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.parallel.share import Kept, Share
 
 
 class Linear(nn.Module):
     """[T, K] -> [T, N]. With `eps` the input is normed first; with `swiglu` it is gate and up, [T,
-    2K].
+    2K], or what a GEMM that `ends_in_swiglu` made of them.
     """
 
     def __init__(
@@ -55,14 +55,16 @@ class Linear(nn.Module):
 
     def forward(
         self,
-        x: Tensor,  # [T, K]
+        x: Tensor | RoundedTokens,  # [T, K]
         residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
         *,
         out_dtype: torch.dtype | None = None,  # of a normed GEMM, without intermediate rounding
+        ends_in_swiglu: bool = False,  # of a normed GEMM: silu(gate) * up of its result, [T, N / 2]
         deterministic: bool = False,
     ) -> Tensor:  # [T, N]
         if self.norm is not None:
             assert residual is None
+            assert isinstance(x, Tensor)
             assert self.eps is not None
             return norm_linear(
                 x,
@@ -71,12 +73,14 @@ class Linear(nn.Module):
                 self.weight,
                 self.bias,
                 out_dtype=out_dtype,
+                ends_in_swiglu=ends_in_swiglu,
                 deterministic=deterministic,
             )
         bias = self.bias
         if not self.ranks.decides:  # only one rank adds these
             bias = residual = None
         if self.swiglu:
+            assert isinstance(x, Tensor)
             out = swiglu_linear(x, self.weight, residual, deterministic=deterministic)
         else:
             out = linear(x, self.weight, bias, residual, deterministic=deterministic)

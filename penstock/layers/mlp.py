@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from penstock.layers.inputs import StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.parameter import new_weight, norm_parameter
-from penstock.ops import Weight, new_counters, norm_route, own_experts, sparse_mlp
+from penstock.ops import (
+    Weight,
+    fuses_swiglu,
+    new_counters,
+    norm_route,
+    own_experts,
+    sparse_mlp,
+)
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.parallel.share import Share, SplitError, scaled
 
@@ -51,7 +58,8 @@ class DenseMLP(nn.Module):
 
     def forward(self, hidden: Tensor, inputs: StepInputs) -> Tensor:  # [T, H] -> [T, H]
         deterministic = inputs.deterministic
-        gate_up = self.gate_up(hidden, deterministic=deterministic)
+        is_fused = fuses_swiglu(hidden, self.gate_up.weight, deterministic=deterministic)
+        gate_up = self.gate_up(hidden, ends_in_swiglu=is_fused, deterministic=deterministic)
         return self.down(gate_up, hidden, deterministic=deterministic)
 
 

@@ -16,10 +16,12 @@ it is the specification, the oracle of the kernel tests and the CPU path. Ops wi
 """
 
 from penstock.ops.dispatch import op
+from penstock.ops.float8 import RoundedTokens
 from penstock.ops.reference import (
     attention,
     delta_net,
     expert_cache,
+    gather,
     masking,
     matmul,
     moe,
@@ -28,7 +30,7 @@ from penstock.ops.reference import (
 )
 from penstock.ops.reference import decode_rows as _decode_rows
 from penstock.ops.reference.backlog import MOST_LATE, Backlog, whole_states
-from penstock.ops.reference.decode_rows import PlacedDrafts
+from penstock.ops.reference.decode_rows import AcceptedDrafts, PlacedDrafts
 from penstock.ops.reference.expert_cache import copy_table
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.moe import new_counters
@@ -41,6 +43,7 @@ from penstock.ops.weight import Weight, take_rows
 linear = op(matmul.linear)
 norm_linear = op(matmul.norm_linear)
 swiglu_linear = op(matmul.swiglu_linear)
+fuses_swiglu = op(matmul.fuses_swiglu)
 rms_norm = op(norm.rms_norm)
 rms_norm_pair = op(norm.rms_norm_pair)
 rope_and_store = op(attention.rope_and_store)
@@ -56,6 +59,8 @@ advance_rows = op(_decode_rows.advance_rows)
 decode_rows = op(_decode_rows.decode_rows)
 draft_tokens = op(_decode_rows.draft_tokens)
 place_drafts = op(_decode_rows.place_drafts)
+put_rows = op(gather.put_rows)
+take_rows_of_each = op(gather.take_rows_of_each)
 mask_logits = op(masking.mask_logits)
 likeliest = op(sampling.likeliest)
 sample = op(sampling.sample)
@@ -64,10 +69,12 @@ __all__ = [
     "BLOCK_TOKENS",
     "LEAST_KEYS",
     "MOST_LATE",
+    "AcceptedDrafts",
     "Backlog",
     "Journal",
     "PlacedDrafts",
     "Replay",
+    "RoundedTokens",
     "TokenBlocks",
     "Weight",
     "accept_drafts",
@@ -78,6 +85,7 @@ __all__ = [
     "decode_rows",
     "draft_tokens",
     "fetch_experts",
+    "fuses_swiglu",
     "gated_delta_net",
     "gated_rms_norm",
     "likeliest",
@@ -90,6 +98,7 @@ __all__ = [
     "paged_attention",
     "penalize_repeats",
     "place_drafts",
+    "put_rows",
     "rms_norm",
     "rms_norm_pair",
     "rope_and_store",
@@ -98,6 +107,7 @@ __all__ = [
     "sparse_mlp",
     "swiglu_linear",
     "take_rows",
+    "take_rows_of_each",
     "take_slots",
     "token_logprobs",
     "whole_states",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,33 @@ WIDE_ROWS = 8192
 FEW_PAIRS, HOPPER_FEW_PAIRS = 8, 4
 
 
+@dataclass(frozen=True, slots=True)
+class RoundedTokens:
+    """Quantized tokens, from a kernel that knows which GEMM alone reads its result."""
+
+    codes: Tensor  # [T rounded up, K] float8_e4m3fn
+    scales: Tensor  # [K / 128, T rounded up] float32
+    num_tokens: int
+    dtype: torch.dtype  # of the values that were quantized, and of what is computed from them
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.codes.is_cuda
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def dequantize(self) -> Tensor:  # [T, K]
+        blocks = self.codes.float().unflatten(-1, (-1, STEP)) * self.scales.t()[..., None]
+        return blocks.flatten(-2)[: self.num_tokens].to(self.dtype)
+
+
 def round_tokens(x: Tensor) -> Tensor:  # [..., K] -> float32
     """The values of quantized tokens."""
     blocks = x.float().unflatten(-1, (-1, STEP))
-    scales = blocks.abs().amax(-1, keepdim=True).clamp(min=LEAST) / LARGEST
-    return ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
+    most = blocks.abs().amax(-1, keepdim=True).clamp(min=LEAST)
+    codes = (blocks * (LARGEST / most)).to(torch.float8_e4m3fn)
+    return (codes.float() * (most / LARGEST)).flatten(-2)
 
 
 def can_take(part: Part) -> bool:
@@ -71,6 +94,14 @@ def rounds_tokens(parts: tuple[Part, ...], x: Tensor, num_tokens: int) -> bool:
         one.num_rows >= WIDE_ROWS and can_use_library(one, x.dtype, x.device) for one in rows
     )
     return num_tokens > (WIDE_FEW_TOKENS if is_wide else FEW_TOKENS)
+
+
+def takes_rounded(reader: Weight | None, x: Tensor) -> bool:
+    """Whether a GEMM of tokens with the dtype of x [T, ..] and this weight needs nothing but codes
+    of them.
+    """
+    parts = () if reader is None else reader.parts
+    return all(isinstance(part, TiledRows) for part in parts) and rounds_tokens(parts, x, len(x))
 
 
 def rounded_experts(

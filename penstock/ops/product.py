@@ -2,7 +2,8 @@
 
     out [T, N] = prepared(x) [T, K] @ weight [N, K] transposed, + bias [N], + residual [T, N]
 
-`prepared` is x as it is, its RMS norm, or silu(gate) * up of its two halves.
+`prepared` is x as it is, its RMS norm, or silu(gate) * up of its two halves. With `ends_in_swiglu`
+the result is silu(gate) * up of the halves of `out`, [T, N / 2].
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Product:
     norm_weight: Tensor | None = None  # [K] float32
     eps: float = 0.0
     is_swiglu: bool = False
+    ends_in_swiglu: bool = False
 
     def __post_init__(self) -> None:
         assert self.x.shape[1] == self.weight.shape[1] * (2 if self.is_swiglu else 1)
@@ -54,6 +56,5 @@ class Product:
         ) if self.residual is not None else self.shape[0]
 
     def new_out(self) -> Tensor:
-        return torch.empty(
-            self.num_tokens, self.shape[0], dtype=self.out_dtype, device=self.x.device
-        )
+        width = self.shape[0] // (2 if self.ends_in_swiglu else 1)
+        return torch.empty(self.num_tokens, width, dtype=self.out_dtype, device=self.x.device)

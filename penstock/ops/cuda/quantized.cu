@@ -8,7 +8,7 @@
 // For experts: NUM_EXPERTS, SLOTS (experts per token, with the shared one), HAS_SHARED, PAIRS (how
 // a block finds its token-expert pairs).
 
-#define LINEAR 0     // x [T, K] -> out [T, N]
+#define LINEAR 0     // x [T, K] -> out [T, N], or silu(gate) * up, [T, N / 2]
 #define GATE_UP 1    // pairs of one expert -> silu(gate) * up
 #define DOWN_PAIRS 2 // pairs of one expert -> one output per pair
 #define DOWN_TOKEN 3 // all experts of one token -> weighted sum + residual
@@ -81,7 +81,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #include "quantized_products.cu"
 
 #if MODE == LINEAR
-constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS, MAX_EARLY = 4; // per thread
+constexpr int BLOCK_OUTPUTS = UP_TILES ? ROWS / 2 : ROWS;
+constexpr int OUTPUTS = (BLOCK_OUTPUTS * TOKENS + THREADS - 1) / THREADS, MAX_EARLY = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantized(const u16* x, const float* norm_weight, const u8* codes, const u8* records,
@@ -162,12 +163,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < OUTPUTS; ++i) {
-        const int place = threadIdx.x + i * THREADS, row = place % ROWS, token = place / ROWS;
-        if (token >= num_tokens || first_row + row >= num_rows) continue;
-        float sum = whole_sum(shared, token, row);
+        const int place = threadIdx.x + i * THREADS;
+        const int row = place % BLOCK_OUTPUTS, token = place / BLOCK_OUTPUTS;
 #if HAS_NORM && !IS_RMS_FIRST
-        sum *= inverse_rms(square_sums, token, eps);
+        const float scale = token < num_tokens ? inverse_rms(square_sums, token, eps) : 0.0f;
+#else
+        constexpr float scale = 1.0f;
 #endif
+#if UP_TILES
+        const int output = first_row / 2 + row, gate = row / 8 * 16 + row % 8;
+        if (token >= num_tokens || output >= 16 * UP_TILES) continue;
+        const float value = silu(scale * whole_sum(shared, token, gate)) *
+                            (scale * whole_sum(shared, token, gate + 8));
+        store(out, (long long)token * out_stride + output, value);
+        continue;
+#endif
+        if (token >= num_tokens || first_row + row >= num_rows) continue;
+        float sum = scale * whole_sum(shared, token, row);
         sum += OUTPUTS <= MAX_EARLY ? added[i] : added_to(row, token);
         store(out, (long long)token * out_stride + first_output + row, sum);
     }

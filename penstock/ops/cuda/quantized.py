@@ -68,23 +68,33 @@ TUNED = (*KERNELS.values(), quantized_gemm.KERNEL, FORM, quantized_gemm.EXPERTS)
 
 def can_multiply_parts(parts: tuple[Part, ...], product: Product) -> bool:
     """Whether tokens are few, and aligned for 16-byte loads."""
-    x = product.x
-    is_aligned = x.data_ptr() % 16 == 0 and (len(x) == 1 or x.stride(0) % 8 == 0)
     most = MAX_LOGITS if product.out_dtype == torch.float32 else MAX_TOKENS
-    is_few = len(x) <= most and product.shape[1] % 8 == 0
-    return is_few and is_aligned and x.dtype in DTYPES and is_available(x.device)
+    return product.shape[1] % 8 == 0 and _can_load(product.x, most)
+
+
+def _can_load(x: Tensor, most: int) -> bool:
+    is_aligned = x.data_ptr() % 16 == 0 and (len(x) == 1 or x.stride(0) % 8 == 0)
+    return len(x) <= most and is_aligned and x.dtype in DTYPES and is_available(x.device)
 
 
 def can_stage(parts: tuple[Part, ...], product: Product) -> bool:
     """Whether `multiply_parts` can fuse the norm: every launch must multiply tiled rows whose
-    columns are in order. Activations are never fused: repeated in every block, they take longer
-    than a launch of their own.
+    columns are in order. Activations before a GEMM are never fused: repeated in every block, they
+    take longer than a launch of their own.
     """
     if product.is_swiglu:
         return False
     launches = [part for part, plain in _launches(parts)]
     are_in_order = all(isinstance(one, TiledRows) and one.columns is None for one in launches)
     return has_room_for_norm(product.num_tokens, product.shape[1]) and are_in_order
+
+
+def can_end_in_swiglu(parts: tuple[Part, ...], x: Tensor) -> bool:
+    """Whether a GEMM of these rows, gate and up, can apply swiglu: one launch has both."""
+    if len(parts) != 1 or not isinstance(parts[0], TiledRows) or parts[0].columns is not None:
+        return False
+    num_rows, num_columns = parts[0].shape
+    return num_rows % (2 * TILE_ROWS) == 0 == num_columns % 8 and _can_load(x, TOKENS)
 
 
 def _launches(parts: tuple[Part, ...]) -> list[tuple[Part, Tensor | None]]:
@@ -128,6 +138,7 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
                 residual=None if residual is None else residual[some],
                 norm_weight=product.norm_weight,
                 eps=product.eps,
+                ends_in_swiglu=product.ends_in_swiglu,
             )
     return out
 
@@ -174,6 +185,7 @@ def multiply(
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
+    ends_in_swiglu: bool = False,  # out [T, N / 2]
 ) -> None:
     is_gemm = quantized_gemm.is_faster(rows.num_rows, len(x), num_processors(x.device))
     form: Tile = {"is_gemm": int(is_gemm)}
@@ -196,6 +208,7 @@ def multiply(
         "HAS_BIAS": int(bias is not None),
         "HAS_RESIDUAL": int(residual is not None),
         "IS_OUT_FLOAT": int(out.dtype == torch.float32),
+        "UP_TILES": rows.num_rows // (2 * TILE_ROWS) if ends_in_swiglu else 0,
     }
     block_rows = TILE_ROWS * tile["ROW_TILES"] * tile["ROW_WARPS"]
     num_blocks = cdiv(rows.num_rows, block_rows) + cdiv(num_plain, block_rows)

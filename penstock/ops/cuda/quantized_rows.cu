@@ -16,9 +16,14 @@
 //
 // Compile-time constants: COLUMNS (K), ROW_TILES (of 16 rows), TOKEN_TILES (of 8 tokens), BITS,
 // IS_FLOAT8, IS_ROW_MAJOR, ZERO, GROUP, RECORD_BYTES, SCALE_TYPE, COARSE_TYPE, OFFSET_TYPE,
-// OFFSET_COARSE_TYPE, OFFSET_KIND, IS_BFLOAT, IS_OUT_FLOAT.
+// OFFSET_COARSE_TYPE, OFFSET_KIND, IS_BFLOAT, IS_OUT_FLOAT. UP_TILES, if not 0: row tiles of gate,
+// followed by as many of up.
 
 #include "tensor_cores.cu"
+
+#ifndef UP_TILES
+#define UP_TILES 0
+#endif
 
 typedef unsigned char u8;
 
@@ -207,6 +212,12 @@ struct Step {
     Record records[ROW_TILES][2];
 };
 
+// From the upper 8 rows of a tile to the lower ones, in bytes. With UP_TILES a tile is made of 8
+// rows of gate and the same 8 of up, so a thread has the sums of both.
+constexpr int LOWER_CODES = IS_ROW_MAJOR ? 8 * STEPS * STEP : 512, LOWER_RECORDS = 8 * RECORD_BYTES;
+constexpr long long NEXT_CODES = UP_TILES ? UP_TILES * (long long)TILE_CODES : LOWER_CODES;
+constexpr long long NEXT_RECORDS = UP_TILES ? UP_TILES * (long long)TILE_RECORDS : LOWER_RECORDS;
+
 struct RowTiles {
     const u8* codes[ROW_TILES]; // at the thread's own bytes
     const u8* records[ROW_TILES];
@@ -214,14 +225,16 @@ struct RowTiles {
     __device__ __forceinline__ void point(int tile, const u8* all_codes, const u8* all_records,
                                           long long row_tile) {
         const int lane = threadIdx.x % 32;
-        codes[tile] = all_codes + row_tile * TILE_CODES +
+        const int half = UP_TILES ? row_tile % 2 : 0;
+        if (UP_TILES) row_tile /= 2;
+        codes[tile] = all_codes + row_tile * TILE_CODES + half * LOWER_CODES +
                       (IS_ROW_MAJOR ? lane / 4 * (STEPS * STEP) + lane % 4 * 16 : lane * 16);
-        records[tile] = all_records + row_tile * TILE_RECORDS + lane / 4 * RECORD_BYTES;
+        records[tile] = all_records + row_tile * TILE_RECORDS + half * LOWER_RECORDS +
+                        lane / 4 * RECORD_BYTES;
     }
 
-    static __device__ __forceinline__ int place_of(int index, int chunk, int half) {
-        return IS_ROW_MAJOR ? half * 8 * STEPS * STEP + index * STEP + chunk * 64
-                            : ((index * CHUNKS + chunk) * 2 + half) * 512;
+    static __device__ __forceinline__ int place_of(int index, int chunk) {
+        return IS_ROW_MAJOR ? index * STEP + chunk * 64 : (index * CHUNKS + chunk) * 1024;
     }
 
     __device__ __forceinline__ void load(Step& step, int index) const {
@@ -232,9 +245,9 @@ struct RowTiles {
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
                     step.codes[tile][half].chunk[chunk] =
-                        load_once(codes[tile] + place_of(index, chunk, half));
-                step.records[tile][half] =
-                    load_record(records[tile] + (index * 16 + half * 8) * RECORD_BYTES);
+                        load_once(codes[tile] + half * NEXT_CODES + place_of(index, chunk));
+                step.records[tile][half] = load_record(records[tile] + half * NEXT_RECORDS +
+                                                       index * (16 * RECORD_BYTES));
             }
     }
 };

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from penstock.ops.cpu import attention as cpu_attention
 from penstock.ops.cpu import decode
+from penstock.ops.float8 import RoundedTokens
 from penstock.ops.reference import kv_codes
 from penstock.ops.reference.activation import sigmoid
 from penstock.ops.reference.rope import rotate
 from penstock.ops.reference.rows import Span, TokenBlocks, cut_rows
+from penstock.ops.weight import Weight
 
 QUERY_BLOCK = 64
 
@@ -74,9 +76,10 @@ def paged_attention(
     window: int = 0,  # keys a query sees, including itself; 0: all
     gate: Tensor | None = None,  # [T, Hq * D]
     kv_scales: Tensor | None = None,  # [2, pages, page_size, Hkv] float32, of 8-bit KV
+    reader: Weight | None = None,  # that of the GEMM which alone reads the result
     *,
     deterministic: bool = False,
-) -> Tensor:  # [T, Hq * D]
+) -> Tensor | RoundedTokens:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
     # query_start and blocks are for kernels; here the spans have the same information on the host.
     caches = _Caches(keys, values, *((None, None) if kv_scales is None else kv_scales))

@@ -30,6 +30,19 @@ class PlacedDrafts(NamedTuple):
     num_accepted: Tensor  # [R] int64
 
 
+class AcceptedDrafts(NamedTuple):
+    """What rows gained in a step with drafts: accepted drafts, and one more token."""
+
+    # [R, 2 + n] int64  the number of these tokens, 0: padding; and what was sampled, for the host
+    told: Tensor
+    last_places: Tensor  # [R] int64  of the last of them among the sampled; of padding, its first
+    last_lens: Tensor  # [R] int64  tokens of the row when it was sampled
+
+    @property
+    def num_new(self) -> Tensor:  # [R]
+        return self.told[:, 0]
+
+
 def decode_rows(
     rows: Tensor,  # [R] int64  table rows
     last_token: Tensor,  # [rows] int64
@@ -73,7 +86,7 @@ def accept_drafts(
     num_accepted: Tensor,  # [rows] int64  written: entries of the journal to replay
     forced: Tensor | None = None,  # [rows] int64  drafts to accept, right or not; negative: compare
     width: int = 0,  # positions per row in `sampled`; 0: those that it samples
-) -> Tensor:  # [R] int64  tokens that each row gains: accepted drafts, and one more
+) -> AcceptedDrafts:
     """A draft is accepted if the model samples the same token at its position, and all drafts
     before it are accepted. Benchmarks force acceptance, which random weights would never reach.
     """
@@ -90,11 +103,14 @@ def accept_drafts(
         num_right = torch.where(wanted >= 0, wanted, num_right)
     is_used = num_tokens > 0
     num_new = torch.where(is_used, num_right + 1, 0)
+    num_before = (num_new - 1).clamp(min=0)
+    told = torch.cat((num_new[:, None], torch.where(place < num_tokens[:, None], said, 0)), dim=1)
+    accepted = AcceptedDrafts(told, firsts + num_before, context_len[rows] + num_before)
     last = said.gather(1, num_right[:, None])[:, 0]
     last_token.index_copy_(0, rows, torch.where(is_used, last, last_token[rows]))
     num_accepted.index_copy_(0, rows, torch.where(is_used, num_right, num_accepted[rows]))
     context_len.index_add_(0, rows, num_new)
-    return num_new
+    return accepted
 
 
 def place_drafts(

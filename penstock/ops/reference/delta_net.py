@@ -28,11 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.ops.cpu import decode, few_tokens
+from penstock.ops.float8 import RoundedTokens
 from penstock.ops.reference.activation import sigmoid, silu, softplus
 from penstock.ops.reference.backlog import Backlog, whole_states
 from penstock.ops.reference.journal import Journal, Replay
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rows import BLOCK_TOKENS, Span, TokenBlocks, cut_rows
+from penstock.ops.weight import Weight
 
 L2_EPS = 1e-6
 
@@ -56,9 +58,10 @@ def gated_delta_net(
     journal: Journal | None = None,
     replay: Replay | None = None,  # None: nothing to replay, and no drafts
     backlog: Backlog | None = None,  # None: all states are whole
+    reader: Weight | None = None,  # that of the GEMM which alone reads the result
     *,
     deterministic: bool = False,
-) -> Tensor:  # [T, Hv * V]
+) -> Tensor | RoundedTokens:  # [T, Hv * V]
     if backlog is not None:
         _end_backlog(recurrent, backlog, state_slots, initial_slots, spans, replay)
     position = spans[0].context_len - spans[0].num_tokens if len(spans) == 1 else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
@@ -10,3 +12,18 @@ def take_rows(
     table: Tensor,  # [N, H]
 ) -> Tensor:  # [T, H]
     return table.index_select(0, ids)
+
+
+def take_rows_of_each(
+    ids: Tensor,  # [T] int64
+    tables: Sequence[Tensor],  # [N, H] each, with different H; at most three
+) -> list[Tensor]:  # [T, H] each
+    return [take_rows(ids, table) for table in tables]
+
+
+def put_rows(
+    ids: Tensor,  # [T] int64  of rows that are the same in `rows` if they are the same here
+    rows: Tensor,  # [T, H]
+    table: Tensor,  # [N, H]  written
+) -> None:
+    table.index_copy_(0, ids, rows)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.ops.cpu import decode, few_tokens, skinny_gemm
 from penstock.ops.cpu import quantized as cpu_quantized
-from penstock.ops.float8 import round_tokens, rounds_tokens
+from penstock.ops.float8 import RoundedTokens, round_tokens, rounds_tokens
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.reference import packed
 from penstock.ops.reference.activation import silu
@@ -28,13 +28,15 @@ WIDENED_ELEMENTS = 2**20  # of a weight, widened at a time: 4 MB fit a cache
 
 
 def linear(
-    x: Tensor,  # [T, K]
+    x: Tensor | RoundedTokens,  # [T, K]
     weight: Weight,  # [N, K]
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
+    if isinstance(x, RoundedTokens):
+        x = x.dequantize()
     if few_tokens.are_few(x, deterministic) and (short := _short_of(weight)) is not None:
         return few_tokens.linear(x, short, bias, residual)
     if weight.parts:
@@ -130,8 +132,12 @@ def norm_linear(
     bias: Tensor | None = None,  # [N]
     *,
     out_dtype: torch.dtype | None = None,  # without rounding to the input dtype first
+    ends_in_swiglu: bool = False,  # rows are gate, then up, and the result silu(gate) * up
     deterministic: bool = False,
-) -> Tensor:  # [T, N]
+) -> Tensor:  # [T, N], or [T, N / 2]
+    if ends_in_swiglu:
+        gate_up = norm_linear(x, norm_weight, eps, weight, bias, deterministic=deterministic)
+        return swiglu(gate_up, deterministic)
     if out_dtype in (None, torch.float32) and _can_fuse(x, weight, deterministic):
         return cpu_quantized.multiply_fused(x, weight.parts, norm=norm_weight, eps=eps, bias=bias)
     if out_dtype in (None, torch.float32) and few_tokens.are_few(x, deterministic):
@@ -154,13 +160,20 @@ def norm_linear(
     return _widened_linear(normed, weight.values, bias, out_dtype, deterministic)
 
 
+def fuses_swiglu(x: Tensor, weight: Weight, *, deterministic: bool = False) -> bool:
+    """Whether `norm_linear` should apply swiglu to its own result: if not, the next GEMM does."""
+    return False
+
+
 def swiglu_linear(
-    gate_up: Tensor,  # [T, 2F]  gate, then up
+    gate_up: Tensor,  # [T, 2F]  gate, then up; or [T, F], after `norm_linear` applied swiglu
     weight: Weight,  # [N, F]
     residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
+    if gate_up.shape[1] == weight.shape[1]:
+        return linear(gate_up, weight, residual=residual, deterministic=deterministic)
     if _can_fuse(gate_up, weight, deterministic):
         return cpu_quantized.multiply_fused(
             gate_up, weight.parts, is_swiglu=True, residual=residual

@@ -94,6 +94,11 @@ def decode_runs(spans: Sequence[Span]) -> Iterator[tuple[slice, slice]]:
         row, token = end_row, end_token
 
 
+def are_in_blocks(spans: Sequence[Span]) -> bool:
+    """Whether there are no decodes."""
+    return not any(span.is_decode for span in spans)
+
+
 def cut_blocks(
     spans: Sequence[Span],
 ) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:

@@ -34,9 +34,17 @@ def bias_logits(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -
     return logits.index_put_((rows, token_ids), logits[rows, token_ids] + bias)
 
 
-def likeliest(logits: Tensor) -> Tensor:  # [L, vocab] -> [L] int64
+def likeliest(
+    logits: Tensor,  # [L, vocab]
+    rows: Tensor | None = None,  # [L] int64
+    table: Tensor | None = None,  # [rows] int64  written at `rows`, if given
+) -> Tensor:  # [L] int64
     """The token with the largest logit, the lowest of several."""
-    return logits.argmax(-1)
+    token_ids = logits.argmax(-1)
+    if table is not None:
+        assert rows is not None
+        table.index_copy_(0, rows, token_ids)
+    return token_ids
 
 
 def sample(

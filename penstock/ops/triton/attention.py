@@ -15,10 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.float8 import RoundedTokens
 from penstock.ops.reference import attention as reference
-from penstock.ops.reference.rows import LEAST_KEYS, Span, TokenBlocks, decode_runs
+from penstock.ops.reference.rows import LEAST_KEYS, Span, TokenBlocks, are_in_blocks, decode_runs
+from penstock.ops.tiles import STEP
 from penstock.ops.triton import decode_attention as decodes
 from penstock.ops.triton import prefill_attention as prefills
+from penstock.ops.triton.fp8 import rounded_for
 from penstock.ops.triton.kv_codes import encode, stored_as, view_codes
 from penstock.ops.triton.launch import (
     cdiv,
@@ -28,6 +31,7 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.tuning import Tile, choose
+from penstock.ops.weight import Weight
 
 
 def rope_and_store(
@@ -97,9 +101,10 @@ def paged_attention(
     window: int = 0,  # keys a query sees, including itself; 0: all
     gate: Tensor | None = None,  # [T, Hq * D]
     kv_scales: Tensor | None = None,  # [2, pages, page_size, Hkv] float32, of 8-bit KV
+    reader: Weight | None = None,  # that of the GEMM which alone reads the result
     *,
     deterministic: bool = False,
-) -> Tensor:  # [T, Hq * D]
+) -> Tensor | RoundedTokens:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
     if keys.shape[1] % LEAST_KEYS:
         step = (query_start, context_lens, spans, blocks, scale, window, gate, kv_scales)
@@ -107,6 +112,9 @@ def paged_attention(
             q, keys, values, page_table, *step, deterministic=deterministic
         )
     out = q.new_empty(len(q), q.shape[1] * q.shape[2])
+    rounded_out = None
+    if not deterministic and q.shape[2] in (STEP, 2 * STEP) and are_in_blocks(spans):
+        rounded_out = rounded_for(reader, out)
     for rows, tokens in decode_runs(spans):
         decodes.decode_attention(
             out[tokens],
@@ -135,10 +143,11 @@ def paged_attention(
         scale,
         window,
         gate,
+        rounded_out,
         num_tokens=len(q),
         deterministic=deterministic,
     )
-    return out
+    return out if rounded_out is None else rounded_out
 
 
 def _with_heads_adjacent(x: Tensor) -> Tensor:  # [T, heads, D]

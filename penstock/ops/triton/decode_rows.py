@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.reference.decode_rows import PlacedDrafts
+from penstock.ops.reference.decode_rows import AcceptedDrafts, PlacedDrafts
 from penstock.ops.triton.launch import (
     cdiv,
     launch_options,
@@ -149,8 +149,9 @@ def accept_drafts(
     num_accepted: Tensor,  # [rows] int64  written: entries of the journal to replay
     forced: Tensor | None = None,  # [rows] int64  drafts to accept, right or not; negative: compare
     width: int = 0,  # positions per row in `sampled`; 0: those that it samples
-) -> Tensor:  # [R] int64  tokens that each row gains: accepted drafts, and one more
-    num_new = torch.empty_like(num_tokens)
+) -> AcceptedDrafts:
+    last = torch.empty(2, len(rows), dtype=torch.int64, device=rows.device)
+    told = torch.empty(len(rows), 2 + drafts.shape[1], dtype=torch.int64, device=rows.device)
     if len(rows):
         accept_drafts_kernel[(len(rows),)](
             rows,
@@ -161,7 +162,8 @@ def accept_drafts(
             context_len,
             num_accepted,
             forced,
-            num_new,
+            told,
+            last,
             len(rows),
             drafts.shape[1],
             width,
@@ -170,7 +172,7 @@ def accept_drafts(
             num_warps=1,
             **launch_options(rows.device),
         )
-    return num_new
+    return AcceptedDrafts(told, *last.unbind())
 
 
 @triton.jit(
@@ -186,7 +188,8 @@ def accept_drafts_kernel(
     p_context_len,  # [rows]
     p_num_accepted,  # [rows]
     p_forced,  # [rows], or None
-    p_num_new,  # [R]
+    p_told,  # [R, 2 + n]
+    p_last,  # [2, R]
     num_rows,
     NUM_DRAFTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -216,10 +219,15 @@ def accept_drafts_kernel(
         num_right = tl.where(wanted >= 0, wanted, num_right)
     last = tl.sum(tl.where(place == num_right, said, 0), axis=0)
     is_used = num_tokens > 0
-    tl.store(p_num_new + i_row, tl.where(is_used, num_right + 1, 0))
+    num_right = tl.where(is_used, num_right, 0)
+    context_len = tl.load(p_context_len + row)
+    p_to = p_told + i_row * (2 + NUM_DRAFTS)
+    tl.store(p_to, tl.where(is_used, num_right + 1, 0))
+    tl.store(p_to + 1 + place, said, mask=place <= NUM_DRAFTS)
+    tl.store(p_last + i_row, first + num_right)
+    tl.store(p_last + num_rows + i_row, context_len + num_right)
     tl.store(p_last_token + row, last, mask=is_used)
     tl.store(p_num_accepted + row, num_right, mask=is_used)
-    context_len = tl.load(p_context_len + row)
     tl.store(p_context_len + row, context_len + num_right + 1, mask=is_used)
 
 

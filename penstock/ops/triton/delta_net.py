@@ -24,11 +24,13 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.cuda import delta_net_drafts as few_drafts
+from penstock.ops.float8 import RoundedTokens
 from penstock.ops.reference import delta_net as reference
 from penstock.ops.reference.backlog import Backlog
 from penstock.ops.reference.journal import Journal, Replay
-from penstock.ops.reference.rows import Span, TokenBlocks, decode_runs
-from penstock.ops.triton import delta_net_blocks, delta_net_drafts
+from penstock.ops.reference.rows import Span, TokenBlocks, are_in_blocks, decode_runs
+from penstock.ops.tiles import STEP
+from penstock.ops.triton import delta_net_blocks, delta_net_drafts, fp8
 from penstock.ops.triton.activation import silu, softplus
 from penstock.ops.triton.delta_net_backlog import (
     add_backlog,
@@ -47,6 +49,7 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.tuning import Tile, choose
+from penstock.ops.weight import Weight
 
 L2_EPS = tl.constexpr(reference.L2_EPS)
 STATE_REGISTERS = 128  # per thread, for the state
@@ -73,11 +76,15 @@ def gated_delta_net(
     journal: Journal | None = None,
     replay: Replay | None = None,  # None: nothing to replay, and no drafts
     backlog: Backlog | None = None,  # None: all states are whole
+    reader: Weight | None = None,  # that of the GEMM which alone reads the result
     *,
     deterministic: bool = False,
-) -> Tensor:  # [T, Hv * V]
+) -> Tensor | RoundedTokens:  # [T, Hv * V]
     weights = (conv_weight, a_log, dt_bias, norm_weight, eps, conv, recurrent)
     out = mixed.new_empty(len(mixed), a_log.shape[0] * norm_weight.shape[0])
+    rounded_out = None
+    if not deterministic and norm_weight.shape[0] == STEP and are_in_blocks(spans):
+        rounded_out = fp8.rounded_for(reader, out)
     for rows, tokens in decode_runs(spans):
         if journal is not None and replay is not None:
             given = (
@@ -116,10 +123,11 @@ def gated_delta_net(
         blocks,
         num_key_heads,
         backlog,
+        rounded_out,
         num_tokens=len(mixed),
         deterministic=deterministic,
     )
-    return out
+    return out if rounded_out is None else rounded_out
 
 
 def _decode(

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.float8 import RoundedTokens
 from penstock.ops.reference import rows
 from penstock.ops.reference.backlog import Backlog
 from penstock.ops.reference.rows import TokenBlocks
@@ -31,6 +32,7 @@ from penstock.ops.triton.delta_net_backlog import (
 )
 from penstock.ops.triton.delta_net_convolve import BLOCK_TOKENS, convolve_kernel
 from penstock.ops.triton.delta_net_prepare import num_scratch_elements, prepare_kernel, scratch_of
+from penstock.ops.triton.fp8 import to_codes
 from penstock.ops.triton.launch import (
     cdiv,
     has_dependent_launch,
@@ -69,6 +71,7 @@ def mix_blocks(
     blocks: TokenBlocks,
     num_key_heads: int,
     backlog: Backlog | None = None,
+    rounded_out: RoundedTokens | None = None,  # written instead of `out`
     *,
     num_tokens: int,
     deterministic: bool,
@@ -104,18 +107,23 @@ def mix_blocks(
     rule = _scan_rule(shape, mixed.element_size(), shared_memory(device))
     tile = tile_of("delta_net_scan", rule, num_rows)
     num_parts = cdiv(value_dim, tile["BLOCK_V"])
+    norms_apart = num_parts > 1 or rounded_out is not None
     states = (conv, recurrent, query_start, context_lens, state_slots, initial_slots)
     late, most = backlog_of(backlog, recurrent), {"MOST_LATE": most_late(backlog)}
     _scan_kernel[num_heads * num_parts, num_rows](
         convolved, prepared, log_decays, mixed, norm_weight, *states, *late, blocks.table,
         blocks.rows, out, eps, mixed.stride(0), conv.stride(0), recurrent.stride(0),
-        BLOCK_RING=next_power_of_2(conv.shape[1]), **most, **heads, **rings, **padded,
-        **tile, **options,
+        NORMS=not norms_apart, BLOCK_RING=next_power_of_2(conv.shape[1]), **most, **heads, **rings,
+        **padded, **tile, **options,
     )  # fmt: skip
-    if num_parts > 1:
+    if norms_apart:
+        codes = scales = None
+        if rounded_out is not None:
+            codes, scales = rounded_out.codes, rounded_out.scales
         _norm_kernel[num_heads, num_blocks](
-            mixed, norm_weight, blocks.table, state_slots, late[0], out, eps, mixed.stride(0),
-            **most, **heads, PADDED_V=padded["PADDED_V"], num_warps=8, **options,
+            mixed, norm_weight, blocks.table, state_slots, late[0], out, codes, scales, eps,
+            mixed.stride(0), 0 if scales is None else scales.stride(0), **most, **heads,
+            PADDED_V=padded["PADDED_V"], num_warps=8, **options,
         )  # fmt: skip
 
 
@@ -220,12 +228,12 @@ def _scan_kernel(
     BLOCK_K: tl.constexpr,
     PADDED_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    NORMS: tl.constexpr,  # a program has all columns, and applies the gated norm
     PDL: tl.constexpr,
 ):
     """Program (g, r): BLOCK_V columns of a value head, along all blocks of row r."""
     let_next_start(PDL)
     NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    IS_WHOLE: tl.constexpr = NUM_PARTS == 1
     KEY_SIZE: tl.constexpr = NUM_KEY_HEADS * KEY_DIM
     NUM_CHANNELS: tl.constexpr = 2 * KEY_SIZE + NUM_VALUE_HEADS * VALUE_DIM
     HEADS_A_KEY: tl.constexpr = NUM_VALUE_HEADS // NUM_KEY_HEADS
@@ -294,7 +302,7 @@ def _scan_kernel(
         read = tl.dot(corrected.to(dtype), tl.trans(b_attn), read, input_precision="ieee")
 
         is_out = in_v[:, None] & (i_t < num_tokens)[None, :]
-        if IS_WHOLE:
+        if NORMS:
             p_gate = mixed + first_token * mixed_stride + NUM_CHANNELS + i_head * VALUE_DIM
             read = _norm_and_gate(
                 read, p_gate, norm_weight, eps, i_t, i_v, is_out, mixed_stride, VALUE_DIM
@@ -319,7 +327,7 @@ def _scan_kernel(
     if num_done > 0:
         b_saved = rounded(held, recurrent.dtype.element_ty)
         tl.store(p_state + state_slot * recurrent_stride, b_saved, mask=in_state)
-        if IS_WHOLE:  # otherwise other programs may still have to read the count
+        if NORMS:  # otherwise other programs may still have to read the count
             end_backlog(late_counts, state_slot, i_head, NUM_VALUE_HEADS, MOST_LATE)
         _save_rings(
             conv, state_slot, initial_slot, p_row, start, num_done, i_head,
@@ -432,7 +440,7 @@ def _norm_and_gate(
     return b_read * scale[None, :] * b_weight[:, None] * silu(b_gate)
 
 
-@triton.jit(do_not_specialize=["blocks", "state_slots"])
+@triton.jit(do_not_specialize=["blocks", "state_slots", "scale_stride"])
 def _norm_kernel(
     mixed,
     norm_weight,
@@ -440,8 +448,11 @@ def _norm_kernel(
     state_slots,
     late_counts,
     out,
+    codes,  # None: the result replaces `out`
+    scales,
     eps,
     mixed_stride,
+    scale_stride,
     MOST_LATE: tl.constexpr,
     NUM_KEY_HEADS: tl.constexpr,
     NUM_VALUE_HEADS: tl.constexpr,
@@ -450,8 +461,9 @@ def _norm_kernel(
     PADDED_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (h, p): applies the gated norm in place to the output of value head h for block p.
-    The scan is complete, so the slots that it wrote have no backlog.
+    """Program (h, p): applies the gated norm to the output of value head h for block p, in place or
+    in E4M3, where a head is a block of columns with one scale. The scan is complete, so the slots
+    that it wrote have no backlog.
     """
     let_next_start(PDL)
     NUM_CHANNELS: tl.constexpr = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM
@@ -467,11 +479,19 @@ def _norm_kernel(
         return
     state_slot = tl.load(state_slots + tl.load(blocks + i_block * 4)).to(tl.int64)
     end_backlog(late_counts, state_slot, i_head, NUM_VALUE_HEADS, MOST_LATE)
-    p_out = out + (first_token + i_t)[None, :] * (NUM_VALUE_HEADS * VALUE_DIM)
-    p_out += i_head * VALUE_DIM + i_v[:, None]
-    b_read = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
+    places = (first_token + i_t)[None, :] * (NUM_VALUE_HEADS * VALUE_DIM)
+    places += i_head * VALUE_DIM + i_v[:, None]
+    b_read = tl.load(out + places, mask=mask, other=0.0).to(tl.float32)
     p_gate = mixed + first_token * mixed_stride + NUM_CHANNELS + i_head * VALUE_DIM
     b_out = _norm_and_gate(
         b_read, p_gate, norm_weight, eps, i_t, i_v, mask, mixed_stride, VALUE_DIM
     )
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
+    b_out = b_out.to(out.dtype.element_ty)
+    if codes is None:
+        tl.store(out + places, b_out, mask=mask)
+    else:
+        tl.static_assert(VALUE_DIM == PADDED_V)
+        b_codes, b_scales = to_codes(tl.trans(b_out).to(tl.float32))
+        tl.store(codes + tl.trans(places), b_codes, mask=tl.trans(mask))
+        p_scales = scales + i_head * scale_stride + first_token + i_t
+        tl.store(p_scales, b_scales, mask=i_t < num_tokens)

@@ -81,21 +81,20 @@ def convolve_kernel(
     if num_tokens == 0:  # a padding block, which nothing reads
         return
 
+    # No branch, which would wait for a load before the next ones are issued. Nearly all programs
+    # load nothing from the ring, so what waits for that does not wait either.
     inputs = ()
-    for step in tl.static_range(1 - NUM_TAPS, 0):
+    for step in tl.static_range(1 - NUM_TAPS, RUN):
         i_t = i_run + step
-        mask = ((i_t + num_ahead >= 0) & (i_t < num_tokens))[:, None] & in_head[None, :]
-        b_input = tl.load(p_mixed + step * mixed_stride, mask=mask, other=0.0).to(
-            conv.dtype.element_ty
-        )
-        if num_ahead + step < 0:  # some are from before this step
-            is_past = ((i_t + num_ahead < 0) & (i_t + position >= 0))[:, None] & in_head[None, :]
+        is_token, b_past = i_t < num_tokens, 0.0
+        if step < 0:
+            is_past = (i_t + num_ahead < 0) & (i_t + position >= 0)
             p_past = p_ring + (tl.maximum(i_t + position, 0) % RING * NUM_CHANNELS)[:, None]
-            b_input = tl.where(is_past, tl.load(p_past, mask=is_past, other=0.0), b_input)
-        inputs += (b_input,)  # type: ignore[assignment]
-    for step in tl.static_range(RUN):
-        mask = (i_run + step < num_tokens)[:, None] & in_head[None, :]
-        b_input = tl.load(p_mixed + step * mixed_stride, mask=mask, other=0.0)
+            b_past = tl.load(p_past, mask=is_past[:, None] & in_head[None, :], other=0.0)
+            b_past = b_past.to(mixed.dtype.element_ty)
+            is_token = is_token & (i_t + num_ahead >= 0)
+        mask = is_token[:, None] & in_head[None, :]
+        b_input = tl.load(p_mixed + step * mixed_stride, mask=mask, other=b_past)
         inputs += (b_input.to(conv.dtype.element_ty),)  # type: ignore[assignment]
     for i in tl.static_range(RUN):
         total = tl.zeros([BLOCK_TOKENS // RUN, BLOCK_C], tl.float32)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops import float8
+from penstock.ops.float8 import RoundedTokens
 from penstock.ops.product import Product
 from penstock.ops.tiles import STEP, TILE_ROWS, TiledRows
 from penstock.ops.triton.launch import (
@@ -30,7 +31,7 @@ from penstock.ops.triton.launch import (
 from penstock.ops.triton.matmul_product import load_activations
 from penstock.ops.triton.matmul_small_gemm import multiply_small_gemm, small_gemm_rule
 from penstock.ops.tuning import Tile
-from penstock.ops.weight import Part
+from penstock.ops.weight import Part, Weight
 
 LARGEST, LEAST = tl.constexpr(float8.LARGEST), tl.constexpr(float8.LEAST)
 TOKEN_MULTIPLE = 4  # scales, and so tokens, are padded to this: the library reads 16 bytes
@@ -44,21 +45,32 @@ def multiply_parts(parts: tuple[Part, ...], product: Product) -> Tensor:
     codes, scales, x = quantize_tokens(
         product.x, product.norm_weight, product.eps, product.is_swiglu, keeps_values=has_plain
     )
-    num_tokens = product.num_tokens
-    out = torch.empty(len(codes), product.shape[0], dtype=product.out_dtype, device=codes.device)
-    ends = accumulate(part.shape[0] for part in parts)
+    tokens = RoundedTokens(codes, scales, product.num_tokens, product.out_dtype)
+    return multiply_rounded(tokens, parts, product.bias, product.residual, x)
+
+
+def multiply_rounded(
+    tokens: RoundedTokens,  # [T, K]
+    parts: tuple[Part, ...],  # [N, K]
+    bias: Tensor | None = None,  # [N]
+    residual: Tensor | None = None,  # [T, N]
+    x: Tensor | None = None,  # [T, K]  the tokens as they were, for unquantized rows
+) -> Tensor:  # [T, N]
+    codes, num_tokens = tokens.codes, tokens.num_tokens
+    ends = list(accumulate(part.shape[0] for part in parts))
+    out = torch.empty(len(codes), ends[-1], dtype=tokens.dtype, device=codes.device)
     slices = [slice(end - part.shape[0], end) for part, end in zip(parts, ends)]
     # Unquantized rows first: they start early, which nothing does behind the library's kernel.
     for part, own in sorted(zip(parts, slices), key=lambda one: isinstance(one[0], TiledRows)):
-        bias = None if product.bias is None else product.bias[own]
-        residual = None if product.residual is None else product.residual[:, own]
+        own_bias = None if bias is None else bias[own]
+        own_residual = None if residual is None else residual[:, own]
         if isinstance(part, Tensor):
             assert x is not None
-            plain = Product(x, part, product.out_dtype, bias=bias, residual=residual)
+            plain = Product(x, part, tokens.dtype, bias=own_bias, residual=own_residual)
             _multiply_plain(plain, out[:num_tokens, own])
         else:
             assert isinstance(part, TiledRows)
-            multiply(codes, scales, part, out[:, own], bias, residual)
+            multiply(codes, tokens.scales, part, out[:, own], own_bias, own_residual)
     return out[:num_tokens]
 
 
@@ -128,9 +140,7 @@ def quantize_tokens(
     if `keeps_values`.
     """
     num_tokens, width = x.shape[0], x.shape[1] // (2 if is_swiglu else 1)
-    num_rows = cdiv(num_tokens, TOKEN_MULTIPLE) * TOKEN_MULTIPLE
-    codes = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(width // STEP, num_rows, device=x.device)
+    codes, scales = new_codes(num_tokens, width, x.device)
     values = x.new_empty(num_tokens, width) if keeps_values else None
     blocks = next_power_of_2(width // STEP)
     _quantize_kernel[(num_tokens,)](
@@ -139,7 +149,7 @@ def quantize_tokens(
         codes,
         scales,
         x if values is None else values,
-        num_rows,
+        len(codes),
         x.stride(0),
         eps,
         NUM_BLOCKS=width // STEP,
@@ -155,11 +165,50 @@ def quantize_tokens(
     return codes, scales, values
 
 
+def rounded_for(reader: Weight | None, out: Tensor) -> RoundedTokens | None:
+    """What the only reader of `out` [T, K] takes instead of it; None: it takes that."""
+    if not float8.takes_rounded(reader, out):
+        return None
+    num_tokens, width = out.shape
+    return RoundedTokens(*new_codes(num_tokens, width, out.device), num_tokens, out.dtype)
+
+
+def new_codes(num_tokens: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for codes [T rounded up, K], and for scales [K / 128, T rounded up]."""
+    num_rows = cdiv(num_tokens, TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+    codes = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=device)
+    return codes, torch.empty(width // STEP, num_rows, device=device)
+
+
 @triton.jit
 def to_codes(values):
     """[M, K] float32 -> E4M3 codes, and the scale of each row [M]"""
-    scale = tl.maximum(tl.max(tl.abs(values), axis=1), LEAST) / LARGEST
-    return (values / scale[:, None]).to(tl.float8e4nv), scale
+    scale, inverse = _scale_of(tl.max(tl.abs(values), axis=1))
+    return (values * inverse[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def _scale_of(largest):
+    """What a code of 1 means, and its inverse: one division per block instead of one per value."""
+    most = tl.maximum(largest, LEAST)
+    return tl.div_rn(most, tl.full(most.shape, LARGEST, tl.float32)), tl.div_rn(
+        tl.full(most.shape, LARGEST, tl.float32), most
+    )
+
+
+@triton.jit
+def store_codes(values, p_codes, mask, p_scales, scale_stride, is_row):
+    """Stores [M, K] float32 as E4M3, in place: without a layout in which blocks of columns are an
+    axis of their own. p_scales [M] points to the scales of the first block of columns.
+    """
+    WIDTH: tl.constexpr = values.shape[1]
+    blocks = tl.arange(0, WIDTH)[None, :] // 128
+    factors = tl.zeros_like(values)
+    for i in tl.static_range(WIDTH // 128):
+        scale, inverse = _scale_of(tl.max(tl.where(blocks == i, tl.abs(values), 0.0), axis=1))
+        tl.store(p_scales + i * scale_stride, scale, mask=is_row)
+        factors = tl.where(blocks == i, inverse[:, None], factors)
+    tl.store(p_codes, (values * factors).to(tl.float8e4nv), mask=mask)
 
 
 @triton.jit

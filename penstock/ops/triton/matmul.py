@@ -32,7 +32,7 @@ from penstock.ops.cuda.skinny_gemm import (
     skinny_candidates,
     skinny_rule,
 )
-from penstock.ops.float8 import rounds_tokens
+from penstock.ops.float8 import RoundedTokens, rounds_tokens
 from penstock.ops.product import Product
 from penstock.ops.tiles import STEP
 from penstock.ops.triton import fp8, fp8_logits
@@ -72,13 +72,15 @@ PIECE_BYTES = 32 << 20  # of a head's rows, dequantized at a time
 
 
 def linear(
-    x: Tensor,  # [T, K]
+    x: Tensor | RoundedTokens,  # [T, K]
     weight: Weight,  # [N, K]
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
+    if isinstance(x, RoundedTokens):
+        return fp8.multiply_rounded(x, weight.parts, bias, residual)
     product = Product(x, weight.values, x.dtype, bias=bias, residual=residual)
     return _multiply("linear", product, weight, deterministic)
 
@@ -91,22 +93,36 @@ def norm_linear(
     bias: Tensor | None = None,  # [N]
     *,
     out_dtype: torch.dtype | None = None,
+    ends_in_swiglu: bool = False,  # if `fuses_swiglu`
     deterministic: bool = False,
-) -> Tensor:  # [T, N]
+) -> Tensor:  # [T, N], or [T, N / 2]
     product = Product(
-        x, weight.values, out_dtype or x.dtype, bias=bias, norm_weight=norm_weight, eps=eps
+        x,
+        weight.values,
+        out_dtype or x.dtype,
+        bias=bias,
+        norm_weight=norm_weight,
+        eps=eps,
+        ends_in_swiglu=ends_in_swiglu,
     )
+    if ends_in_swiglu:
+        return _multiply_codes(product, weight)
     return _multiply("norm_linear", product, weight, deterministic)
 
 
+def fuses_swiglu(x: Tensor, weight: Weight, *, deterministic: bool = False) -> bool:
+    return not deterministic and quantized.can_end_in_swiglu(weight.parts, x)
+
+
 def swiglu_linear(
-    gate_up: Tensor,  # [T, 2F]  gate, then up
+    gate_up: Tensor,  # [T, 2F]  gate, then up; or [T, F], after `norm_linear` applied swiglu
     weight: Weight,  # [N, F]
     residual: Tensor | None = None,  # [T, N], consumed: the result may overwrite it
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    product = Product(gate_up, weight.values, gate_up.dtype, residual=residual, is_swiglu=True)
+    is_swiglu = gate_up.shape[1] > weight.shape[1]
+    product = Product(gate_up, weight.values, gate_up.dtype, residual=residual, is_swiglu=is_swiglu)
     return _multiply("swiglu_linear", product, weight, deterministic)
 
 

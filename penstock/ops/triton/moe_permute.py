@@ -25,6 +25,8 @@ from penstock.ops.triton.moe_route import zeroed
 from penstock.ops.tuning import bucket
 
 MOST_ALONE = 1024  # pairs that one program lists
+# A counter per sector of L2: atomics to the same sector wait for each other.
+SPREAD = 8
 
 
 def list_pairs(
@@ -47,7 +49,7 @@ def list_pairs(
     _list_tiles_kernel[cdiv(num_pairs, block),](
         ids,
         # the number of pairs of every expert, and of finished programs
-        zeroed(counters, num_experts + 1, ids.device),
+        zeroed(counters, SPREAD * (num_experts + 1), ids.device),
         order,
         tiles,
         num_tokens,
@@ -55,6 +57,7 @@ def list_pairs(
         E=num_experts,
         TOP_K=k,
         SLOTS=slots,
+        SPREAD=SPREAD,
         IS_ALONE=num_pairs <= block,
         BLOCK=block,
         BLOCK_E=next_power_of_2(num_experts),
@@ -76,6 +79,7 @@ def _list_tiles_kernel(
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
+    SPREAD: tl.constexpr,
     IS_ALONE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -92,15 +96,15 @@ def _list_tiles_kernel(
     is_pair = tokens < num_tokens
     is_routed = is_pair & (slots < TOP_K)
     experts = tl.load(ids + tokens * TOP_K + slots, mask=is_routed, other=E).to(tl.int32)
-    places = tl.atomic_add(counts + experts, 1, mask=is_routed, sem="relaxed")
+    places = tl.atomic_add(counts + experts * SPREAD, 1, mask=is_routed, sem="relaxed")
     places = tl.where(is_routed, places, tokens)
     tl.store(order + experts * num_tokens + places, pairs, mask=is_pair & (places < num_tokens))
     given = (counts, tiles, num_tokens, num_tiles)
     if IS_ALONE:
         tl.debug_barrier()  # all threads have counted
-        _cut_tiles(*given, E, TOP_K, SLOTS, BLOCK_E, BLOCK_M)
-    elif arrives_last(counts + E, tl.num_programs(0)):
-        _cut_tiles(*given, E, TOP_K, SLOTS, BLOCK_E, BLOCK_M)
+        _cut_tiles(*given, E, TOP_K, SLOTS, SPREAD, BLOCK_E, BLOCK_M)
+    elif arrives_last(counts + E * SPREAD, tl.num_programs(0)):
+        _cut_tiles(*given, E, TOP_K, SLOTS, SPREAD, BLOCK_E, BLOCK_M)
 
 
 @triton.jit
@@ -112,16 +116,17 @@ def _cut_tiles(
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
+    SPREAD: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """The shared expert's tiles, then those of experts 0, 1, ..., then empty ones."""
     experts = tl.arange(0, BLOCK_E)
     # Bypasses L1: other SMs counted these.
-    sizes = tl.load(counts + experts, mask=experts < E, other=0, cache_modifier=".cg")
+    sizes = tl.load(counts + experts * SPREAD, mask=experts < E, other=0, cache_modifier=".cg")
     sizes = tl.minimum(sizes, num_tokens)
     tl.debug_barrier()  # with more threads than experts, several read the same count
-    tl.store(counts + experts, 0, mask=experts < E)
+    tl.store(counts + experts * SPREAD, 0, mask=experts < E)
     needed = (sizes + BLOCK_M - 1) // BLOCK_M
     rows = tl.cumsum(sizes, axis=0) - sizes
     at = tl.cumsum(needed, axis=0) - needed

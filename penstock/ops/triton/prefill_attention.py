@@ -23,8 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.float8 import RoundedTokens
 from penstock.ops.reference import rows
 from penstock.ops.reference.rows import TokenBlocks
+from penstock.ops.triton.fp8 import store_codes
 from penstock.ops.triton.kv_codes import SCALE_UNIT, stored_as, view_codes, widen
 from penstock.ops.triton.launch import (
     cdiv,
@@ -59,6 +61,7 @@ def prefill_attention(
     scale: float,
     window: int,
     gate: Tensor | None,  # [T, Hq * D]
+    rounded_out: RoundedTokens | None = None,  # written instead of `out`
     *,
     num_tokens: int,
     deterministic: bool,
@@ -93,6 +96,10 @@ def prefill_attention(
     constants = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "WINDOW": window}
     constants |= {"BLOCK_D": max(16, next_power_of_2(head_dim)), **launch_options(q.device)}
     key_scales, value_scales = (None, None) if kv_scales is None else kv_scales
+    codes = code_scales = None
+    if rounded_out is not None:
+        codes, code_scales = rounded_out.codes, rounded_out.scales
+    scale_stride = 0 if code_scales is None else code_scales.stride(0)
     _prefill_kernel[num_groups, num_blocks, num_splits](
         q,
         view_codes(keys, torch.int32),
@@ -103,11 +110,14 @@ def prefill_attention(
         *places,
         gate if partial is None else None,
         out,
+        codes,
+        code_scales,
         partial,
         log_sums,
         scale * LOG2_E.value,
         page_table.stride(0),
         gate_stride,
+        scale_stride,
         NUM_KV_HEADS=num_kv_heads,
         PAGE_SIZE=page_size,
         STORED=stored_as(keys),
@@ -122,7 +132,10 @@ def prefill_attention(
             *places,
             gate,
             out,
+            codes,
+            code_scales,
             gate_stride,
+            scale_stride,
             num_splits,
             **constants,
             **MERGE_TILE,
@@ -205,7 +218,14 @@ def _apply_gate(b_out, b_gate):
 
 # Parts of one buffer with any alignment, and a stride that follows the longest row.
 @triton.jit(
-    do_not_specialize=["p_pages", "p_blocks", "p_query_start", "p_context_lens", "table_stride"]
+    do_not_specialize=[
+        "p_pages",
+        "p_blocks",
+        "p_query_start",
+        "p_context_lens",
+        "table_stride",
+        "scale_stride",
+    ]
 )
 def _prefill_kernel(
     p_q,
@@ -219,11 +239,14 @@ def _prefill_kernel(
     p_context_lens,
     p_gate,
     p_out,
+    p_codes,  # None: the result goes to `p_out`
+    p_code_scales,
     p_partial,
     p_log_sums,
     scale,
     table_stride,
     gate_stride,
+    scale_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -354,11 +377,20 @@ def _prefill_kernel(
             in_gate = tokens[:, None] * gate_stride + heads[:, None] * HEAD_DIM + dims[None, :]
             b_gate = tl.load(p_gate + first_row * gate_stride + in_gate, mask=is_output, other=0.0)
             b_out = _apply_gate(b_out, b_gate)
-        p_to = p_out + first_row * (NUM_HEADS * HEAD_DIM) + in_tile
-        tl.store(p_to, b_out.to(p_out.dtype.element_ty), mask=is_output)
+        b_out = b_out.to(p_out.dtype.element_ty)
+        to_output = first_row * (NUM_HEADS * HEAD_DIM) + in_tile
+        if p_codes is None:
+            tl.store(p_out + to_output, b_out, mask=is_output)
+        else:
+            tl.static_assert(HEAD_DIM == BLOCK_D)
+            p_scales = p_code_scales + heads * (HEAD_DIM // 128) * scale_stride + first_row + tokens
+            places = (p_codes + to_output, is_output, p_scales, scale_stride, is_query)
+            store_codes(b_out.to(tl.float32), *places)
 
 
-@triton.jit(do_not_specialize=["p_blocks", "p_query_start", "p_context_lens", "num_splits"])
+@triton.jit(
+    do_not_specialize=["p_blocks", "p_query_start", "p_context_lens", "num_splits", "scale_stride"]
+)
 def _merge_kernel(
     p_partial,
     p_log_sums,
@@ -367,7 +399,10 @@ def _merge_kernel(
     p_context_lens,
     p_gate,
     p_out,
+    p_codes,
+    p_code_scales,
     gate_stride,
+    scale_stride,
     num_splits,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -418,5 +453,13 @@ def _merge_kernel(
         b_out = _apply_gate(
             b_out, tl.load(p_gate + token * gate_stride + in_heads, mask=is_dim, other=0.0)
         )
-    p_to = p_out + token * (NUM_HEADS * HEAD_DIM) + in_heads
-    tl.store(p_to, b_out.to(p_out.dtype.element_ty), mask=is_dim)
+    b_out = b_out.to(p_out.dtype.element_ty)
+    to_output = token * (NUM_HEADS * HEAD_DIM) + in_heads
+    if p_codes is None:
+        tl.store(p_out + to_output, b_out, mask=is_dim)
+    else:
+        is_row = tl.full([1], 1, tl.int1)
+        p_scales = p_code_scales + i_head * (HEAD_DIM // 128) * scale_stride + token
+        p_scales += tl.zeros([1], tl.int64)
+        places = ((p_codes + to_output)[None, :], is_dim[None, :], p_scales, scale_stride, is_row)
+        store_codes(b_out.to(tl.float32)[None, :], *places)

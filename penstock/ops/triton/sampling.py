@@ -48,14 +48,19 @@ def sample(
     return token_ids
 
 
-def likeliest(logits: Tensor) -> Tensor:  # [L, vocab] -> [L] int64
+def likeliest(
+    logits: Tensor,  # [L, vocab]
+    rows: Tensor | None = None,  # [L] int64
+    table: Tensor | None = None,  # [rows] int64  written at `rows`, if given
+) -> Tensor:  # [L] int64
     num_rows = len(logits)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return token_ids
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    _merge_chunks(likeliest_kernel, logits, (), token_ids, rule(num_rows, False))
+    tile = rule(num_rows, False)
+    _merge_chunks(likeliest_kernel, logits, (), token_ids, tile, rows, table)
     return token_ids
 
 
@@ -65,6 +70,8 @@ def _merge_chunks(
     settings: tuple[Tensor, ...],  # [L] each
     token_ids: Tensor,  # [L] int64  written
     tile: Tile,
+    rows: Tensor | None = None,  # [L] int64
+    table: Tensor | None = None,  # [rows] int64  written at `rows`
 ) -> None:
     """One program of `kernel` finds the best token of a chunk, the second launch that of a row."""
     num_rows, vocab = logits.shape
@@ -72,7 +79,8 @@ def _merge_chunks(
     best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     kernel[best.shape](logits, vocab, logits.stride(0), *settings, best, **tile, **options)
     options |= {"MAX_CHUNKS": launch.next_power_of_2(num_chunks), "num_warps": 1}
-    merge_kernel[(num_rows,)](best, token_ids, num_chunks, **options)
+    stride = 0 if table is None else table.stride(0)
+    merge_kernel[(num_rows,)](best, token_ids, rows, table, num_chunks, stride, **options)
 
 
 def rule(num_rows: int, filtered: bool) -> Tile:
@@ -155,11 +163,25 @@ def likeliest_kernel(
     tl.store(p_best + i_row * tl.num_programs(1) + i_chunk, tl.max(b_best, axis=0))
 
 
-@triton.jit
-def merge_kernel(p_best, p_token_ids, num_chunks, MAX_CHUNKS: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["p_rows", "p_table"]
+)
+def merge_kernel(
+    p_best,  # [L, chunks]
+    p_token_ids,  # [L]
+    p_rows,  # [L], or None
+    p_table,  # [rows], or None
+    num_chunks,
+    table_stride,
+    MAX_CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     wait_for_previous(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, MAX_CHUNKS)
     b_best = tl.load(p_best + i_row * num_chunks + chunk, mask=chunk < num_chunks, other=LOWEST)
-    tl.store(p_token_ids + i_row, token_of(tl.max(b_best, axis=0)))
+    token_id = token_of(tl.max(b_best, axis=0))
+    tl.store(p_token_ids + i_row, token_id)
+    if p_table is not None:
+        tl.store(p_table + tl.load(p_rows + i_row) * table_stride, token_id)
