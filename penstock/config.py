@@ -252,7 +252,8 @@ class EngineConfig:
     draft_vocabulary: int = setting(
         65536,
         "the drafting head chooses among this many of the first token ids, which a BPE tokenizer "
-        "gives to its most frequent tokens; 0: all",
+        "gives to its most frequent tokens, on a GPU by a copy of their rows in INT4; 0: among all "
+        "of them, by the model's own",
     )
     pooling: str = setting(
         "auto",

@@ -17,12 +17,17 @@ from penstock.config import EngineConfig
 from penstock.engine import device_part, drafting_head, memory
 from penstock.engine.engine import Engine
 from penstock.engine.logits_engine import create_engine
+from penstock.engine.mtp_drafter import MTPDrafter
 from penstock.engine.pools import GB
 from penstock.errors import CapacityError, CheckpointError
 from penstock.models.source import find_model
+from penstock.ops import Weight
+from penstock.ops.tiles import tile
 from penstock.parallel.ranks import ALONE
 from penstock.progress import Phase
 from penstock.types import KVSpec
+from penstock.weights.on_the_fly import round_to
+from penstock.weights.packing import pack
 from small_models import prompt, request, run, tokens_of
 from test_memory import QWEN3_5_35B
 
@@ -136,6 +141,46 @@ def test_on_a_gpu_the_head_must_leave_room(
     assert config.speculate == expected
     assert (model.mtp is None) == (expected == "off")
     assert [("1.69 GB" in phase.detail) for phase in said] == [True] * (expected == "off")
+
+
+def test_drafts_are_chosen_by_rows_in_int4_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting_head, "is_available", lambda _: True)
+    own = torch.randn(512, 256).bfloat16()
+
+    def vocabulary_of(weight: Weight, **settings: Any) -> Weight | None:
+        model = SimpleNamespace(
+            head=SimpleNamespace(weight=weight),
+            mtp=SimpleNamespace(vocabulary=None),
+            ranks=ALONE,
+            device=torch.device("cpu"),
+            dtype=torch.bfloat16,
+            config=SimpleNamespace(hidden_size=256),
+        )
+        given = {"speculate": "mtp", "draft_vocabulary": 256, **settings}
+        config = EngineConfig(**given)
+        drafting_head.round_vocabulary(config, model)
+        if config.speculation.kind == "mtp":
+            table: Any = SimpleNamespace(max_rows=2)
+            drafter = MTPDrafter.of(model, None, table, False, config.draft_vocabulary)  # type: ignore[arg-type]
+            assert drafter.vocabulary is not None
+            assert drafter.vocabulary.shape[0] == (config.draft_vocabulary or 512)
+            if model.mtp.vocabulary is not None:
+                assert drafter.vocabulary is model.mtp.vocabulary
+        found: Weight | None = model.mtp.vocabulary
+        return found
+
+    copy = vocabulary_of(Weight(own))
+    assert copy is not None
+    assert copy.shape == (256, 256)
+    assert copy.num_bytes < 0.6 * 256 * 256
+    assert torch.equal(copy.dequantize(), pack(round_to(own[:256], "int4")).dequantize())
+    for settings in ({"draft_vocabulary": 0}, {"deterministic": True}, {"speculate": "off"}):
+        assert vocabulary_of(Weight(own), **settings) is None
+    few_bits = Weight(own.clone())
+    few_bits.quantize((tile(pack(round_to(own, "int4"))),))
+    assert vocabulary_of(few_bits) is None  # it is read in place
+    monkeypatch.setattr(drafting_head, "is_available", lambda _: False)
+    assert vocabulary_of(Weight(own)) is None
 
 
 def test_a_plan_that_fails_with_the_head_is_made_without(monkeypatch: pytest.MonkeyPatch) -> None:

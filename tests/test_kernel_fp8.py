@@ -70,6 +70,7 @@ def test_tokens_become_codes_with_a_scale_for_each_128_columns(
     codes, scales = codes[:5], scales[:, :5]
     seen = codes.float().unflatten(-1, (-1, 128)) * scales.T[..., None]
     assert_near(seen.flatten(-2), x.double(), 2**-4)
+    assert torch.equal(seen.flatten(-2), round_tokens(x))
     assert codes[2].float().abs().max() == 0
     assert (codes.float().unflatten(-1, (-1, 128)).abs().amax(-1)[:2] == 448).all()
 

@@ -13,6 +13,7 @@ from penstock.ops.product import Product
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.tiles import TILE_ROWS, can_tile, tile
 from penstock.ops.triton import matmul
+from penstock.weights import on_the_fly
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.on_the_fly import SCHEMES, round_to
 from penstock.weights.packing import LAUNCH_BYTES, join_widened, pack
@@ -159,3 +160,17 @@ def test_rows_that_are_many_stay_as_they_are() -> None:
     many = QuantizedRows.join([narrow] * 2048, 2048 * 32)
     assert many.num_rows * many.num_columns // 2 > LAUNCH_BYTES
     assert join_widened([wide, many]) == [wide, many]
+
+
+@pytest.mark.parametrize("stored", ["plain", *SCHEMES])
+def test_a_copy_in_other_codes_is_made_some_rows_at_a_time(
+    stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_the_fly, "ROUNDED_ELEMENTS", 8 * 300 * 256)  # 256 rows
+    values = torch.randn(900, 256).bfloat16()
+    weight = Weight(values)
+    if stored != "plain":
+        weight.quantize((tile(pack(round_to(values, stored))),))
+    copy = on_the_fly.rounded_copy(weight, "int4")
+    assert copy.shape == weight.shape
+    assert torch.equal(copy.dequantize(), pack(round_to(weight.dequantize(), "int4")).dequantize())

@@ -48,6 +48,7 @@ class DevicePart:
         """For a loaded model: plans the memory, and allocates its cache."""
         is_auto = config.speculate == "auto"
         config = drafting_head.settle(config, model, name, on_phase)
+        drafting_head.round_vocabulary(config, model)
         store = getattr(model, "expert_store", None)
         if store is not None:
             config = without_graphs(config, store)

@@ -26,6 +26,12 @@ from penstock.ops import PlacedDrafts, TokenBlocks, Weight
 from penstock.types import RowPlan
 
 
+def drafting_rows(model: Any, num_tokens: int) -> Weight:
+    """The rows of the model's head that drafts are among: the first ones; 0: all of them."""
+    weight: Weight = model.head.weight
+    return weight.first_rows(num_tokens) if num_tokens else weight
+
+
 @dataclass(frozen=True, slots=True)
 class MTPDrafter:
     model: Any  # with a drafting head
@@ -45,8 +51,7 @@ class MTPDrafter:
         hidden = torch.zeros(shape, dtype=model.dtype, device=model.device)
         vocabulary = None
         if model.ranks.is_alone:
-            vocabulary = model.head.weight
-            vocabulary = vocabulary.first_rows(num_tokens) if num_tokens else vocabulary
+            vocabulary = model.mtp.vocabulary or drafting_rows(model, num_tokens)
         return cls(model, cache, rows, hidden, deterministic, vocabulary)
 
     def draft(self, plans: Sequence[RowPlan]) -> None:

@@ -13,7 +13,7 @@ from penstock.layers.inputs import ChosenTokens, KVCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
 from penstock.layers.parameter import norm_parameter
-from penstock.ops import rms_norm, rms_norm_pair
+from penstock.ops import Weight, rms_norm, rms_norm_pair
 from penstock.types import KVSpec
 
 
@@ -36,6 +36,7 @@ class MTP(nn.Module):
         self.attention = attention
         self.mlp = mlp
         self.norm = norm_parameter(hidden_size, device)
+        self.vocabulary: Weight | None = None  # what chooses drafts; None: the model's head
 
     @property
     def cache_spec(self) -> KVSpec:

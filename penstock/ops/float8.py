@@ -56,8 +56,9 @@ def round_tokens(x: Tensor) -> Tensor:  # [..., K] -> float32
     """The values of quantized tokens."""
     blocks = x.float().unflatten(-1, (-1, STEP))
     most = blocks.abs().amax(-1, keepdim=True).clamp(min=LEAST)
-    codes = (blocks * (LARGEST / most)).to(torch.float8_e4m3fn)
-    return (codes.float() * (most / LARGEST)).flatten(-2)
+    largest = torch.full_like(most, LARGEST)  # torch divides by and into numbers less exactly
+    codes = (blocks * (largest / most)).to(torch.float8_e4m3fn)
+    return (codes.float() * (most / largest)).flatten(-2)
 
 
 def can_take(part: Part) -> bool:

@@ -6,11 +6,14 @@ or an embedding in INT4 uses INT8. `penstock quantize` writes checkpoints with l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from penstock.ops import Weight
 from penstock.ops.quantized import QuantizedRows
+from penstock.ops.tiles import TiledRows
 from penstock.ops.weight import Part
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.packing import for_device, pack
@@ -30,6 +33,28 @@ def quantize_weight(weight: Weight, scheme: str) -> None:
     if weight.num_plain_rows:
         parts.append(values[..., num_rows:, :].clone())
     weight.quantize(tuple(parts))
+
+
+def rounded_copy(weight: Weight, scheme: str) -> Weight:
+    """The same matrix in other codes, in its own memory. The weight has one part at most."""
+    codes = _stacked([round_to(some, scheme) for some in _pieces(weight)])
+    copy = Weight(torch.empty_like(weight.values, device="meta"))
+    copy.quantize((for_device(pack(codes), weight),))
+    return copy
+
+
+def _pieces(weight: Weight) -> Iterator[Tensor]:
+    """Its rows, some at a time: dequantized, all of them would need much memory."""
+    num_rows, num_columns = weight.shape
+    step = max(1, ROUNDED_ELEMENTS // 8 // num_columns // BLOCK) * BLOCK
+    (part,) = weight.parts or (weight.values.data,)
+    for first in range(0, num_rows, step):
+        last = min(first + step, num_rows)
+        if isinstance(part, Tensor):
+            yield part[first:last]
+        else:
+            assert isinstance(part, TiledRows), "rows on a GPU are tiled"
+            yield part.row_slice(first, last).dequantize()
 
 
 def _rows(values: Tensor, scheme: str) -> QuantizedRows:
