@@ -84,6 +84,7 @@ def count_parameters(
     that they take as stored; `quantized` are those of weights that a checkpoint stores quantized.
     """
     parameters = dict(model.named_parameters())
+    parameters.pop("mtp.vocabulary.values", None)  # a copy of the head's rows
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     if in_bytes:
         from penstock.ops import Weight  # imports torch, which help texts do not need
@@ -91,7 +92,8 @@ def count_parameters(
         sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
         weights = ((name, one) for name, one in model.named_modules() if isinstance(one, Weight))
         own = quantized or {}
-        sizes |= {f"{name}.values": own.get(name, weight.num_bytes) for name, weight in weights}
+        stored = {f"{name}.values": own.get(name, weight.num_bytes) for name, weight in weights}
+        sizes |= {name: size for name, size in stored.items() if name in parameters}
     drafting = {name for name in sizes if name.startswith("mtp.")}
     # Only stacks of experts have three dimensions: [E, 2I, H] and [E, H, I].
     stacks = [name for name in parameters.keys() - drafting if parameters[name].ndim == 3]
