@@ -143,6 +143,18 @@ class Pooling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThoughtLimit:
+    """A reply that thinks for this many tokens without `end_id` goes on with `closing_ids`, which
+    end its thinking. An engine that cannot append them ignores the limit: its server closes the
+    thinking with another request, which is slower.
+    """
+
+    num_tokens: int
+    end_id: int
+    closing_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt and how to continue it; `n > 1` was split into `n` requests before."""
 
@@ -165,6 +177,7 @@ class Request:
     num_scored_tokens: int = 0
     page_digests: PageDigests | None = None  # of the first pages; None: the engine computes them
     age_s: float = 0.0  # since the client sent it; makes it due that much earlier
+    thought_limit: ThoughtLimit | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -227,6 +240,7 @@ class Sequence:
     # With drafts, the state to keep next, until a step is known to have crossed its position.
     keep: KeptState = NOTHING_KEPT
     num_in_slot: int = 0  # tokens whose state the slot holds when the next step to commit starts
+    closes_at: int | None = None  # number of tokens with which its thinking must end
     num_preemptions: int = 0
     num_scored: int = 0  # tokens after the prompt's first whose scores have been sent
     finish: FinishReason | None = None

@@ -179,11 +179,17 @@ SCRIPTS = {
 
 
 class ScriptedEngine(FakeEngine):
-    """Says the script of a thought, and that of an answer once thinking was closed."""
+    """Says the script of a thought, and that of an answer once thinking was closed: by another
+    request or, if it `closes`, by itself.
+    """
 
-    def __init__(self, script: tuple[str, str], num_at_once: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, script: tuple[str, str], num_at_once: int, closes: bool, tokenizer: Tokenizer
+    ) -> None:
         super().__init__()
+        self._closes = closes
         self.closing_ids = tuple(tokenizer.encode("\n</think>\n\n"))
+        self.end_id = tokenizer.id_of("</think>")
         self._thought, self._answer = (tokenizer.encode(text) for text in script)
         self._num_at_once = num_at_once
 
@@ -193,12 +199,20 @@ class ScriptedEngine(FakeEngine):
             closed = said[BUDGET : BUDGET + len(self.closing_ids)] == self.closing_ids
             before = BUDGET + len(self.closing_ids) if closed else 0
             script = [*(self._answer if closed else self._thought), END_ID]
-            new = tuple(script[len(said) - before :][: self._num_at_once])
+            num_new = self._num_at_once
+            may_close = self._closes and not closed and len(said) < BUDGET
+            if may_close:
+                num_new = min(num_new, BUDGET - len(said))
+            new = tuple(script[len(said) - before :][:num_new])
             tokens += new
             finish: Any = "stop" if new[-1] == END_ID else None
             if finish:
                 del self.rows[id]
             receiver.take(TokenDelta(id, new, finish=finish))
+            is_spent = len(said) + len(new) == BUDGET and not finish
+            if may_close and is_spent and self.end_id not in (*said, *new):
+                tokens += self.closing_ids
+                receiver.take(TokenDelta(id, self.closing_ids))
 
 
 @functools.cache
@@ -206,7 +220,9 @@ def own_tokenizer() -> Tokenizer:
     return Tokenizer.load(None)
 
 
-async def relayed(script: tuple[str, str], num_at_once: int, said: bytes = b"") -> bytes:
+async def relayed(
+    script: tuple[str, str], num_at_once: int, closes: bool, said: bytes = b""
+) -> bytes:
     """The events and marks of a reply without HTTP; `said`: of a lost server."""
     scope = {"request_id": "a" * 32, "is_relayed": True, "said_bytes": len(said)}
     open_journal(scope)
@@ -214,7 +230,7 @@ async def relayed(script: tuple[str, str], num_at_once: int, said: bytes = b"") 
     journal = current_journal()
     assert journal is not None
     tokenizer = own_tokenizer()
-    engine = ScriptedEngine(script, num_at_once, tokenizer)
+    engine = ScriptedEngine(script, num_at_once, closes, tokenizer)
 
     async def launch(on_phase: OnPhase) -> ScriptedEngine:
         return engine
@@ -248,15 +264,16 @@ async def relayed(script: tuple[str, str], num_at_once: int, said: bytes = b"") 
     return bytes(sent) + style.encode_end(stream.usage)
 
 
+@pytest.mark.parametrize("closes", [False, True])
 @pytest.mark.parametrize("num_at_once", [1, 3])
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_a_stream_that_is_cut_after_any_mark_has_the_events_of_an_uncut_one(
-    case: str, num_at_once: int, monkeypatch: pytest.MonkeyPatch
+    case: str, num_at_once: int, closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With drafts an engine says several tokens at once: the same text in other events."""
     monkeypatch.setattr(time, "time", itertools.count(10**9).__next__)  # every look differs
     script = SCRIPTS[case]
-    sent = asyncio.run(relayed(script, num_at_once))
+    sent = asyncio.run(relayed(script, num_at_once, closes))
     whole = MarkedStream()
     expected = whole.take(sent) + whole.end()
     assert expected.count(b'"finish_reason":"stop"') == 1
@@ -265,12 +282,14 @@ def test_a_stream_that_is_cut_after_any_mark_has_the_events_of_an_uncut_one(
         stream = MarkedStream()
         seen = stream.take(sent[: sent.index(b"\n", mark) + 1])
         _, said = stream.resume()
-        seen += stream.take(asyncio.run(relayed(script, num_at_once, said))) + stream.end()
+        seen += stream.take(asyncio.run(relayed(script, num_at_once, closes, said))) + stream.end()
         if num_at_once == 1:
             assert seen == expected
-            assert stream.said == whole.said
+            if not closes:  # a thought that is cut at its limit is closed by another request
+                assert stream.said == whole.said
         else:
             assert text_of(seen) == text_of(expected)
             assert seen.count(b'"finish_reason":"stop"') == 1
             assert seen.splitlines()[-4:] == expected.splitlines()[-4:], "usage and the end"
-            assert [*chain(*stream.said.deltas)] == [*chain(*whole.said.deltas)]
+            if not closes:
+                assert [*chain(*stream.said.deltas)] == [*chain(*whole.said.deltas)]

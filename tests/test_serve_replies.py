@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from penstock.serve.text_stream import Reply, ReplyDelta, TextStream, Thought, U
 from penstock.text.dialects import DIALECTS, ParsedReply, ReplyEnd, StreamParser
 from penstock.text.loop_guard import CHECK_EVERY, MIN_TOKENS, LoopGuard
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import Request, SamplingParams, TokenDelta, TokenLogprob
+from penstock.types import Request, SamplingParams, ThoughtLimit, TokenDelta, TokenLogprob
 
 TOOLS = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
 CALL = "<tool_call>\n<function=f>\n<parameter=x>\n5\n</parameter>\n</function>\n</tool_call>"
@@ -125,6 +126,92 @@ def test_a_budget_cuts_a_thought_at_its_token_however_many_come_at_once(
     usage = Usage(len(PROMPT), 4 + len(closing_ids) + num_answer, 2, 4 + len(closing_ids))
     assert grown[0] == (tokenizer.decode(ids[:4]).rstrip(), "42", "stop", usage)
     assert all(each == grown[0] for each in grown)
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [(1, 2, 3, 4, 7), (4, 7), (7,), (2,), (4,), ()],
+    ids=["one by one", "apart", "with the thought", "in the thought", "with the answer", "at once"],
+)
+def test_an_engine_that_closes_a_thought_needs_no_other_request(
+    tokenizer: Tokenizer, cuts: tuple[int, ...]
+) -> None:
+    """However its tokens come, the reply and its counts are as if the server had closed it."""
+    thought_ids = tuple(tokenizer.encode("one two three four five")[:4])
+    closing_ids = tuple(tokenizer.encode("\n</think>\n\n"))
+    answer_ids = tuple(tokenizer.encode("42"))
+    end_id = tokenizer.id_of("</think>")
+    assert end_id is not None
+    assert len(closing_ids) == 3
+
+    def grow(guard: LoopGuard | None) -> None:
+        options = {"thought": Thought(end_id, 4, closing_ids), "loop_guard": guard}
+        growing = Growing(tokenizer, options=options, in_thinking=True)
+        (request,) = growing.client.submitted
+        assert request.thought_limit == ThoughtLimit(
+            num_tokens=4, end_id=end_id, closing_ids=closing_ids
+        )
+        ids = (*thought_ids, *closing_ids, *answer_ids)
+        for start, end in itertools.pairwise((0, *cuts, len(ids))):
+            finish: Any = "stop" if end == len(ids) else None
+            growing.reply.take(TokenDelta("r", ids[start:end], (), finish, 2))
+        assert growing.client.submitted == [request]
+        parsed = growing.parsed
+        said = parsed.reasoning, parsed.content, parsed.reason
+        assert said == (tokenizer.decode(list(thought_ids)).rstrip(), "42", "stop")
+        usage = Usage(len(PROMPT), len(ids), 2, len(thought_ids) + len(closing_ids))
+        assert growing.stream.usage == usage
+
+    for guard in (None, LoopGuard()):
+        in_loop(lambda guard=guard: grow(guard))
+
+
+def test_a_thought_that_its_engine_leaves_open_is_closed_even_where_the_reply_would_end(
+    tokenizer: Tokenizer,
+) -> None:
+    thought_ids = tuple(tokenizer.encode("one two three four five")[:4])
+    closing_ids = tuple(tokenizer.encode("\n</think>\n\n"))
+
+    def grow(rest: tuple[int, ...]) -> None:
+        thought = Thought(tokenizer.id_of("</think>"), 4, closing_ids)
+        growing = Growing(tokenizer, options={"thought": thought}, in_thinking=True)
+        growing.reply.take(TokenDelta("r", thought_ids))
+        assert len(growing.client.submitted) == 1, "the engine may close it"
+        growing.reply.take(TokenDelta("r", rest, finish="stop" if rest[-1] == 0 else None))
+        _, second = growing.client.submitted
+        assert second.token_ids == (*PROMPT, *thought_ids, *closing_ids)
+        assert second.thought_limit is None
+
+    for rest in ((0,), (5, 0), (5,), (5, 6)):
+        in_loop(lambda rest=rest: grow(rest))
+
+
+def test_only_a_thought_that_tokens_alone_can_end_is_left_to_the_engine(
+    tokenizer: Tokenizer,
+) -> None:
+    end_id, closing_ids = tokenizer.id_of("</think>"), (5,)
+
+    def limit(thought: Thought, in_thinking: bool = True, max_tokens: int = 9) -> object:
+        sampling = SamplingParams(max_tokens=max_tokens)
+        growing = Growing(tokenizer, sampling, {"thought": thought}, in_thinking)
+        return growing.client.submitted[0].thought_limit
+
+    def limits() -> list[object]:
+        some = Thought(end_id, 7, closing_ids)
+        return [
+            limit(some, in_thinking=False),
+            limit(some, max_tokens=8),
+            limit(Thought(end_id, 0, closing_ids)),
+            limit(Thought(end_id, None, closing_ids)),
+            limit(Thought(end_id, 7)),
+            limit(Thought(None, 7, closing_ids)),
+            limit(Thought(end_id, 7, closing_ids, ends_with_call=True)),
+            limit(some),
+        ]
+
+    *without, one = in_loop(limits)
+    assert without == [None] * 7
+    assert one is not None
 
 
 def test_a_loop_in_a_thought_closes_it_and_only_a_loop_behind_it_ends_the_reply(

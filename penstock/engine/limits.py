@@ -34,6 +34,21 @@ class RequestLimits:
         return cls(min(limits), targets)
 
 
+def closing_place(request: Request, limits: RequestLimits) -> int | None:
+    """The number of tokens with which the request's thinking must end. None: it has no limit, or
+    has ended, or there is no room for an answer, or sampling must see every token of the reply.
+    """
+    limit, sampling = request.thought_limit, request.sampling
+    sees_all = sampling.grammar is not None or bool(request.banned) or sampling.has_penalties
+    if limit is None or sees_all:
+        return None
+    said = request.token_ids[request.num_prompt_tokens :]
+    if limit.end_id in said or len(said) >= limit.num_tokens:
+        return None
+    place = request.num_prompt_tokens + limit.num_tokens
+    return place if place + len(limit.closing_ids) < limits.max_num_tokens else None
+
+
 def checkpoint_targets(request: Request, page_size: int) -> dict[int, float]:
     """The page boundaries of a prompt where another prompt may diverge from it, with probabilities.
 

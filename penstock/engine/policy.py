@@ -72,6 +72,7 @@ class Policy:
             decode_tokens=self.speculator.decode_tokens,
             speculator=self.speculator if self.speculator.decode_tokens > 1 else None,
             max_model_len=info.max_model_len,
+            closes_thoughts=not config.deterministic,  # prefill bits differ from decode bits
         )
         self.constraints = Constraints(
             GrammarCompiler(tokenizer_file, info.vocab_size),
@@ -107,6 +108,10 @@ class Policy:
         check_token_ids(
             "grammar_starts_after", request.sampling.grammar_starts_after, self.info.vocab_size
         )
+        if request.thought_limit is not None:
+            check_token_ids(
+                "thought_limit", request.thought_limit.closing_ids, self.info.vocab_size
+            )
         _require_task(request, self.info)
         if self.constraints.is_preparing(request.id):
             raise RequestError(

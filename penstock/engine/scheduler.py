@@ -22,7 +22,7 @@ from penstock.engine.bulk_turns import BulkTurns
 from penstock.engine.chunks import Chunk, num_tokens_of
 from penstock.engine.fairness import Background, Holdings, WaitingLine, by_rank, due_order
 from penstock.engine.leaders import Leaders
-from penstock.engine.limits import RequestLimits
+from penstock.engine.limits import RequestLimits, closing_place
 from penstock.engine.speculate import Speculator
 from penstock.errors import RequestError
 from penstock.types import (
@@ -81,6 +81,7 @@ class Scheduler:
         bulk_share: float = 1.0,  # minimum share of time for long prompts next to short requests
         decode_tokens: int = 1,  # most tokens that a decode adds: 1 plus drafts
         speculator: Speculator | None = None,  # the drafter; None: the device always drafts
+        closes_thoughts: bool = True,  # at the limits of requests; False: servers close them
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
@@ -92,6 +93,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.decode_tokens = decode_tokens
         self._speculator = speculator
+        self._closes_thoughts = closes_thoughts
         self._clock = clock
         self.num_preemptions = 0
         self.admitted_ids: list[str] = []  # by the last plan
@@ -160,6 +162,8 @@ class Scheduler:
         due_s = self._clock() - request.age_s + request.priority * PRIORITY_STEP_S
         sequence = Sequence.start(request, self._num_arrivals, due_s)
         sequence.targets = limits.targets
+        if self._closes_thoughts:
+            sequence.closes_at = closing_place(request, limits)
         self.cache.take_digests(sequence)
         self._num_arrivals += 1
         self._sequences[request.id] = sequence
@@ -243,6 +247,8 @@ class Scheduler:
                 token_ids, logprobs = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
                 limit = (limits or {}).get(sequence.id)
                 deltas.append(self._append(chunk, token_ids, logprobs or (), limit))
+                if sequence.closes_at is not None:
+                    deltas += self._close_thought(sequence, deltas[-1].token_ids)
                 if not chunk.is_decode:
                     self._leaders.remove(sequence)  # its prompt is registered
             elif sequence.row is not None:
@@ -293,16 +299,21 @@ class Scheduler:
                     continue
                 max_bulk -= 1
             # A victim has not been planned yet: planned ones come before `sequence` in this order.
-            num_left = self._limits[sequence].max_num_tokens - sequence.num_tokens
+            end = sequence.closes_at or self._limits[sequence].max_num_tokens
+            num_left = end - sequence.num_tokens
             if sequence.row is None or num_left <= 0:
                 continue
             num_background += background.includes(sequence)
             if num_background > background.max_rows and background.includes(sequence):
                 continue  # it keeps its row and continues later
-            num_drafts, draft_ids = self._draft(sequence, num_left - 1)
-            while (new_pages := self.cache.reserve(sequence, 1 + num_drafts)) is None:
-                if num_drafts:  # no sequence is preempted for drafts
-                    num_drafts, draft_ids = 0, ()
+            # The last token of a thought is sampled without drafts: those that are accepted could
+            # not be followed by a prompt's chunk at once.
+            max_drafts = num_left - (1 if sequence.closes_at is None else 2)
+            num_drafts, draft_ids = self._draft(sequence, max_drafts)
+            num_closing = self._num_closing(sequence) if num_left == 1 else 0
+            while (new_pages := self.cache.reserve(sequence, 1 + num_drafts + num_closing)) is None:
+                if num_drafts or num_closing:  # no sequence is preempted for these
+                    num_drafts, draft_ids, num_closing = 0, (), 0
                     continue
                 victim = next(one for one in reversed(in_rank) if one.row is not None)
                 self._preempt(victim)
@@ -638,6 +649,23 @@ class Scheduler:
             finish=reason,
             num_cached_tokens=sequence.num_cached_tokens,
         )
+
+    def _num_closing(self, sequence: Sequence) -> int:
+        """How many tokens follow at once if its next token reaches the limit of its thinking."""
+        limit = sequence.request.thought_limit
+        return 0 if sequence.closes_at is None or limit is None else 1 + len(limit.closing_ids)
+
+    def _close_thought(self, sequence: Sequence, new_ids: tuple[int, ...]) -> Iterator[TokenDelta]:
+        """Ends thinking that has reached its limit, if the tokens for that can be appended."""
+        limit = sequence.request.thought_limit
+        assert limit is not None
+        assert sequence.closes_at is not None
+        if limit.end_id in new_ids or sequence.finish is not None:
+            sequence.closes_at = None
+        elif len(sequence.tokens) >= sequence.closes_at:
+            sequence.closes_at = None
+            if len(limit.closing_ids) <= self.num_certain(sequence):
+                yield self.append_certain(sequence, limit.closing_ids)
 
     def num_certain(self, sequence: Sequence) -> int:
         """How many tokens `append_certain` may append: none while others of the sequence are in

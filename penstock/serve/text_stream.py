@@ -1,9 +1,10 @@
 """Replies while they are generated: an engine's tokens become text, and the text becomes deltas.
 
 Stop strings end a reply here, not in the engine. A thinking budget ends thinking, and so does a
-loop in it: the model's own closing text is added, and another engine request continues the reply
-from there, with the same place in the queue. If `max_tokens` leaves no room for an answer after
-that, thinking runs until the limit. Knows no HTTP and no schema.
+loop in it: the model's own closing text is added. At a budget the engine adds it, if it can and if
+tokens alone tell that the reply still thinks. Otherwise another engine request continues the reply
+after that text, with the same place in the queue. If `max_tokens` leaves no room for an answer
+after that, thinking runs until the limit. Knows no HTTP and no schema.
 
 Usage counts the tokens of a reply except the end token, which has no text, so that a client that
 tokenises the text again gets the same `completion_tokens`. Tokens that completed a stop string
@@ -30,7 +31,14 @@ from penstock.text.dialects import ContentDelta, Delta, ReasoningDelta, ReplyEnd
 from penstock.text.loop_guard import LoopGuard
 from penstock.text.stream import StreamDecoder
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import FinishReason, PromptScores, Request, TokenDelta, TokenLogprob
+from penstock.types import (
+    FinishReason,
+    PromptScores,
+    Request,
+    ThoughtLimit,
+    TokenDelta,
+    TokenLogprob,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,18 @@ class Thought:
     budget: int | None = None
     closing_ids: tuple[int, ...] = ()
     is_stoppable: bool = False  # stop strings end thinking, too
+    ends_with_call: bool = False  # a tool call ends thinking, too
+
+    def limit(self, max_tokens: int | None) -> ThoughtLimit | None:
+        """For an engine, which sees tokens only; None: it does not know when thinking ends."""
+        if self.end_id is None or self.budget is None or self.ends_with_call:
+            return None
+        has_room = max_tokens is None or self.budget + len(self.closing_ids) < max_tokens
+        if not (has_room and self.budget and self.closing_ids):
+            return None
+        return ThoughtLimit(
+            num_tokens=self.budget, end_id=self.end_id, closing_ids=self.closing_ids
+        )
 
 
 class OneReply(Receiver, Protocol):
@@ -270,6 +290,12 @@ class Reply:
         loop_guard: LoopGuard | None = None,
         continues_text: bool = False,  # it continues the last text of its prompt
     ) -> None:
+        self._thought = thought or Thought(None)
+        if parser.is_thinking and self._thought.budget is not None:
+            limit = self._thought.limit(request.sampling.max_tokens)
+            request = replace(request, thought_limit=limit)
+        self._engine_closes = request.thought_limit is not None
+        self._awaits_closing = False  # the budget is spent, and the engine's next tokens close it
         self.request = request  # the current one
         self._asked = request
         self._began_s = time.monotonic()
@@ -292,7 +318,6 @@ class Reply:
         if request.sampling.prompt_logprobs is not None:
             first_id = request.token_ids[0]
             self._first_scored = (ScoredToken(tokenizer.token_bytes(first_id), None, (), first_id),)
-        self._thought = thought or Thought(None)
         self._spares_thoughts = bool(request.sampling.stop) and not self._thought.is_stoppable
         # Tokens since the request began; kept only if thinking may be closed.
         self._said_ids: list[int] = []
@@ -476,9 +501,16 @@ class Reply:
         num_thought = token_ids.index(end_id) + 1 if has_end else len(token_ids)
         if budget is not None:
             num_left = max(0, budget - self.num_reasoning_tokens)
-            is_over = num_thought > num_left or (
-                num_thought == num_left and not (has_end or is_last)
-            )
+            if self._engine_closes and self._is_closed_behind(token_ids, num_left):
+                self._note_closed()
+                self.num_reasoning_tokens += num_left
+                return token_ids, False
+            self._engine_closes &= not has_end
+            was_awaited, self._awaits_closing = self._awaits_closing, False
+            is_spent = num_thought == num_left and not (has_end or is_last)
+            if is_spent and self._engine_closes and not was_awaited:
+                self._awaits_closing, is_spent = True, False
+            is_over = num_thought > num_left or is_spent or was_awaited
             if is_over and self._has_room_behind(num_left):
                 self.num_reasoning_tokens += num_left
                 return token_ids[:num_left], True
@@ -491,6 +523,19 @@ class Reply:
         self._has_closed_loop |= is_closed
         return token_ids, is_closed
 
+    def _is_closed_behind(self, token_ids: tuple[int, ...], num_thought: int) -> bool:
+        """Whether the engine has closed thinking after this many of the tokens."""
+        closing_ids = self._thought.closing_ids
+        is_open = self._thought.end_id not in token_ids[:num_thought]
+        return is_open and token_ids[num_thought:][: len(closing_ids)] == closing_ids
+
+    def _note_closed(self) -> None:
+        """Thinking was closed after its budget or in a loop."""
+        self.num_reasoning_tokens += len(self._thought.closing_ids)
+        self._engine_closes = self._awaits_closing = False
+        if self._loop_guard is not None:
+            self._loop_guard = LoopGuard()  # loops of the thinking do not count for the answer
+
     def _has_room_behind(self, num_thought: int) -> bool:
         """Whether an answer fits after this many more tokens and the end of thinking."""
         max_tokens = self._asked.sampling.max_tokens
@@ -499,7 +544,7 @@ class Reply:
 
     def _go_on(self) -> None:
         """Continues with another request after the closed thinking."""
-        self.num_reasoning_tokens += len(self._thought.closing_ids)
+        self._note_closed()
         self._stop_token_id = None
         closed = self.request
         thought_ids = (*self._said_ids, *self._thought.closing_ids)
@@ -512,10 +557,9 @@ class Reply:
             if closed.sampling.prompt_logprobs is None
             else closed.num_prompt_tokens - 1,
             age_s=time.monotonic() - self._began_s,
+            thought_limit=None,
         )
         self._said_ids.clear()
-        if self._loop_guard is not None:
-            self._loop_guard = LoopGuard()  # loops of the thinking do not count for the answer
         self._stream.go_on(closed.id, self.request, self)
 
     def _score(self, logprobs: Sequence[TokenLogprob]) -> tuple[ScoredToken, ...]:

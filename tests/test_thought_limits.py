@@ -1,0 +1,161 @@
+"""An engine ends thinking at its limit: the row goes on, and nothing is computed again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.engine.engine import Engine
+from penstock.errors import RequestError
+from penstock.serve.fleet import resumed
+from penstock.types import Request, ThoughtLimit
+from small_models import LLAMA, SHALLOW_MOE, make_engine, prompt, request, run, tokens_of
+from test_laws import tight_budget
+
+END_ID = 319
+CLOSING_IDS = (17, END_ID, 18)
+WITH_HEAD = {**SHALLOW_MOE, "mtp_num_hidden_layers": 1}
+CONFIGS = pytest.mark.parametrize("config", [LLAMA, SHALLOW_MOE], ids=["llama", "hybrid"])
+OVERLAP = pytest.mark.parametrize("overlap", [False, True])
+
+
+def thinking(id: str, num_tokens: int, length: int = 30, **sampling: Any) -> Request:
+    """It never ends its thinking by itself."""
+    given = {"max_tokens": 48, "temperature": 0.9, "seed": 3, "logprobs": None, **sampling}
+    one = request(id, prompt(length, length), **{"logit_bias": {END_ID: -100.0}, **given})
+    return with_limit(one, num_tokens)
+
+
+def with_limit(one: Request, num_tokens: int, end_id: int = END_ID) -> Request:
+    limit = ThoughtLimit(num_tokens=num_tokens, end_id=end_id, closing_ids=CLOSING_IDS)
+    return replace(one, thought_limit=limit)
+
+
+def engine_of(config: dict[str, Any], **settings: Any) -> Engine:
+    return make_engine(config, **{"deterministic": False, "page_size": 16, **settings})
+
+
+def said(engine: Engine, *requests: Request) -> dict[str, list[int]]:
+    deltas = run(engine, *requests)
+    engine.policy.cache.check()
+    return {id: tokens_of(some) for id, some in deltas.items()}
+
+
+def without_limit(engine: Engine, one: Request) -> list[int]:
+    return said(engine, replace(one, thought_limit=None))[one.id]
+
+
+def closed_by_another_request(engine: Engine, one: Request) -> list[int]:
+    """What a server does that closes thinking itself."""
+    assert one.thought_limit is not None
+    thought = without_limit(engine, one)[: one.thought_limit.num_tokens]
+    start = [*thought, *CLOSING_IDS]
+    free = replace(one, thought_limit=None)
+    return start + said(engine, resumed(free, start))[one.id]
+
+
+@pytest.mark.thinned
+@CONFIGS
+@OVERLAP
+def test_a_thought_is_closed_as_by_another_request_but_in_its_row(
+    config: dict[str, Any], overlap: bool
+) -> None:
+    """The limit and the closing tokens come before, at, and over the boundaries of pages."""
+    lengths = [(2, 30), (15, 16), (16, 16), (17, 31), (18, 16), (20, 9), (33, 40)]
+    requests = [thinking(f"{n}-{length}", n, length) for n, length in lengths]
+    engine = engine_of(config, overlap=overlap, prefix_cache=False)
+    together = said(engine, *requests)
+    assert engine.policy.cache.counters["miss_disabled"] == len(requests), "a row was given up"
+    plain = engine_of(config, prefix_cache=False)
+    for one in requests:
+        assert together[one.id] == closed_by_another_request(plain, one)
+        assert len(together[one.id]) == 48
+
+
+@CONFIGS
+def test_a_thought_that_ends_in_time_is_left_alone(config: dict[str, Any]) -> None:
+    engine = engine_of(config)
+    one = thinking("x", 20)
+    free = without_limit(engine, one)
+    ended = with_limit(one, 20, end_id=free[19])
+    assert free.index(free[19]) == 19, "choose another seed"
+    assert said(engine, ended)["x"] == free, "it ends with the last token of its limit"
+    late = with_limit(one, 19, end_id=free[19])
+    assert said(engine, late)["x"][19:22] == [*CLOSING_IDS]
+
+
+@pytest.mark.thinned
+@OVERLAP
+@pytest.mark.parametrize("speculate", ["mtp:2", "ngram:3"])
+def test_drafts_do_not_pass_the_limit(speculate: str, overlap: bool) -> None:
+    """What was drafted and right is in a journal until the next decode, so the last token of a
+    thought is sampled alone.
+    """
+    requests = [thinking(f"{n}", n, temperature=0.0) for n in range(10, 20)]
+    plain = engine_of(WITH_HEAD)
+    engine = engine_of(WITH_HEAD, speculate=speculate, overlap=overlap)
+    engine.policy.speculator.pace = None
+    together = said(engine, *requests)
+    for one in requests:
+        assert together[one.id] == closed_by_another_request(plain, one)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param({"presence_penalty": 0.5}, id="penalties count every token that is sampled"),
+        pytest.param({"max_tokens": 23}, id="no room for an answer"),
+    ],
+)
+def test_a_limit_that_the_engine_cannot_keep_is_left_to_the_server(
+    sampling: dict[str, Any],
+) -> None:
+    engine = engine_of(LLAMA)
+    one = thinking("x", 20, **sampling)
+    assert said(engine, one)["x"] == without_limit(engine, one)
+
+
+def test_a_deterministic_engine_leaves_limits_to_the_server() -> None:
+    """A decode and a prefill round differently."""
+    engine = engine_of(LLAMA, deterministic=True, page_size=64)
+    one = thinking("x", 20)
+    assert said(engine, one)["x"] == without_limit(engine, one)
+
+
+@CONFIGS
+@OVERLAP
+def test_a_reply_that_moves_to_another_engine_keeps_its_limit(
+    config: dict[str, Any], overlap: bool
+) -> None:
+    engine, one = engine_of(config, overlap=overlap, prefix_cache=False), thinking("x", 20)
+    whole = said(engine, one)["x"]
+    for cut in (1, 19, 23, 30):
+        assert said(engine, resumed(one, whole[:cut]))["x"] == whole[cut:]
+    rest = said(engine, resumed(one, whole[:20]))["x"]
+    assert rest[:3] != [*CLOSING_IDS], "there is no token to continue from: the server closes it"
+
+
+@CONFIGS
+@OVERLAP
+def test_no_request_is_stuck_at_its_limit_when_memory_is_short(
+    config: dict[str, Any], overlap: bool
+) -> None:
+    """A preempted one may be left to its server."""
+    settings = {"memory_gb": tight_budget(config), "page_size": 64, "max_model_len": 192}
+    engine = engine_of(config, overlap=overlap, **settings)
+    plain = engine_of(config)
+    requests = [thinking(f"{n}", n, 50 + n, max_tokens=70) for n in (4, 5, 30, 64, 66)]
+    together = said(engine, *requests)
+    assert engine.policy.scheduler.num_preemptions
+    for one in requests:
+        may_be = closed_by_another_request(plain, one), without_limit(plain, one)
+        assert together[one.id] in may_be
+
+
+def test_closing_tokens_outside_the_vocabulary_are_refused() -> None:
+    one = thinking("x", 20)
+    limit = ThoughtLimit(num_tokens=20, end_id=END_ID, closing_ids=(320,))
+    with pytest.raises(RequestError, match="thought_limit has the token id 320"):
+        engine_of(LLAMA).submit(replace(one, thought_limit=limit))
