@@ -114,15 +114,13 @@ class Attention(nn.Module):
             self.interleaved_rope,
             cache.scales,
         )
-        rows = inputs.attention_rows
+        rows, gates = inputs.attention_rows, [gate] if self.gated else []
         if chosen is not None:
             # This launch lets the next one start only after its own wait: single-token attention
             # prefetches keys, assuming that earlier steps wrote them.
             rows, heads = chosen.rows, q.shape[1:]
-            tables = (q.flatten(1), hidden, gate) if self.gated else (q.flatten(1), hidden)
-            q, hidden, *gates = take_rows_of_each(chosen.tokens, tables)
+            q, hidden, *gates = take_rows_of_each(chosen.tokens, (q.flatten(1), hidden, *gates))
             q = q.unflatten(1, heads)
-            gate = gates[0] if self.gated else gate
         attended = paged_attention(
             q,
             cache.keys,
@@ -134,7 +132,7 @@ class Attention(nn.Module):
             rows.blocks,
             self.head_dim**-0.5,
             self.window,
-            gate if self.gated else None,
+            gates[0] if gates else None,
             cache.scales,
             self.out.weight,
             deterministic=deterministic,

@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from penstock.layers.inputs import StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.parameter import new_weight, norm_parameter
-from penstock.ops import (
-    Weight,
-    fuses_swiglu,
-    new_counters,
-    norm_route,
-    own_experts,
-    sparse_mlp,
-)
+from penstock.ops import Weight, fuses_swiglu, new_counters, norm_route, own_experts, sparse_mlp
 from penstock.parallel.ranks import ALONE, Ranks
 from penstock.parallel.share import Share, SplitError, scaled
 

@@ -12,13 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.ops.cuda.program import (
-    SHARED,
-    address,
-    current_stream,
-    is_available,
-    program,
-)
+from penstock.ops.cuda.program import SHARED, address, current_stream, is_available, program
 from penstock.ops.reference.backlog import Backlog
 from penstock.ops.reference.journal import Journal, Replay
 

@@ -176,12 +176,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const float value = silu(scale * whole_sum(shared, token, gate)) *
                             (scale * whole_sum(shared, token, gate + 8));
         store(out, (long long)token * out_stride + output, value);
-        continue;
-#endif
+#else
         if (token >= num_tokens || first_row + row >= num_rows) continue;
         float sum = scale * whole_sum(shared, token, row);
         sum += OUTPUTS <= MAX_EARLY ? added[i] : added_to(row, token);
         store(out, (long long)token * out_stride + first_output + row, sum);
+#endif
     }
 }
 

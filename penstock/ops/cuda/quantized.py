@@ -187,6 +187,7 @@ def multiply(
     eps: float = 0.0,
     ends_in_swiglu: bool = False,  # out [T, N / 2]
 ) -> None:
+    assert not ends_in_swiglu or (plain is None and bias is None and residual is None)
     is_gemm = quantized_gemm.is_faster(rows.num_rows, len(x), num_processors(x.device))
     form: Tile = {"is_gemm": int(is_gemm)}
     if len(x) > TOKENS and choose(FORM, tile_shape(rows), len(x), form, x.device)["is_gemm"]:

@@ -22,7 +22,7 @@ def take_rows_of_each(
 
 
 def put_rows(
-    ids: Tensor,  # [T] int64  of rows that are the same in `rows` if they are the same here
+    ids: Tensor,  # [T] int64  one that occurs twice has two equal rows
     rows: Tensor,  # [T, H]
     table: Tensor,  # [N, H]  written
 ) -> None:

@@ -191,9 +191,8 @@ def to_codes(values):
 def _scale_of(largest):
     """What a code of 1 means, and its inverse: one division per block instead of one per value."""
     most = tl.maximum(largest, LEAST)
-    return tl.div_rn(most, tl.full(most.shape, LARGEST, tl.float32)), tl.div_rn(
-        tl.full(most.shape, LARGEST, tl.float32), most
-    )
+    largest_code = tl.full(most.shape, LARGEST, tl.float32)
+    return tl.div_rn(most, largest_code), tl.div_rn(largest_code, most)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ rows, and does not let the next kernel start early.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -49,22 +50,26 @@ def take_rows_of_each(
         for table in tables
     ]
     if len(ids):
-        num_missing = MOST_TABLES - len(tables)
         widths = [table.shape[1] for table in tables]
         take_rows_of_each_kernel[(len(ids), cdiv(max(widths), _TILE["BLOCK"]), len(tables))](
             ids.contiguous(),
-            *(*tables, *[None] * num_missing),
-            *(*outs, *[None] * num_missing),
-            *(*[table.stride(0) for table in tables], *[0] * num_missing),
-            *(*widths, *[0] * num_missing),
+            *_padded(tables, None),
+            *_padded(outs, None),
+            *_padded([table.stride(0) for table in tables], 0),
+            *_padded(widths, 0),
             **_TILE,
             **launch_options(ids.device),
         )
     return outs
 
 
+def _padded(values: Sequence[Any], filler: Any) -> list[Any]:
+    """As many as the kernel has parameters for."""
+    return [*values, *[filler] * (MOST_TABLES - len(values))]
+
+
 def put_rows(
-    ids: Tensor,  # [T] int64  of rows that are the same in `rows` if they are the same here
+    ids: Tensor,  # [T] int64  one that occurs twice has two equal rows
     rows: Tensor,  # [T, H]
     table: Tensor,  # [N, H]  written
 ) -> None:
