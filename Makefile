@@ -1,5 +1,5 @@
-# Two commands matter: `make serve` runs a server, `make test` checks everything. Both install first what is
-# missing, into .venv, and a second run is immediate.
+# `make serve` runs a server, `make test` checks everything. Both first install what is missing into .venv;
+# a second run starts at once.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -11,25 +11,25 @@ MODEL ?=
 PORT  ?= 8000
 FLAGS ?=
 
-# Those of the browser that make test-page runs: all, or `everyday`.
+# The mark of the browser tests that make test-page runs: `browser` (all) or `everyday`.
 PAGE_TESTS ?= browser
 PAGE_FLAGS ?=
 
-# Libraries choose their kernels, and so their rounding, by the CPU: these make them choose as on an older one.
+# Libraries choose kernels by CPU, and kernels round differently: these variables select those of an older CPU.
 AS_AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 
-# Kernels are compiled with this one: what it understands, newer ones have understood too.
+# The oldest supported Triton: tests compile every kernel with it. Newer ones have accepted the same code.
 OLDEST_TRITON := 3.6.0
 
-# Those that the tests passed with: a new release of a client or a linter is no news of ours. What is
-# installed to serve has ranges (pyproject.toml).
+# Versions that the tests passed with, pinned so that a new release of a client or a linter breaks no test.
+# The dependencies of the server have version ranges (pyproject.toml).
 VERSIONS := tests/versions.txt
 
-# What a test frees stays with its process: the kernel would have to clear it again.
+# malloc keeps freed memory: memory returned to the kernel has to be zeroed again.
 KEEP_MEMORY := MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_MMAP_THRESHOLD_=268435456
 
-# Three workers for two cores: many tests wait for processes that they start. Hundreds of these do,
-# and read compiled modules only where one of them may write these.
+# Three workers for two cores: many tests wait for child processes. An empty PYTHONDONTWRITEBYTECODE lets
+# hundreds of these read compiled modules instead of compiling each one again.
 PYTEST := OMP_NUM_THREADS=1 $(KEEP_MEMORY) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
@@ -39,11 +39,11 @@ help:
 	@echo "make install   make $(VENV) and install Penstock into it"
 	@echo "make serve     serve a model on port $(PORT); MODEL=folder PORT=8000 FLAGS='--max-rows 8'"
 	@echo "make test      lint, format, types and tests"
-	@echo "make test-slow what make test leaves out: soaks, crowds, all variants, real clients; hours"
+	@echo "make test-slow what make test leaves out (hours): soaks, crowds, all variants, real clients"
 	@echo "make test-ray  Penstock on a Ray cluster of this machine, in an environment of its own"
 	@echo "make test-page the page in a real browser; uses Debian's chromium, or gets Playwright's"
 	@echo "make versions  install the newest libraries to test with, and write $(VERSIONS)"
-	@echo "make page      build what the server sends as its page from web/source; needs Node"
+	@echo "make page      build the page that the server sends from web/source; needs Node"
 
 install: $(VENV)/installed
 
@@ -53,19 +53,19 @@ serve: install
 test: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-# Types while tests run: the first time, mypy takes half a minute of one core.
+# mypy runs beside the tests: its first run takes half a minute of one core.
 	@$(BIN)/mypy > $(VENV)/types 2>&1 & types=$$!; \
 	  $(PYTEST) --no-loadscope-reorder --durations=25; tests=$$?; \
 	  wait $$types; types=$$?; cat $(VENV)/types; exit $$((tests | types))
 	$(AS_AVX2) $(PYTEST) -n 2 --dist load -m 'bitwise and not slow' $$(grep -l 'mark\.bitwise' tests/test_*.py)
 
-# One after the other: many measure the server. SOAK_REQUESTS=100000 STORM_SECONDS=60 shorten the longest.
+# In one process: many tests measure the server. SOAK_REQUESTS=100000 STORM_SECONDS=60 shorten the longest.
 test-slow: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --durations=25
 
 versions:
 	rm -rf $(VENV)
-	@echo "# Versions that the tests passed with, but for torch's. make versions writes the newest." > $(VERSIONS)
+	@echo "# Versions that the tests passed with, except torch. make versions writes the newest." > $(VERSIONS)
 	$(MAKE) $(VENV)/installed-test
 	$(BIN)/python -m pip freeze --exclude torch --exclude penstock >> $(VERSIONS)
 	@touch $(VENV)/installed-test
@@ -83,7 +83,7 @@ web/node_modules: web/package.json
 test-ray: .venv-ray/installed
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest tests/on_ray -m ray
 
-# Beside the other environment, whose packages it reads: Ray brings a hundred of its own.
+# A separate environment that reads the packages of the first one: Ray has a hundred dependencies.
 .venv-ray/installed: pyproject.toml | $(VENV)/installed-test
 	$(PYTHON) -m venv .venv-ray
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
@@ -98,7 +98,7 @@ $(BIN)/python:
 	  echo "  Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 
-# torch first and pinned: a machine that has none gets the build we test with, and one that has keeps its own.
+# torch is installed first and pinned: a machine without it gets the tested build, others keep what they have.
 $(VENV)/torch: | $(BIN)/python
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install torch==2.13.0
 	@touch $@
@@ -112,7 +112,7 @@ $(VENV)/installed-test: pyproject.toml $(VERSIONS) | $(VENV)/torch
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/oldest triton==$(OLDEST_TRITON)
 	@touch $@ $(VENV)/installed
 
-# Debian's chromium-headless-shell or chromium will do; CHROMIUM=path names another one.
+# Uses Debian's chromium-headless-shell or chromium if present; CHROMIUM=path names another one.
 $(VENV)/installed-page: pyproject.toml | $(VENV)/installed-test
 	$(BIN)/python -m pip install -q -e '.[page]'
 	@test -n "$(CHROMIUM)" || for name in chromium-headless-shell chromium google-chrome; do \

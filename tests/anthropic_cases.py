@@ -42,9 +42,7 @@ def events_in(stream: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def in_order(events: list[tuple[str, dict[str, Any]]]) -> bool:
-    """Blocks one after another, numbered from 0, each with its start, its own deltas and its
-    stop.
-    """
+    """Checks that blocks are in order and numbered from 0, each with its start, deltas and stop."""
     letters = {"content_block_start": "(", "content_block_delta": "d", "content_block_stop": ")"}
     order = "".join(letters.get(kind, kind[8:] + " ") for kind, _ in events)
     starts = [data["index"] for kind, data in events if kind == "content_block_start"]

@@ -33,11 +33,11 @@ def penstock(*words: str, stdin: str = "", **variables: str) -> subprocess.Compl
 
 
 def fails(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Runs a command line in this process: its exit code and what stood on stderr."""
+    """Runs a command line in this process; returns its exit code and its stderr."""
     exit_code = main(words)
     return exit_code, capsys.readouterr().err
 
 
 def error_in(said: str) -> str:
-    """From the error on: phases may stand before it."""
+    """The stderr from the error on: progress lines may come before it."""
     return said[said.index("error:") :]

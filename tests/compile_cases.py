@@ -58,7 +58,9 @@ CompileCase = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
 def case(
     kernel: Any, types: dict[str, str], tile: dict[str, int], **constexprs: Any
 ) -> CompileCase:
-    """Only what `kernel` has: its types among `types`, its constexprs; the rest are options."""
+    """Returns only what `kernel` takes: its types among `types` and its constexprs; the rest are
+    options.
+    """
     values = {**tile, **constexprs, "PDL": False}
     options = {"num_warps": tile.get("num_warps", 4), "num_stages": tile.get("num_stages", 1)}
     return (
@@ -70,7 +72,7 @@ def case(
 
 
 def sampling_cases() -> list[CompileCase]:
-    """Without filters, and the three stages of filters, for one row and for many."""
+    """Sampling without filters, and the three filter stages, for one row and for many."""
     types = dict.fromkeys(("p_logits", "p_temperature", "p_top_p", "p_min_p", "p_parts"), "*fp32")
     types |= dict.fromkeys(("p_top_k", "p_seeds", "p_positions", "p_shared"), "*i64")
     types |= dict.fromkeys(("p_best", "p_token_ids"), "*i64")
@@ -107,7 +109,7 @@ _PRODUCT_TYPES = {
 
 
 def stored_forms(codes: str) -> list[tuple[dict[str, str], dict[str, Any]]]:
-    """The types of what is stored, and the constexprs."""
+    """The types and constexprs of how rows are stored."""
     pools, scales = ("p_keys", "p_values"), ("p_key_scales", "p_value_scales")
     plain = (dict.fromkeys(pools, "*bf16"), {"STORED": "plain", **dict.fromkeys(scales)})
     types = {**dict.fromkeys(pools, codes), **dict.fromkeys(scales, "*fp32")}
@@ -115,9 +117,7 @@ def stored_forms(codes: str) -> list[tuple[dict[str, str], dict[str, Any]]]:
 
 
 def attention_cases() -> list[CompileCase]:
-    """(kernel, signature, constexprs, options): every form, as Qwen3.5-35B-A3B in bf16 launches
-    it.
-    """
+    """(kernel, signature, constexprs, options): all forms that Qwen3.5-35B-A3B in bf16 launches."""
     signature = dict.fromkeys(("p_q", "p_k", "p_v", "p_out"), "*bf16")
     signature |= dict.fromkeys(("p_q_norm", "p_k_norm", "p_rope"), "*fp32")
     signature |= dict.fromkeys(("p_positions", "p_kv_index"), "*i64")
@@ -139,7 +139,8 @@ def attention_cases() -> list[CompileCase]:
 
 def decode_attention_cases() -> list[CompileCase]:
     """Qwen3.5-35B-A3B in bf16, KV in bf16 and in codes: rows in one piece, rows in splits, and the
-    merging of these."""
+    merge of splits.
+    """
     tile = decode_attention._decode_rule(256, 64, torch.bfloat16)
     signature = dict.fromkeys(("p_q", "p_out"), "*bf16")
     signature |= {"p_pages": "*i32", "p_context_lens": "*i64", "scale": "fp32"}
@@ -403,7 +404,7 @@ def matmul_cases() -> list[CompileCase]:
 
 
 def matmul_gemv_cases() -> list[CompileCase]:
-    """A norm before the product and nothing after it; SwiGLU before and a residual after."""
+    """A norm before the product and nothing after it; SwiGLU before it and a residual after it."""
     normed = {"K": 2048, "IS_SWIGLU": False, "BLOCK_M": 1, "BLOCK_N": 8, "BLOCK_K": 1024, "HELD": 2}
     gated = {"K": 9216, "IS_SWIGLU": True, "BLOCK_M": 4, "BLOCK_N": 4, "BLOCK_K": 1024, "HELD": 3}
     return [
@@ -417,7 +418,7 @@ def matmul_gemv_cases() -> list[CompileCase]:
 
 
 def product_case(kernel: Any, constexprs: dict[str, Any], **options: int) -> CompileCase:
-    """A kernel, the types of its arguments, the values of the others, and how it is launched."""
+    """A kernel, the types of its arguments, its constexprs, and its launch options."""
     values = {**constexprs, "PDL": False}
     types = {
         name: "constexpr" if name in values else _PRODUCT_TYPES[name] for name in kernel.arg_names
@@ -426,8 +427,8 @@ def product_case(kernel: Any, constexprs: dict[str, Any], **options: int) -> Com
 
 
 def matmul_small_gemm_cases() -> list[CompileCase]:
-    """A whole product and one in parts on small cards, a batch and a residual on large ones; the
-    parts.
+    """A whole product and one in splits on small cards; a batch and a residual on large ones; the
+    merge.
     """
     without_both = dict.fromkeys(("p_bias", "p_residual"))
     whole = _small_gemm_case(
@@ -476,9 +477,7 @@ def moe_gemv_cases() -> list[CompileCase]:
 
 
 def moe_grouped_gemm_cases() -> list[CompileCase]:
-    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options). Small tiles come
-    first.
-    """
+    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options), small tiles first."""
     types = dict.fromkeys(("source", "experts", "shared", "result"), "*bf16")
     types |= {"order": "*i32", "tiles": "*i32", "first": "i32", "last": "i32"}
     total = dict.fromkeys(("outputs", "residual", "out"), "*bf16")
@@ -507,7 +506,7 @@ def moe_grouped_gemm_cases() -> list[CompileCase]:
 
 
 def fp8_cases() -> list[CompileCase]:
-    """Of Qwen3.5-35B-A3B: tokens, a dense product, and both of experts."""
+    """Qwen3.5-35B-A3B: tokens, a dense product, and both products of experts."""
     names = ("codes", "row_codes", "source", "expert_codes", "shared_codes")
     types = dict.fromkeys(names, "*fp8e4nv")
     types |= dict.fromkeys(("x", "values", "bias", "residual", "out"), "*bf16")
@@ -796,9 +795,7 @@ def skinny_gemm_cases() -> list[dict[str, int]]:
 
 
 def quantized_cases() -> list[dict[str, int]]:
-    """Constants of every mode and kind of codes, as Qwen3.5-35B-A3B has them; the first in fp16
-    too.
-    """
+    """Constants of every mode and kind of codes for Qwen3.5-35B-A3B; the first in fp16 too."""
     cases = []
     for kind, N, K, keeps_rows in (
         ("zeros", 32, 2048, False),
@@ -837,8 +834,8 @@ CARDS = {  # SMs, shared memory per block in bytes, blocks per cluster
 
 
 def quantized_gemm_cases(capability: int) -> list[dict[str, int]]:
-    """Constants of every kind of codes for 64 tokens; the first with all that may be added, for
-    fewer tokens and in fp16 too.
+    """Constants of every kind of codes for 64 tokens; the first with every option, for fewer tokens
+    and in fp16 too.
     """
     cases = []
     for kind, keeps_rows in (
@@ -860,9 +857,7 @@ def quantized_gemm_cases(capability: int) -> list[dict[str, int]]:
 
 
 def quantized_experts_cases(capability: int) -> list[dict[str, int]]:
-    """Constants of every kind of codes; of the first for gates, down projections, 16 and 32
-    pairs.
-    """
+    """Constants of every kind of codes; the first for gates, down projections, 16 and 32 pairs."""
     cases = []
     for kind in ("zeros", "Q4_K", "Q6_K", "int8"):
         for is_down, token_tiles in ((0, 4), (0, 2), (1, 4)) if kind == "zeros" else ((0, 4),):
@@ -876,7 +871,7 @@ def quantized_experts_cases(capability: int) -> list[dict[str, int]]:
 
 
 def all_cases() -> list[CompileCase]:
-    """Of Triton's kernels, in the order in which their smallest form is compiled."""
+    """Triton's kernels, in the order in which their smallest form is compiled."""
     return [
         *attention_cases(),
         *decode_rows_cases(),

@@ -30,8 +30,8 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `thinned`, few variants have every value of every parameter; the others of
-    the cross product are slow.
+    """Marks most variants of a test marked `thinned` as slow: the few that remain contain every
+    value of every parameter.
     """
     variants: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -56,12 +56,12 @@ def _values_of(item: pytest.Function) -> set[tuple[str, str]]:
 
 
 def pytest_sessionstart() -> None:
-    gc.disable()  # until all is collected: imports leave much to scan and little to free
+    gc.disable()  # imports leave much to scan and little to free
 
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    # Libraries and tests stay alive: scanning them in every collection took an eighth of the time.
+    # Freezes libraries and tests, which stay alive: scanning them took an eighth of the time.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # tests create few reference cycles
     gc.enable()
@@ -88,8 +88,8 @@ def shared_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(shared_server: Server) -> Iterator[Server]:
-    """One for all tests that only ask, unless their module has its own; it has answered others
-    before.
+    """One server for all tests that only send requests, unless their module has its own; it has
+    answered other requests before.
     """
     yield shared_server
     shared_server.end_sessions()

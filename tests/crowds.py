@@ -52,7 +52,7 @@ def stream_request(draw: random.Random, num_tokens: int) -> bytes:
 
 @dataclass(slots=True)
 class Waits:
-    """Seconds that polite clients waited, for each of their requests."""
+    """Seconds that polite clients waited for each of their requests."""
 
     first_s: list[float] = field(default_factory=list)  # time to first text
     whole_s: list[float] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Waits:
 
 
 async def ask_politely(address: Address, seed: int, until: float, waits: Waits) -> None:
-    """One short reply after the other."""
+    """Sends one short request after the other."""
     draw = random.Random(seed)
     while time.monotonic() < until:
         started = time.monotonic()
@@ -92,7 +92,7 @@ def wait_in_peace(address: Address, num_polite: int, seconds: float) -> Waits:
 def wait_among(
     address: Address, num_polite: int, num_rude: int, seconds: float, manner: str = ""
 ) -> tuple[Waits, dict[str, Any]]:
-    """How long polite clients wait among rude ones, and what became of those."""
+    """Latency of polite clients among abusive ones, and how the abusive connections ended."""
     words = [sys.executable, __file__, *map(str, address), str(num_rude), str(seconds), manner]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as rude:
         waits = wait_in_peace(address, num_polite, seconds)
@@ -100,7 +100,7 @@ def wait_among(
     return waits, json.loads(said)
 
 
-# Rude clients
+# Abusive clients
 
 
 async def half_send_head(streams: Streams, draw: random.Random) -> None:
@@ -131,7 +131,7 @@ async def leave_midway(streams: Streams, draw: random.Random) -> None:
 
 
 async def drip(streams: Streams, draw: random.Random) -> None:
-    """A byte a second, of a head without an end, until the server has enough."""
+    """Sends a header that never ends, a byte per second, until the server closes the connection."""
     closing = asyncio.ensure_future(streams[0].read())
     for byte in itertools.chain(b"GET /v1/models HTTP/1.1\r\nx-slow: ", itertools.repeat(ord("a"))):
         streams[1].write(bytes([byte]))

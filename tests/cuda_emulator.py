@@ -35,7 +35,7 @@ OPERAND = re.compile(r'"[=+]?[rlfhn]"\s*\(')
 
 @contextmanager
 def emulated() -> Iterator[None]:
-    """The kernels of `ops/cuda` take tensors on the CPU."""
+    """Makes the kernels of `ops/cuda` accept tensors on the CPU."""
     launching = {"program": Emulated, "is_available": lambda _: True, "current_stream": lambda _: 0}
     card = {"num_processors": lambda _: PROCESSORS, "card_of": lambda _: CARD}
     with (
@@ -78,7 +78,7 @@ def _library(source: Path, name: str, constants: tuple[tuple[str, int], ...]) ->
 
 
 def translate(source: str, name: str, constants: dict[str, int]) -> str:
-    """C++ that a CPU's compiler takes, with a function `launch` that runs all clusters."""
+    """C++ that a CPU's compiler accepts, with a function `launch` that runs all clusters."""
     assert COMPILER is not None
     given = [f"-D{key}={value}" for key, value in {**constants, "__CUDA_ARCH__": 900}.items()]
     command = [COMPILER, "-x", "c++", "-E", "-P", "-", *given]
@@ -132,7 +132,7 @@ def _call_of(statement: str) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that was opened before `start` is closed."""
+    """Index of the parenthesis that closes the one opened before `start`."""
     depth, quoted = 1, False
     for i in range(start, len(text)):
         if text[i] == '"' and text[i - 1] != "\\":

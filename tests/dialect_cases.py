@@ -78,10 +78,9 @@ TYPED: list[tuple[Any, str, Any]] = [
     ({"type": {"not": "a type"}, "anyOf": 3, "enum": "ab"}, "5", 5),
 ]
 
-# What models write that is not quite the form: dialect, text, the content and the arguments that
-# are read.
+# Malformed calls that models write: dialect, text, and the content and arguments that are read.
 VARIANTS: list[tuple[str, str, str, list[dict[str, Any]]]] = [
-    # White space, and tags forgotten or doubled.
+    # White space, and missing or repeated tags.
     (
         "qwen_xml",
         f"<tool_call>{MAKE}{COUNT}5</parameter></function></tool_call>",
@@ -152,10 +151,10 @@ VARIANTS: list[tuple[str, str, str, list[dict[str, Any]]]] = [
     ("qwen_xml", f"{MAKE}{TEXT}\n{TEXT}\n</parameter></function>", "", [{"text": TEXT}]),
     ("qwen_xml", f"{MAKE}{TEXT}\na {COUNT}\n</parameter></function>", "", [{"text": f"a {COUNT}"}]),
     ("qwen_xml", f"{MAKE}{TEXT}\n{EMPTY}\n</parameter></function>", "", [{"text": EMPTY}]),
-    # A parameter twice.
+    # A repeated parameter.
     ("qwen_xml", f"{MAKE}{TEXT}a</parameter>{TEXT}b</parameter></function>", "", [{"text": "a"}]),
-    # JSON with raw line breaks, in another order, inside a string, without arguments, with more at
-    # the end.
+    # JSON with raw line breaks, in another order, inside a string, without arguments, with text
+    # after it.
     (
         "hermes",
         '<tool_call>{"name":"make","arguments":{"text":"a\n\tb"}}</tool_call>',
@@ -190,7 +189,7 @@ VARIANTS: list[tuple[str, str, str, list[dict[str, Any]]]] = [
     ("llama3", '<|python_tag|>print("hi")', 'print("hi")', []),
 ]
 
-# Dialect and text of what looks like a call.
+# Dialect and text that resembles a call but is none.
 NOT_CALLS = [
     (
         "qwen_xml",
@@ -232,7 +231,7 @@ NOT_CALLS = [
 ]
 
 XML_HEAD = "<tool_call>\n<function=make>\n<parameter=text>\n"
-# What could take more than linear time: dialect, beginning, and what is repeated after it.
+# Inputs that could take more than linear time: dialect, beginning, and what is repeated after it.
 HOSTILE = [
     ("qwen_xml", "", " "),
     ("qwen_xml", XML_HEAD, "</parameter>  "),
@@ -252,7 +251,7 @@ HERMES_TOOLS = r"""{{- '<tool_call>\n{\"name\": <name>, \"arguments\": <args>}\n
 LLAMA_TOOLS = (
     """{{- '<|start_header_id|>' }}{{- '{"name": function name, "parameters": dictionary}' }}"""
 )
-# A chat template, the name of the dialect it teaches, and whether that thinks.
+# A chat template, the name of the dialect it teaches, and whether it thinks.
 TEMPLATES = [
     (None, "plain", False),
     (CHATML, "plain", False),

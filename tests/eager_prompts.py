@@ -1,4 +1,4 @@
-"""What `PrefillGraphs` is on a GPU, without the graphs: the same steps, launched eagerly."""
+"""Replaces `PrefillGraphs` without graphs: the same steps, launched eagerly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.engine.step_inputs import StepSize
 
 
 class EagerPrompts(PrefillGraphs):
-    """Of the sizes that a GPU would capture, or of the given ones. Like a graph, the step of a size
+    """Has the sizes that a GPU would capture, or the given ones. Like a graph, the step of a size
     keeps its buffers.
     """
 

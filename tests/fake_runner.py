@@ -41,7 +41,7 @@ GARBAGE = -1  # content of rejected drafts
 def sample_token(
     context: tuple[int, ...], biases: Mapping[int, float], forbidden: Collection[int]
 ) -> int:
-    """The token with the highest score, a number that only the context and the token decide."""
+    """The token with the highest score, a number that depends only on the context and the token."""
     state = zlib.crc32(bytes(context))
     scores = [zlib.crc32(bytes([token]), state) % 100 for token in range(VOCAB_SIZE)]
     allowed = [token for token in range(VOCAB_SIZE) if token not in forbidden]
@@ -49,7 +49,9 @@ def sample_token(
 
 
 def reply_alone(request: Request, max_model_len: int) -> tuple[list[int], str]:
-    """What the request must get, whoever else is served: its tokens and why it ends."""
+    """The request's correct reply, which must not depend on other requests: its tokens and why it
+    ends.
+    """
     tokens, sampling = list(request.token_ids), request.sampling
     num_prompt = len(tokens)
     while True:
@@ -64,7 +66,7 @@ def reply_alone(request: Request, max_model_len: int) -> tuple[list[int], str]:
 
 @dataclass(slots=True)
 class _Row:
-    """What the device knows of a row; `tokens` is the truth its memory is compared with."""
+    """The device's state of a row; `tokens` is the ground truth its memory is compared with."""
 
     admission: Admission
     page_table: dict[int, int] = field(default_factory=dict)
@@ -80,7 +82,7 @@ class _Row:
         forbidden = admission.end_token_ids if is_too_short else ()
         return sample_token(context, admission.sampling.logit_bias, forbidden)
 
-    summed: list[int] = field(default_factory=list)  # tokens of the running mean
+    summed: list[int] = field(default_factory=list)  # tokens over which the mean is computed
 
 
 class FakeRunner:
@@ -113,7 +115,7 @@ class FakeRunner:
         return StepOutput(plan.step, *self._sample(plan), self._score(plan), self._pool(plan))
 
     def _pool(self, plan: StepPlan) -> dict[int, bytes]:
-        """A vector is the tokens it was made of."""
+        """A vector contains the tokens it was computed from."""
         vectors = {}
         for row in plan.rows:
             if row.pooled is None:
@@ -128,7 +130,7 @@ class FakeRunner:
         return vectors
 
     def _score(self, plan: StepPlan) -> dict[int, PromptScores]:
-        """A token's score is its place."""
+        """A token's score is its position."""
         scores = {}
         for row in plan.rows:
             if row.prompt_targets is not None and row.prompt_targets.token_ids:
@@ -193,9 +195,7 @@ class FakeRunner:
         return [row.page_table[i] for i in range(num_pages)]
 
     def _require_separate_memory(self, plan: StepPlan) -> None:
-        """Rows run in any order: nobody writes what another row of the same step reads or
-        writes.
-        """
+        """Rows of a step run in any order: no row writes what another row reads or writes."""
         page_writers: dict[int, int] = {}
         for row in plan.rows:
             start = self._rows[row.row].start
@@ -362,7 +362,7 @@ class World:
         self.cache.check()
 
     def step(self) -> StepPlan | None:
-        """Plans, launches, and commits the output that is due."""
+        """Plans and launches a step, and commits the output that is due."""
         self.now_s += 0.5
         decoding = [sequence for sequence in self._sampled if self._must_run(sequence)]
         plan = self.scheduler.plan()
@@ -389,7 +389,8 @@ class World:
         raise AssertionError(f"requests {set(self.sequences) - set(self.finishes)} starve")
 
     def require_nothing_owned(self) -> None:
-        """Nobody runs: everything is free, or idle in the prefix cache and free for the asking.
+        """Checks that nothing runs and all memory is free, or idle in the prefix cache. Sessions
+        return what they keep when they expire.
 
         What sessions keep is given back when they end, and they do in time.
         """
@@ -419,8 +420,8 @@ class World:
             self.finishes[delta.request_id] = delta.finish
 
     def _take_scores(self, sequence: Sequence, delta: TokenDelta) -> None:
-        """In order, each once, and all before the first token; of those that another engine sent,
-        none.
+        """Checks that scores come in order, each once, before the first token, and that none comes
+        again that another engine has sent.
         """
         request = sequence.request
         if request.sampling.prompt_logprobs is None:
@@ -439,7 +440,7 @@ class World:
         return sequence
 
     def _must_run(self, sequence: Sequence) -> bool:
-        """Background work need not, beside others."""
+        """Background work need not run beside other requests."""
         latest_s = self.now_s + BACKGROUND_S
         if sequence.due_s > latest_s and any(
             one.row is not None and one.due_s <= latest_s for one in self.sequences.values()
@@ -448,7 +449,7 @@ class World:
         return sequence.row is not None and sequence.num_tokens < self._longest(sequence)
 
     def _may_pause(self, sequence: Sequence) -> bool:
-        """For short requests, which go first."""
+        """Long prompts may pause for short requests."""
         mixed = self.setup.mixed_step_tokens or self.setup.max_step_tokens
         return self.setup.bulk_share < 1 and sequence.num_prompt_tokens > 2 * mixed
 

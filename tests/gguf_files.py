@@ -105,7 +105,7 @@ IN_LAYER = {
 
 
 def random_state(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """A checkpoint's tensors by name, random, of a config."""
+    """Random tensors of a config's checkpoint, by name."""
     generator = torch.Generator().manual_seed(seed)
     placements = build_model(config, torch.float32, torch.device("meta")).placements()  # type: ignore[operator]
     return {
@@ -240,7 +240,7 @@ def converted(
 
 
 def unfused(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every expert's matrices by themselves."""
+    """Each expert's matrices as separate tensors."""
     for name, tensor in state.items():
         if name.endswith("experts.gate_up_proj"):
             for expert, both in enumerate(tensor):
@@ -272,7 +272,7 @@ def changed_delta_net(config: Mapping[str, Any], name: str, tensor: Tensor) -> T
     num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
 
     def tiled(values: Tensor, dim: int = 0) -> Tensor:
-        """Value heads of one key after another -> the first of every key, then the second of every
+        """Reorders value heads from key by key to the first of every key, then the second of every
         key.
         """
         heads = values.unflatten(dim, (num_keys, num_values // num_keys, -1))
@@ -312,8 +312,8 @@ def llama3_factors(config: Mapping[str, Any]) -> Tensor:
 
 
 def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, vocab_size: int) -> dict[str, Any]:
-    """Of a byte-level tokenizer.json, as a converter writes it: ids without a token are filled
-    up.
+    """The vocabulary of a byte-level tokenizer.json, as a converter writes it: ids without a token
+    are filled up.
     """
     tokens = [f"[PAD{id}]" for id in range(vocab_size)]
     types = [gguf.TokenType.UNUSED] * vocab_size
@@ -339,7 +339,7 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, vocab_size: int) 
 def write_embedded(
     path: Path, matrices: str = "F32", changed_metadata: Mapping[str, Any] | None = None
 ) -> Path:
-    """The embedded model with its tokenizer and template, and sampling parameters that it does not
+    """The embedded model with its tokenizer and template, plus sampling parameters that it does not
     have.
     """
     folder = Path(default_model())

@@ -63,8 +63,8 @@ def is_allowed(grammar: str, text: str) -> bool:
 
 
 def random_text(grammar: str, seed: int, ending: str = '"', max_bytes: int = 4000) -> str:
-    """A text that fulfils the grammar, byte by byte. Once it is long, `ending` is written where it
-    may be, as nobody would hit upon it by chance, and the text ends as soon as it may.
+    """A text that fulfils the grammar, byte by byte. Once it is long, `ending` is written where
+    allowed, since random bytes rarely produce it, and the text ends as soon as it can.
     """
     chooser = random.Random(seed)
     matcher = matcher_of(grammar)
@@ -86,7 +86,7 @@ def random_text(grammar: str, seed: int, ending: str = '"', max_bytes: int = 400
 
 
 def is_valid(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """JSON Schema, as far as the schemas of these tests use it."""
+    """Validates the JSON Schema keywords that these tests use."""
     if "$ref" in schema:
         return is_valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
     if "anyOf" in schema:

@@ -21,7 +21,7 @@ COMPILER = library._compiler() if sys.platform == "linux" else None
 
 
 def run_guarded(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments."""
+    """Runs Python with these arguments."""
     assert COMPILER is not None
     guard = library._compiled(SOURCE, COMPILER, ("-O2",))
     environment = {**os.environ, "LD_PRELOAD": str(guard), "OMP_NUM_THREADS": "1"}

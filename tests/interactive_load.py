@@ -25,8 +25,8 @@ SHORTS_PER_S = 5.0
 
 
 class StepTime:
-    """Seconds of a step: what its tokens share of the weights, and a part for each row that
-    decodes.
+    """Seconds of a step: its tokens share the time of reading weights, and each decoding row adds a
+    part.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def _rows(name: str) -> list[dict[str, float]]:
 
 @dataclass(slots=True)
 class Times:
-    """Of one kind of requests, in seconds; in the order of their ends."""
+    """Latencies of one kind of requests in seconds, in the order in which they ended."""
 
     to_first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
@@ -105,8 +105,8 @@ class Load:
             self._submit("bulk", 0.0)
 
     def run(self, step_time: Callable[[StepPlan], float]) -> Measured:
-        """As `Engine.step` with overlap: plan, launch, wait for the step before."""
-        in_flight: deque[tuple[StepPlan, float]] = deque()  # with their ends
+        """Works like `Engine.step` with overlap: plan, launch, wait for the step before."""
+        in_flight: deque[tuple[StepPlan, float]] = deque()  # with their end times
         plans = []
         device_free_s = 0.0
         while self.now_s < self._seconds and (self._begun or self._arrivals):

@@ -48,7 +48,7 @@ HANG_S = 20.0
 
 
 class Refused(Exception):
-    """What a client has asked for is not possible."""
+    """The client has asked for something impossible."""
 
 
 class JudgedServer(http.server.ThreadingHTTPServer):
@@ -68,7 +68,7 @@ class JudgedServer(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients leave; that is no news."""
+        """Ignores clients that disconnect."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -76,7 +76,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *values: object) -> None:
-        """Nothing: pytest's output is for tests."""
+        """Logs nothing: pytest's output is for tests."""
 
     def do_GET(self) -> None:
         faults = self.server.faults
@@ -180,7 +180,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._sleep(0)
             reply = make_reply(body, faults)
             if "mixes up" in faults:
-                # Never twice the same words for the same question, as if they were somebody else's.
+                # The same question never gets the same words, as if replies were swapped between
+                # requests.
                 reply["text"] = f"{len(self.server.bodies)} {reply['text']}"
             self._stream(body, reply) if body.get("stream") else self._send_whole(body, reply)
         finally:
@@ -238,7 +239,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 raise
 
     def _sleep(self, seconds: float) -> None:
-        """Until the server ends: later, a handler would render templates during other tests."""
+        """Sleeps, but not past the server's end: late handlers would render templates in other
+        tests.
+        """
         if self.server.has_ended.wait(seconds):
             raise ConnectionAbortedError
 
@@ -279,7 +282,7 @@ def solve(question: str) -> str | None:
 
 
 def make_text(body: dict[str, Any], faults: set[str]) -> str:
-    """What the model writes: a function of the prompt, and of the seed where it may choose."""
+    """Computes the reply from the prompt, and from the seed if it is sampled."""
     question = prompt_of(body)
     temperature = body.get("temperature", 1 if "chooses by default" in faults else 0)
     sum_text = solve(question)

@@ -46,7 +46,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 def random(
     *shape: int, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0
 ) -> Tensor:
-    """The same numbers on every device."""
+    """Draws the same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
 
@@ -54,7 +54,9 @@ def random(
 def encode_caches(
     keys: Tensor, values: Tensor, stored: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a cache of these keys and values holds; NaN stays NaN, in the scales at least."""
+    """The values that a cache of these keys and values holds; NaN stays NaN, at least in the
+    scales.
+    """
     if stored is None:
         return keys, values, None
     (keys, key_scales), (values, value_scales) = (encode(x, stored) for x in (keys, values))
@@ -62,7 +64,9 @@ def encode_caches(
 
 
 def assert_near(seen: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Within the table's tolerance for `dtype`, the narrowest on the way, and nowhere NaN."""
+    """Checks the difference against the table's tolerance for `dtype`, the narrowest type used; NaN
+    fails.
+    """
     assert seen.shape == expected.shape
     assert seen.isfinite().all(), "a value is NaN or infinite"
     largest = expected.float().abs().max().clamp(min=1e-6)

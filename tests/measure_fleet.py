@@ -54,7 +54,7 @@ def step_of_h200(num_rows: int) -> float:
 
 
 def run_engine(socket_path: str, step_s: float, ids: list[int], record: Path) -> None:
-    """Writes down when it sent each token, by the seed of the request."""
+    """Records when it sent each token, by the seed of the request."""
     sent_s: defaultdict[str, list[float]] = defaultdict(list)  # by request
     seeds: dict[str, int | None] = {}
 
@@ -110,7 +110,7 @@ async def serve(port: int, num_engines: int, step_s: float, record: str) -> None
 
 @contextlib.contextmanager
 def started(num_engines: int, step_s: float, record: str) -> Iterator[tuple[int, int]]:
-    """The pid and the port of a server that is ready."""
+    """Pid and port of a server that is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -153,7 +153,7 @@ def request_bytes(number: int, num_tokens: int) -> bytes:
 
 
 def read_streams(port: int, num_streams: int, num_tokens: int) -> list[list[float]]:
-    """When the tokens of each stream came."""
+    """Times at which the tokens of each stream arrived."""
     selector = selectors.DefaultSelector()
     streams = []
     for number in range(num_streams):
@@ -185,7 +185,7 @@ def cpu_s(pid: int) -> float:
 
 
 def measure(num_engines: int, num_streams: int, step_s: float, seconds: float) -> dict[str, float]:
-    """One server, once."""
+    """Measures one server once."""
     num_tokens = int(seconds / step_s)
     with (
         tempfile.TemporaryDirectory() as record,
@@ -227,7 +227,7 @@ def measure(num_engines: int, num_streams: int, step_s: float, seconds: float) -
 
 
 def best(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Each number from the round that the rest of the machine disturbed least."""
+    """Takes each number from the round that other load on the machine disturbed least."""
     return {
         name: round((max if name.endswith("tok_s") else min)(one[name] for one in rounds), 3)
         for name in rounds[0]

@@ -36,7 +36,7 @@ def large_chat(num_bytes: int, kind: str) -> bytes:
 
 
 def post(address: tuple[str, int], body: bytes) -> int:
-    """The status; 0 where the connection was reset before one came."""
+    """The response status; 0 if the connection was reset before one came."""
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     )
@@ -45,7 +45,7 @@ def post(address: tuple[str, int], body: bytes) -> int:
             connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n")
             connection.sendall(body)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # refused before all of it was sent: the answer may be there
+            pass  # refused before all of it was sent: the response may be there
         try:
             answer = connection.recv(2**16)
         except ConnectionResetError:

@@ -60,7 +60,7 @@ class Recorder:
 async def measure(
     num_engines: int, num_streams: int, step_s: float, seconds: float
 ) -> dict[str, Any]:
-    """One round of one path."""
+    """Measures one round of one path."""
 
     def launch(on_phase: OnPhase) -> Any:
         return launch_stub(on_phase, __file__, str(step_s))
@@ -91,7 +91,7 @@ async def measure(
             [(Request(id=str(number), token_ids=tokens, sampling=sampling), Recorder(ages_us, end))]
         )
         submits_s.append(time.perf_counter() - started)
-        await asyncio.sleep(0)  # as requests of many clients come: tokens do not wait for all
+        await asyncio.sleep(0)  # staggered, as requests of many clients are
     begun = time.monotonic()
     await ended.wait()
     seconds = time.monotonic() - begun
@@ -111,7 +111,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def summarize(rounds: list[dict[str, Any]]) -> dict[str, float]:
-    """Each number from the round that the rest of the machine disturbed least."""
+    """Takes each number from the round that other load on the machine disturbed least."""
     return {
         "p50_ms": round(min(percentile(one["ages_us"], 0.5) for one in rounds) / 1000, 3),
         "p99_ms": round(min(percentile(one["ages_us"], 0.99) for one in rounds) / 1000, 3),

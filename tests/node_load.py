@@ -16,7 +16,7 @@ NODE_ENGINE = {"deterministic": True, "page_size": 64, "max_model_len": 1024, "m
 
 
 def body_of(number: int, max_tokens: int) -> dict[str, Any]:
-    """Greedy; each with a question of its own."""
+    """A greedy request with a question of its own."""
     return {
         "model": "any",
         "messages": [
@@ -48,7 +48,7 @@ async def stream_all(
 
 
 def said(reply: StreamedReply) -> tuple[Any, ...]:
-    """Everything of a reply that must not depend on who computed it."""
+    """All fields of a reply that must not depend on the engine that computed it."""
     return (
         reply.error,
         reply.text,

@@ -43,7 +43,7 @@ is_forked = False  # whether a nursery made this process
 
 
 class Child:
-    """A process that a nursery made: our child, as one from subprocess is."""
+    """A process that a nursery forked: our child, like one from subprocess."""
 
     def __init__(self, pid: int, stdout: int | None = None) -> None:
         self.pid = pid
@@ -86,11 +86,11 @@ class Child:
 
 
 class AsyncChild(Child):
-    """The same as asyncio has it."""
+    """The same interface for asyncio."""
 
     async def wait(self) -> int:  # type: ignore[override]
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        watched = os.dup(self._exit)  # a loop has one reader for each number, and several may wait
+        watched = os.dup(self._exit)  # a loop has one reader per descriptor; several may wait
         loop.add_reader(watched, ended.set)
         try:
             await ended.wait()
@@ -109,7 +109,9 @@ class Nursery:
         self._lock = threading.Lock()
 
     def serves(self, environment: Mapping[str, str]) -> bool:
-        """A variable may be read when a library is imported, which the nursery has done."""
+        """False if variables differ that imports may read: the nursery has imported everything
+        already.
+        """
         return _read_by_imports(environment) == _read_by_imports(self._environment)
 
     def start(
@@ -120,7 +122,7 @@ class Nursery:
         *,
         new_session: bool = False,
     ) -> int | None:
-        """The new process' id; None where the system refuses."""
+        """The new process's pid; None if the system refuses."""
         words = {"command": command, "cwd": os.getcwd(), "new_session": new_session}
         order = json.dumps({**words, "environment": dict(environment)})
         with self._lock:
@@ -131,7 +133,7 @@ class Nursery:
 
 
 def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    """All that may be: without those that pytest sets for each test, and libraries for themselves."""
+    """All variables, except those that pytest sets per test and libraries set themselves."""
     others = ("PYTEST_", "RAY_", "TORCHINDUCTOR_")
     return {name: value for name, value in environment.items() if not name.startswith(others)}
 
@@ -141,7 +143,7 @@ ENVIRONMENT = dict(os.environ)  # before any test changes it
 
 @functools.cache
 def nursery_of_this_process() -> Nursery | None:
-    """Made when it is first asked for."""
+    """The nursery of this process, created at the first call."""
     if sys.platform != "linux" or platform.machine() not in CLONE_NUMBERS:
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -158,14 +160,12 @@ def nursery_of_this_process() -> Nursery | None:
 
 
 def start_forked(command: list[str], log: IO[str] | None) -> Child | None:
-    """A process of this command line that says something on its stdout; None where no nursery
-    serves.
-    """
+    """Starts this command line in a process whose stdout is piped; None if no nursery serves it."""
     nursery = nursery_of_this_process()
     if nursery is None or not nursery.serves(os.environ):
         return None
     ours, theirs = os.pipe()
-    null = os.open(os.devnull, os.O_RDONLY)  # no terminal, whoever runs the tests
+    null = os.open(os.devnull, os.O_RDONLY)  # no terminal, even if the tests run in one
     streams = null, theirs, 2 if log is None else log.fileno()
     pid = nursery.start(command, streams, os.environ)
     os.close(null)
@@ -177,7 +177,7 @@ def start_forked(command: list[str], log: IO[str] | None) -> Child | None:
 
 
 def fork_engines() -> None:
-    """This process is a server that a nursery made, and its engines are made like it."""
+    """Makes this process, a server that a nursery forked, fork its engines the same way."""
     from penstock.serve import client
 
     execute, nursery = client._start_worker, fork_nursery()
@@ -207,16 +207,14 @@ def _end(process: subprocess.Popen[bytes], orders: socket.socket) -> None:
 
 
 def fork_nursery() -> Nursery:
-    """A nursery of this process' own, which was made by one itself: it has imported all that is
-    needed.
-    """
+    """Forks a nursery from this process, which a nursery forked: all imports are done already."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         _rename(["nursery"])
         null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1):  # whoever reads what our process says waits for its end only
+        for stream in (0, 1):  # a reader of our stdout waits until all its copies are closed
             os.dup2(null, stream)
         _serve(theirs)
         os._exit(0)
@@ -239,7 +237,7 @@ def _serve(orders: socket.socket) -> None:
 
 
 def _fork_a_sibling() -> int:
-    """As os.fork, but the new process is a child of our parent."""
+    """Like os.fork, but the new process is a child of our parent."""
     python = ctypes.PyDLL(None)  # holds the interpreter's lock meanwhile, as os.fork does
     python.PyOS_BeforeFork()
     flags = CLONE_PARENT | signal.SIGCHLD
@@ -252,7 +250,7 @@ def _fork_a_sibling() -> int:
 
 
 def _become(order: dict[str, Any], streams: list[int]) -> None:
-    """Runs the program of a command line, and ends."""
+    """Runs the program of a command line, then exits."""
     global is_forked
     is_forked = True
     for number, stream in enumerate(streams):
@@ -287,7 +285,9 @@ def _become(order: dict[str, Any], streams: list[int]) -> None:
 
 
 def _rename(command: list[str]) -> None:
-    """/proc says this command line from now on. It lies where the system has put ours."""
+    """Makes /proc show this command line, by writing over the one that the system has placed in
+    memory.
+    """
     numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(numbers[45]), int(numbers[46])
     words = b"".join(word.encode() + b"\0" for word in command)[: end - start - 1]
@@ -295,7 +295,7 @@ def _rename(command: list[str]) -> None:
 
 
 def _import_all() -> None:
-    """What servers and engines import, but for the modules that run as programs."""
+    """Imports what servers and engines import, except the modules that run as programs."""
     import openai  # noqa: F401
     import torch  # noqa: F401
 

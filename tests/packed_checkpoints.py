@@ -30,13 +30,13 @@ HIGH_PRECISION = (
 
 Packed = tuple[
     dict[str, Tensor], Tensor
-]  # parts by the end of their names, and the values they mean
+]  # parts by the end of their names, and the values they encode
 generator = torch.Generator()
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a checkpoint of a format is written, and what its config.json says."""
+    """How a checkpoint of a format is written, and what its config.json contains."""
 
     quantization: dict[str, Any]
     pack: Callable[[int, int], Packed]
@@ -56,7 +56,7 @@ def _scales(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def _words(
     codes: Tensor, order: tuple[int, ...] = tuple(range(8))
 ) -> Tensor:  # [..., 8 n] -> [..., n]
-    """Nibble i of a word is code `order[i]` of its eight."""
+    """Packs the codes so that nibble i of a word is code `order[i]` of its eight."""
     eights = codes.long().unflatten(-1, (-1, 8))
     words = sum(eights[..., code] << (4 * place) for place, code in enumerate(order))
     return torch.as_tensor(words).to(torch.uint32).view(torch.int32)
@@ -103,7 +103,7 @@ def pack_int4(num_rows: int, num_columns: int) -> Packed:
 
 
 def pack_int4_in_order_of_activations(num_rows: int, num_columns: int) -> Packed:
-    """Asymmetric too, with the zeros packed along the rows."""
+    """An asymmetric format too, with the zeros packed along the rows."""
     codes, scale = _codes(16, num_rows, num_columns), _scales(num_rows, num_columns // GROUP)
     zeros = _codes(16, num_rows, num_columns // GROUP)
     group_of = torch.arange(num_columns)[torch.randperm(num_columns, generator=generator)] // GROUP
@@ -125,7 +125,7 @@ def pack_int8(num_rows: int, num_columns: int) -> Packed:
 
 def pack_gptq(num_rows: int, num_columns: int) -> Packed:
     codes, scale = _codes(16, num_rows, num_columns), _scales(num_rows, num_columns // GROUP).half()
-    zeros = _codes(16, num_rows, num_columns // GROUP)  # stored; one more is meant
+    zeros = _codes(16, num_rows, num_columns // GROUP)  # stored minus one
     group_of = torch.arange(num_columns)[torch.randperm(num_columns, generator=generator)] // GROUP
     parts = {
         ".qweight": _words(codes).t(),
@@ -267,7 +267,7 @@ FORMATS = {
 
 
 def some_formats(*everyday: str) -> list[Any]:
-    """Parameters of a test: all formats, of which the others are slow."""
+    """Parameters of a test for all formats; most are slow."""
     assert FORMATS.keys() >= set(everyday)
     slow = pytest.mark.slow
     return [name if name in everyday else pytest.param(name, marks=slow) for name in FORMATS]
@@ -299,7 +299,7 @@ def is_quantized(name: str, values: Tensor, format: Format) -> bool:
 def pack_state(
     state: dict[str, Tensor], format: Format
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The state with its matrices packed, and with them as the numbers that they mean."""
+    """The state with packed matrices, and with the values that these encode."""
     generator.manual_seed(9)
     packed, expanded = {}, {}
     for name, values in state.items():
@@ -313,7 +313,7 @@ def pack_state(
 
 
 def in_mlx_form(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Experts stacked, taps moved and norms with their one, as mlx-lm stores a hybrid."""
+    """Stacks experts, moves taps and adds one to norms, as mlx-lm stores a hybrid."""
     stacks: dict[str, dict[int, Tensor]] = {}
     changed = {}
     is_hybrid = any("conv1d" in name for name in state)

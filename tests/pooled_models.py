@@ -26,8 +26,8 @@ PROMPTS = {"prompts": {"query": "Find: ", "document": ""}, "default_prompt_name"
 
 
 def write_tokenizer(folder: Path, *, appends_end: bool = True) -> None:
-    """Bytes, "yes" and "no"; behind every text an end, as Qwen3-Embedding's post-processor puts
-    it.
+    """A tokenizer of bytes, "yes" and "no" that appends an end token, as Qwen3-Embedding's
+    post-processor does.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: id for id, token in enumerate([*alphabet, "ye", "yes", "no"])}
@@ -70,7 +70,7 @@ def config(**changes: Any) -> transformers.Qwen3Config:
 
 
 def save_model(folder: Path, kind: type[Any], **changes: Any) -> Any:
-    """A model of this class with large random weights, so that no two vectors are alike."""
+    """A model of this class with large random weights, so that no two vectors are similar."""
     torch.manual_seed(5)
     model = kind(config(**changes)).eval()
     with torch.no_grad():
@@ -86,7 +86,7 @@ def save_model(folder: Path, kind: type[Any], **changes: Any) -> Any:
 def save_embedder(
     folder: Path, pooling: dict[str, Any] | None = None, *, normalizes: bool = True
 ) -> Any:
-    """As Qwen3-Embedding is published: class Qwen3ForCausalLM, names without "model.",
+    """Saves a model as Qwen3-Embedding is published: Qwen3ForCausalLM, names without "model.",
     modules.json.
     """
     model = save_model(folder, transformers.Qwen3Model)
@@ -108,7 +108,7 @@ def save_embedder(
 def write_modules(
     folder: Path, pooling: dict[str, Any] | None, modules: Sequence[tuple[str, str]] = MODULES
 ) -> None:
-    """modules.json of sentence-transformers, and the settings of its pooling."""
+    """Writes modules.json of sentence-transformers, and its pooling settings."""
     written = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
         for i, (kind, path) in enumerate(modules)

@@ -36,7 +36,7 @@ def reals(*shape: int, seed: int = 0, most: float = 1e-2) -> Tensor:
 
 
 def two_levels(bits: int, group: int, N: int, K: int, offsets: bool, most: float) -> Codes:
-    """As the K-quants of GGUF: scales of 6 bits times one for each 256 columns."""
+    """Codes with two levels of scales, as in GGUF's K-quants: 6 bits, times one per 256 columns."""
     repeat, low = 256 // group, 0 if offsets else -(1 << (bits - 1))
     groups, dtype = K // group, BYTE if offsets else SIGNED
 
@@ -71,7 +71,7 @@ def make_codes(kind: str, N: int, K: int) -> Codes:
         bits = int(kind[1])
         group = 16 if bits in (2, 3, 6) else 32
         return two_levels(bits, group, N, K, offsets=bits in (2, 4, 5), most=most)
-    if kind == "zeros":  # as GPTQ and AWQ
+    if kind == "zeros":  # like GPTQ and AWQ
         zeros = numbers(0, 16, N, groups, dtype=BYTE, seed=1)
         values = numbers(0, 16, N, K, dtype=BYTE)
         return Codes(values, 4, (1, 128), Scales(reals(N, groups, most=most).half()), zeros=zeros)
@@ -107,14 +107,14 @@ def write_quantized(folder: Path, config: dict[str, Any], name: str) -> tuple[Pa
 def assert_near(
     seen: Tensor, expected: Tensor, dtype: torch.dtype, *, is_rounded: bool = False
 ) -> None:
-    """`is_rounded`: tokens were quantized too, and a few to the next code."""
+    """`is_rounded`: tokens were quantized too, so a few may have the neighbouring code."""
     error = (seen.double() - expected).abs().max() / expected.abs().max()
     most = 2e-2 if is_rounded else TOLERANCE[dtype]
     assert error <= most, f"off by {error:.4f} of the largest"
 
 
 def tiled(rows: QuantizedRows, device: str = "cuda") -> Part:
-    """As a dense layer has them on a GPU, or a stack of experts."""
+    """Stores rows as a dense layer on a GPU or a stack of experts does."""
     moved = rows.mapped(lambda tensor: tensor.to(device))
     if not can_tile(moved):
         return moved.dequantize().bfloat16()
@@ -161,7 +161,7 @@ def first_matrix(weight: Weight, dtype: torch.dtype) -> Weight:
 def expert_inputs(
     num_tokens: int, gate_up: Weight, dtype: torch.dtype, device: str = "cuda"
 ) -> tuple[Tensor, Tensor]:
-    """Tokens whose gates are near one, and a residual that hides no expert."""
+    """Tokens whose gates are near one, and a residual small enough not to hide any expert."""
     seeded = torch.Generator().manual_seed(num_tokens)
     x, residual = torch.randn(2, num_tokens, gate_up.shape[-1], generator=seeded).to(device)
     x /= (x @ gate_up.dequantize()[0].T).std()
@@ -178,9 +178,7 @@ def check_experts(
     dtype: torch.dtype,
     device: str = "cuda",
 ) -> int:
-    """Compares experts of random tokens. Returns for how many of the weights tokens are
-    quantized.
-    """
+    """Compares experts of random tokens. Returns how many of the weights have quantized tokens."""
     x, residual = expert_inputs(num_tokens, gate_up, dtype, device)
     seeded, E = torch.Generator().manual_seed(num_tokens), gate_up.shape[0]
     ids = torch.stack([torch.randperm(E, generator=seeded)[:k] for _ in range(num_tokens)])

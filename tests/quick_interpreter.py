@@ -125,7 +125,7 @@ def _once_a_shape(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, 
 
 
 def _once_a_block(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
-    """Blocks of one shape have one object for it, whatever their type."""
+    """Blocks of one shape share one shape object, whatever their type."""
     known: dict[tuple[str, tuple[int, ...]], tuple[Any, Any, str]] = {}
     shapes: dict[tuple[int, ...], Any] = {}
 
@@ -146,7 +146,7 @@ def _once_a_block(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, 
 
 
 def _plain(shape: Any) -> tuple[Any, ...]:
-    """Triton's own tuples are compared and hashed by many calls."""
+    """A plain tuple: comparing and hashing Triton's own tuples takes many calls."""
     return tuple(getattr(shape, "values", shape))
 
 
@@ -181,7 +181,7 @@ def _if_shapes_differ(broadcast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _if_types_differ(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Numbers of one type are computed in it, but for quotients."""
+    """Skips the check if both types are equal, except for quotients: the result has that type."""
     names = ["self", "lhs", "rhs", "allow_lhs_ptr", "allow_rhs_ptr", "arithmetic_check"]
     if list(signature(check).parameters) != [*names, "div_or_mod"]:
         return check
@@ -197,7 +197,7 @@ def _if_types_differ(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _combined(ops: Any, types: list[Any], left: list[Any], right: list[Any]) -> list[np.ndarray]:
-    """What the custom function makes of two arrays, or of two of every part."""
+    """Applies the custom function to two arrays, or to two of every part."""
     arrays = zip([*left, *right], [*types, *types], strict=True)
     given = [ops.to_tensor(np.ascontiguousarray(array), dtype) for array, dtype in arrays]
     made = ops.combine_fn.fn(*given)
@@ -206,7 +206,9 @@ def _combined(ops: Any, types: list[Any], left: list[Any], right: list[Any]) -> 
 
 
 def _reduce_slices(ops: Any, parts: tuple[Any, ...]) -> list[Any]:
-    """Neighbours first, then pairs of them, as threads do: zeros at the end change no sum."""
+    """Combines neighbours first, then pairs of these, as threads do: zeros at the end change no
+    sum.
+    """
     num_dims = parts[0].handle.data.ndim
     parts, axis = ops.unravel(parts, ops.axis)
     types = [part.dtype for part in parts]
@@ -226,7 +228,7 @@ def _reduce_slices(ops: Any, parts: tuple[Any, ...]) -> list[Any]:
 
 
 def _scan_slices(ops: Any, parts: tuple[Any, ...]) -> list[Any]:
-    """One slice of every part after the other, in the order of the axis."""
+    """Combines one slice of every part after the other, in the order of the axis."""
     types = [part.dtype for part in parts]
     slices = [np.moveaxis(part.handle.data, ops.axis, 0) for part in parts]
     seen = [[part[0] for part in slices]]
@@ -253,7 +255,7 @@ def _dot_in_order(
 
 
 def _values_of(operand: Any) -> np.ndarray:
-    """What is multiplied: E4M3 codes are bytes in the interpreter."""
+    """The values that are multiplied: E4M3 codes are bytes in the interpreter."""
     if operand.dtype.scalar != tl.float8e4nv:
         return operand.data
     codes = torch.from_numpy(np.ascontiguousarray(operand.data))

@@ -44,7 +44,7 @@ FAMILIES = {
 
 @torch.inference_mode()
 def logits_of(model: Any) -> Tensor:
-    """Of two prompts in one step, one of them in chunks, and of decodes of both."""
+    """Logits of two prompts in one step, one of them in chunks, and of decodes of both."""
     by_hand = ByHand(model)
     first, second = list(prompt(70)), list(prompt(33, seed=1))
     found = by_hand.run(by_hand.row(0, first[:65]), by_hand.row(1, second))

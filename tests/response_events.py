@@ -13,7 +13,7 @@ EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
 def parse_events(stream: bytes) -> list[dict[str, Any]]:
-    """Each is what the openai package says it is, and numbered."""
+    """Checks that each event has the openai package's type and the next sequence number."""
     *blocks, rest = stream.decode().split("\n\n")
     assert rest == ""
     events = []
@@ -28,8 +28,8 @@ def parse_events(stream: bytes) -> list[dict[str, Any]]:
 
 
 def transcript(events: list[dict[str, Any]]) -> str:
-    """For a recording. How a text is cut is the engine's affair: deltas are joined, not
-    numbered.
+    """Normalizes events for a recording: deltas are joined, since where the engine cuts a text may
+    vary.
     """
     told: list[dict[str, Any]] = []
     for event in without_chance(events):
@@ -42,7 +42,7 @@ def transcript(events: list[dict[str, Any]]) -> str:
 
 
 def without_chance(value: Any) -> Any:
-    """Without what differs between two equal requests: ids, times, what was found cached."""
+    """Removes what differs between two equal requests: ids, times, cached tokens."""
     text = json.dumps(value)
     text = re.sub(r'"(resp|msg|rs|fc|ctc)_[0-9a-f]{32}', r'"\1', text)
     text = re.sub(r'"call_[0-9a-f]{24}"', '"call"', text)
@@ -51,8 +51,8 @@ def without_chance(value: Any) -> Any:
 
 
 def assert_well_formed(events: list[dict[str, Any]], output: list[dict[str, Any]]) -> None:
-    """One item is open at a time; its deltas are its text; all that completed is in the
-    response.
+    """Checks that one item is open at a time, its deltas are its text, and the response has all
+    items.
     """
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     done: list[dict[str, Any]] = []

@@ -44,7 +44,7 @@ def drafting_engine(
     script: Script[int] = EVERY_PLACE,
     **settings: Any,
 ) -> Engine:
-    """That drafts what a plain engine has said."""
+    """An engine that drafts what a plain engine replies."""
     engine = make_engine(config, speculate=f"ngram:{NUM_DRAFTS}", **settings)
     said = {id: tokens_of(deltas) for id, deltas in replies.items()}
     engine.policy.speculator.drafter = ScriptedDrafter(said, script)
@@ -55,6 +55,6 @@ def drafting_engine(
 def run_both(
     config: dict[str, Any], *requests: Request, script: Script[int] = EVERY_PLACE, **settings: Any
 ) -> tuple[dict[str, list[TokenDelta]], dict[str, list[TokenDelta]]]:
-    """What a plain engine says, and one that drafts."""
+    """The replies of a plain engine, and those of one that drafts."""
     plain = run(make_engine(config, **settings), *requests)
     return plain, run(drafting_engine(config, plain, script, **settings), *requests)

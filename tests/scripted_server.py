@@ -26,7 +26,7 @@ def one_token_a_word(text: str) -> int:
 
 @dataclass
 class ScriptedServer:
-    """`script` says what is done with the n-th stream: "fine", or the name of a fault."""
+    """`script` returns the behaviour for the n-th stream: "fine", or the name of a fault."""
 
     script: Callable[[int], str] = lambda number: "fine"
     count_tokens: Callable[[str], int] = one_token_a_word

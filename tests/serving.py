@@ -44,7 +44,7 @@ FREE = {"ignore_eos": True}
 
 
 class Server:
-    """A server process and what it has said."""
+    """A server process and its output so far."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -61,7 +61,7 @@ class Server:
         self._lines.put(None)
 
     def wait_phase(self, name: str) -> dict[str, Any]:
-        """Waits until the server has said this; fails when it ends before."""
+        """Waits until the server has written this; fails if it exits before."""
         while True:
             line = self._lines.get(timeout=START_TIMEOUT_S)
             assert line is not None, f"the server ended before {name!r}, after {self.phases}"
@@ -79,7 +79,7 @@ class Server:
 
     @property
     def engine_pids(self) -> list[int]:
-        """The other child process of the server runs its chat templates."""
+        """The server's other child process, which runs chat templates."""
         return engine_pids_of(self.process.pid)
 
     @property
@@ -96,7 +96,7 @@ class Server:
 
     @contextlib.contextmanager
     def stream(self, body: dict[str, Any]) -> Iterator[Iterator[str]]:
-        """The lines of a streamed chat, of which the first has arrived."""
+        """Streams a chat; the first of its lines has arrived."""
         with self.http.stream("POST", f"{self.url}/v1/chat/completions", json=body) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: {")
@@ -114,7 +114,7 @@ class Server:
         return pages_back and stats["num_running"] == 0 and stats["num_waiting"] == 0
 
     def end_sessions(self) -> None:
-        """Their pages stay taken until then."""
+        """Ends all sessions: they keep pages until then."""
         for session in self.http.get(f"{self.url}/v1/sessions").json()["data"]:
             self.http.delete(f"{self.url}/v1/sessions/{session['id']}")
 
@@ -159,7 +159,7 @@ def _start_executed(
     folders = [REPOSITORY] if path is None else [REPOSITORY, path]
     return subprocess.Popen(
         [*limit, *command],
-        stdin=subprocess.DEVNULL,  # no terminal, whoever runs the tests
+        stdin=subprocess.DEVNULL,  # no terminal, even if the tests run in one
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
@@ -199,7 +199,7 @@ def command_of(pid: int) -> bytes:
 
 
 def child_pids(pid: int) -> list[int]:
-    """Of all its threads: each has those that it started."""
+    """Children of all threads of the process: each thread lists those that it started."""
     children: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended meanwhile

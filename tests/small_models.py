@@ -61,7 +61,7 @@ LLAMA: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 FAMILIES = {"hybrid_moe": HYBRID_MOE, "hybrid_dense": HYBRID_DENSE, "llama": LLAMA}
-# For engine tests with many steps: two layers with states, which could be confused, and one with
+# For engine tests with many steps: two layers with states, which could be swapped, and one with
 # keys.
 _FEW_LAYERS = {
     "num_hidden_layers": 3,
@@ -89,7 +89,7 @@ def make_engine(config: dict[str, Any], **settings: Any) -> Engine:
 
 
 def run(engine: Engine, *requests: Request, max_steps: int = 5000) -> dict[str, list[TokenDelta]]:
-    """Submits all at once and steps until nothing is left to do."""
+    """Submits all requests at once and steps until all have ended."""
     for request in requests:
         engine.submit(request)
     return drain(engine, max_steps)

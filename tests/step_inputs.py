@@ -21,7 +21,7 @@ PAGE_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Some tokens of one sequence, starting at a position; pages from its first token on."""
+    """Some tokens of one sequence from a position on, with its pages from its first token on."""
 
     token_ids: Sequence[int]
     pages: Sequence[int]
@@ -49,7 +49,7 @@ def make_cache(
 
 
 def make_inputs(rows: Sequence[Row], deterministic: bool = False) -> StepInputs:
-    """All tokens of the rows in one step; logits of every token are wanted."""
+    """Puts all tokens of the rows into one step, with logits of every token."""
     lens = torch.tensor([len(row.token_ids) for row in rows])
     context_lens = torch.tensor([row.start + len(row.token_ids) for row in rows])
     page_table = torch.zeros(len(rows), max(len(row.pages) for row in rows), dtype=torch.int32)
@@ -125,12 +125,14 @@ class ByHand:
 
     @torch.inference_mode()
     def run(self, *rows: Row) -> list[Tensor]:
-        """One step; the logits [tokens, vocab] of each row."""
+        """Runs one step; returns the logits [tokens, vocab] of each row."""
         logits = self.model.logits(self.hidden(*rows), deterministic=self.deterministic)
         return list(logits.split([len(row.token_ids) for row in rows]))
 
     def prefill(self, token_ids: Sequence[int], *lens: int, sequence: int = 0) -> Tensor:
-        """A prompt in blocks of the given lengths (and the rest); the logits of all of it."""
+        """Runs a prompt in chunks of the given lengths, then the rest; returns the logits of all
+        tokens.
+        """
         logits, start = [], 0
         for size in (*lens, len(token_ids) - sum(lens)):
             logits += self.run(self.row(sequence, token_ids[start : start + size], start))
@@ -138,14 +140,14 @@ class ByHand:
         return torch.cat(logits)
 
     def decode(self, token_ids: Sequence[int], start: int, sequence: int = 0) -> Tensor:
-        """Given tokens, one step each; their logits."""
+        """Runs given tokens, one per step; returns their logits."""
         steps = [
             self.run(self.row(sequence, [token], start + i))[0] for i, token in enumerate(token_ids)
         ]
         return torch.cat(steps)
 
     def generate(self, token_ids: Sequence[int], num_tokens: int, sequence: int = 0) -> list[int]:
-        """Greedy tokens after a prompt."""
+        """Decodes greedy tokens after a prompt."""
         chosen = [int(self.prefill(token_ids, sequence=sequence)[-1].argmax())]
         while len(chosen) < num_tokens:
             position = len(token_ids) + len(chosen) - 1

@@ -38,7 +38,7 @@ def run_stub(
     next_token: Callable[[Request], int],
     on_idle: Callable[[], None] = lambda: None,  # called when the last request has ended
 ) -> None:
-    """The engine process. Takes part in a server as an engine does."""
+    """Runs the engine process and talks to the server as a real engine does."""
     channel = EngineChannel.connect(socket_path)
     inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
 
@@ -65,7 +65,7 @@ def run_stub(
                     rows.pop(request_id, None)
                 case Shutdown():
                     return
-        # While the host is late, a GPU continues for the one step that is planned ahead.
+        # While the host is late, a GPU still runs the step that is planned ahead.
         due_s = max(due_s + step_s, time.monotonic() - step_s)
         time.sleep(max(0.0, due_s - time.monotonic()))
         deltas = []
@@ -82,7 +82,7 @@ def run_stub(
 
 
 async def launch_stub(on_phase: OnPhase, script: str, *words: str) -> EngineClient:
-    """Starts the script with the socket behind `--stub`, and these words after it."""
+    """Starts the script with the engine's socket after `--stub`, and these arguments after it."""
     loop = asyncio.get_running_loop()
     connected: asyncio.Future[ServerChannel] = loop.create_future()
     with tempfile.TemporaryDirectory() as folder:

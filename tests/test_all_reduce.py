@@ -102,8 +102,8 @@ def sum_of(size: int, call: int, count: int, dtype: torch.dtype) -> Tensor:
 def test_every_rank_gets_the_sum_in_rank_order(
     size: int, dtype: torch.dtype, on_emulators: Any
 ) -> None:
-    """In several sizes one after the other, so that turns of a buffer come again, with less and
-    with more data than before.
+    """Several sizes one after the other, smaller and larger than before, so that all halves of a
+    buffer are reused.
     """
     per_vector = 16 // dtype.itemsize
     counts = [n * per_vector for n in (1, 257, 3, 512, 2, 130, 1, 512)]
@@ -128,7 +128,7 @@ def test_every_rank_gets_the_sum_in_rank_order(
 @emulated
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_whose_stores_take_long_loses_nothing(slow: int, on_emulators: Any) -> None:
-    """The other one is ahead by as much as it can be, and sees vectors of which words are missing."""
+    """The other rank is as far ahead as possible, and sees vectors with missing words."""
     counts = [96, 8, 96, 64, 96, 8]
 
     def work(one: OneShot) -> list[Tensor]:
@@ -157,7 +157,7 @@ def test_nothing_after_the_values_is_written(on_emulators: Any) -> None:
 
 @emulated
 def test_of_keys_every_rank_gets_the_largest(on_emulators: Any) -> None:
-    empty_high, empty_low = EMPTY << 32, EMPTY + (1 << 32)  # a word of each is EMPTY
+    empty_high, empty_low = EMPTY << 32, EMPTY + (1 << 32)  # each has a word equal to EMPTY
     keys = torch.tensor([[5, -3, empty_high, empty_low], [4, -2, empty_high + 9, empty_low - 9]])
 
     def work(one: OneShot) -> list[int]:
@@ -168,7 +168,7 @@ def test_of_keys_every_rank_gets_the_largest(on_emulators: Any) -> None:
     first, second = on_emulators(2, work)
     assert first == second
     assert first[:2] == [5, -2]
-    # A word that would be EMPTY is the next one: such keys come from the logit NaN alone.
+    # A word equal to EMPTY is replaced by the next one: only the logit NaN gives such keys.
     assert first[2:] == [empty_high + (1 << 32) + 9, empty_low + 1]
 
 
@@ -232,7 +232,7 @@ def test_which_tensors_are_small_enough() -> None:
 def test_all_ranks_share_memory_or_none(
     stage: str, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a stage fails on one rank, every rank continues with its group, and knows why."""
+    """If a stage fails on one rank, every rank continues with its group and logs the reason."""
     passing: dict[str, Any] = {
         "_check_access": lambda device, size: None,
         "_new_buffer": lambda *given: torch.zeros(1),
@@ -277,7 +277,7 @@ def test_ranks_that_can_share_memory_do(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_torch_knows_the_group_and_says_what_it_lacks() -> None:
-    """On a build of torch without CUDA: the calls that need no GPU are real."""
+    """With a build of torch without CUDA: the calls that need no GPU are real."""
     links = GroupLinks(dist.HashStore(), 0, 1, CPU)
     if torch.cuda.is_available():
         pytest.skip("this build has symmetric memory")
@@ -290,7 +290,7 @@ def test_torch_knows_the_group_and_says_what_it_lacks() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 8])
 def test_streams_of_a_gpu_add_as_ranks_do(size: int, dtype: torch.dtype) -> None:
-    """Launched, and then as graphs that are replayed."""
+    """Launched eagerly, and then as graphs that are replayed."""
     device = torch.device("cuda", 0)
     buffers = [
         torch.empty(buffer_words(size), dtype=torch.int32, device=device) for _ in range(size)
@@ -334,7 +334,8 @@ def test_streams_of_a_gpu_add_as_ranks_do(size: int, dtype: torch.dtype) -> None
 @pytest.mark.skipif(not HAS_GPU, reason="there is no CUDA device")
 def test_processes_share_memory_through_torch(tmp_path: Path) -> None:
     script = Path(__file__).with_name("memory_of_two.py")
-    # One GPU has both ranks; without a daemon for it, their kernels take turns of milliseconds.
+    # One GPU runs both ranks; without its daemon, their kernels alternate in slices of
+    # milliseconds.
     settings = {**os.environ, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     started = [
         subprocess.Popen(

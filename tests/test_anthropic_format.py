@@ -214,7 +214,7 @@ WORDS = st.text(min_size=1, max_size=6)
 
 @st.composite
 def replies(draw: st.DrawFn) -> list[Delta]:
-    """The deltas of any reply: texts, thoughts, and calls that are whole or come to nothing."""
+    """The deltas of any reply: texts, thoughts, and calls that are complete or cut off."""
     deltas: list[Delta] = []
     num_calls = 0
     has_whole_call = False
@@ -226,7 +226,7 @@ def replies(draw: st.DrawFn) -> list[Delta]:
         elif kind == "r":
             deltas.append(ReasoningDelta(draw(WORDS)))
         else:
-            # Whether a number at a cut is whole, nobody knows: the SDK takes it, a body does not.
+            # A number at the cut may be incomplete: the SDK takes it, a body does not.
             values = WORDS if kind == "x" else st.integers() | WORDS
             arguments = json.dumps(draw(st.dictionaries(WORDS, values, max_size=3)))
             cut = draw(st.integers(0, len(arguments) - 1))
@@ -282,7 +282,7 @@ def test_events_are_in_order_and_add_up_to_the_body(
 
 
 def joined(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours of one kind as one, unsigned: a broken call parts a text in a stream, and not in a
+    """Merges neighbours of one kind, unsigned: a broken call splits a text in a stream, not in a
     body.
     """
     found: list[dict[str, Any]] = []

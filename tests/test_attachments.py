@@ -1,4 +1,4 @@
-"""Images and files in tool results: every API leaves them out, and the reply says so."""
+"""Images and files in tool results: every API leaves them out and reports it in the reply."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def contains(tokens: list[int], word: tuple[int, ...]) -> bool:
 
 def test_only_the_token_that_would_complete_a_word_is_forbidden() -> None:
     words = BannedWords([(7,), (1, 2, 3), (5, 3), (2, 9)])
-    assert words.next_ids([1, 1], 2) == [7]  # of the prompt, nothing counts
+    assert words.next_ids([1, 1], 2) == [7]  # the prompt does not count
     assert words.next_ids([0, 1, 2], 1) == [7, 3, 9]
     assert words.next_ids([0, 1, 2], 2) == [7, 9]
     assert words.next_ids([0, 5], 0) == [7, 3]
@@ -36,7 +36,7 @@ def test_only_the_token_that_would_complete_a_word_is_forbidden() -> None:
 def test_a_reply_goes_another_way_where_a_banned_word_would_come(
     family: str, settings: dict[str, Any]
 ) -> None:
-    """Greedily, so that the reply without it is known; beside one that is free."""
+    """Greedy, so the reply without the ban is known; an unrestricted request runs beside it."""
     engine = make_engine(SHALLOW_FAMILIES[family], **settings)
     free = request("free", prompt(70), max_tokens=30)
     said = tokens_of(run(engine, free)["free"])

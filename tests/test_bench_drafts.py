@@ -105,7 +105,7 @@ def test_right_replies_pass_the_check(deterministic: bool) -> None:
 def test_a_journal_that_is_not_replayed_is_found(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens of states that miss what was accepted are as unlikely as any."""
+    """A state without the accepted tokens makes the right tokens as unlikely as any others."""
     accept = RowTable.accept_places
 
     def forget(table: RowTable, *given: Any) -> AcceptedDrafts:

@@ -46,7 +46,7 @@ def requests_of(
 
 @pytest.fixture(scope="module")
 def clients() -> Iterator[LoadClients]:
-    """Two processes, so that every law holds for shared work."""
+    """Two processes, so that all checks also hold for shared work."""
     with LoadClients(2) as running:
         yield running
 
@@ -99,7 +99,8 @@ def test_events_are_read_however_the_bytes_were_cut(piece_size: int) -> None:
         4,
         2,
     )
-    # An event has come when the end of its line has: never before, and at most a piece later.
+    # An event counts as arrived when the end of its line has: never before, and one piece later at
+    # most.
     line_ends = [
         STREAM.index(text) + STREAM[STREAM.index(text) :].index(b"\n") + 1
         for text in (b"h\xc3", b"llo")
@@ -139,7 +140,7 @@ FAULTS = {
     "stall": "No end after 1 s. 2 events with text had come.",
     "garbage": "The answer is not HTTP",
     "500": "HTTP 500: out of pages",
-    "drop": "",  # reset or end, as the network has it
+    "drop": "",  # the connection is reset or closed, depending on the network
     "error": "The stream failed: the engine died",
     "bad json": "An event is not a chat completion chunk",
     "no usage": "The server sent no usage",
@@ -203,7 +204,7 @@ def test_closed_loop_keeps_exactly_so_many_requests_running(
     assert not any(reply.error for reply in result.replies)
     assert (seen[-1].num_done, seen[-1].num_failed) == (15, 0)
     assert seen[-1].num_pieces >= 15
-    # Replies are in the order of their jobs, whichever client sent them.
+    # Replies are in the order of their jobs, whichever process sent them.
     sent = sorted(body["messages"][0]["content"] for body in server.bodies)
     assert sent == sorted(f"job {number}" for number in range(15))
 
@@ -328,7 +329,7 @@ def test_random_arrivals_keep_their_rate_and_their_seed() -> None:
     arrivals = poisson_arrivals(4000, 50.0, 10, 20, seed=1)
     gaps = [after.at_s - before.at_s for before, after in itertools.pairwise(arrivals)]
     assert statistics.fmean(gaps) == pytest.approx(1 / 50, rel=0.1)
-    assert statistics.stdev(gaps) == pytest.approx(1 / 50, rel=0.15)  # as memoryless ones have it
+    assert statistics.stdev(gaps) == pytest.approx(1 / 50, rel=0.15)  # as for memoryless arrivals
     assert arrivals == poisson_arrivals(4000, 50.0, 10, 20, seed=1)
     assert arrivals != poisson_arrivals(4000, 50.0, 10, 20, seed=2)
     assert {arrival.at_s for arrival in poisson_arrivals(5, math.inf, 1, 1, seed=1)} == {0.0}
@@ -536,7 +537,7 @@ def test_bench_serve_replays_a_trace_with_its_lengths(
 def test_bench_serve_says_what_was_reused_of_a_block_trace_beside_what_was_possible(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two conversations behind one system prompt, one turn after the other, on a small hybrid."""
+    """Two conversations behind one system prompt, turn by turn, on a small hybrid model."""
     trace = tmp_path / "trace.jsonl"
     turns = [[0, 1], [0, 2], [0, 1, 3, 4], [0, 2, 5], [0, 1, 3, 6, 7]]
     rows = [

@@ -31,7 +31,7 @@ def prompt(num_tokens: int, start: int = 0) -> list[int]:
 def compute(
     cache: Cache, sequence: Sequence, num_tokens: int, checkpoints: tuple[int, ...] = ()
 ) -> bool:
-    """Admits the sequence and does as if its first `num_tokens` tokens had run."""
+    """Admits the sequence and marks its first `num_tokens` tokens as computed."""
     if not cache.admit(sequence):
         return False
     assert cache.reserve(sequence, num_tokens - sequence.num_computed) is not None
@@ -139,7 +139,7 @@ def test_only_known_and_computed_tokens_are_registered() -> None:
     first = sequence_of(prompt(12))
     compute(cache, first, 7)
     assert cache.match(sequence_of(prompt(12))).num_tokens == 4
-    first.num_computed = 12  # as if a sampled token, unknown to the host, had run too
+    first.num_computed = 12  # as if a sampled token, unknown to the host, had also been computed
     first.tokens = first.tokens[:11]
     cache.reserve(first, 0)
     cache.commit(first)
@@ -223,7 +223,7 @@ def test_identical_pages_computed_at_once_are_kept_once() -> None:
     assert cache.num_free_pages == 8
 
 
-def test_all_idle_pages_can_be_evicted_whoever_registered_their_prefix() -> None:
+def test_idle_pages_of_shared_prefixes_can_all_be_evicted() -> None:
     cache = Cache(page_size=PAGE, num_pages=6)
     first, second = sequence_of(prompt(4)), sequence_of(prompt(12), "b")
     for sequence in (first, second):
@@ -419,7 +419,7 @@ def test_nothing_leaks_and_nothing_is_owned_twice(
     seed: int, num_pages: int, num_slots: int
 ) -> None:
     """Random admissions, growth, checkpoints and releases of prompts over a tiny alphabet, and
-    sessions that are kept, dropped, and end for others or in time.
+    sessions that are kept, dropped, evicted for others, or expire.
     """
     if num_pages == num_slots == 0:
         return
@@ -449,7 +449,7 @@ def test_nothing_leaks_and_nothing_is_owned_twice(
                 assert sequence.num_computed == hit.num_tokens < len(sequence.tokens)
                 running.append(sequence)
             else:
-                assert cache.num_free_pages >= free  # more, if sessions ended in vain
+                assert cache.num_free_pages >= free  # more, if ending sessions was not enough
         elif running and action < 0.7:
             sequence = rng.choice(running)
             num_tokens = rng.randrange(1, 9)

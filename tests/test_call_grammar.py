@@ -51,7 +51,7 @@ EXAMPLES = {
 
 
 def grammar_of(dialect: str, tools: list[dict[str, Any]] | None = None, **options: Any) -> str:
-    """On a vocabulary of bytes, where tags are text."""
+    """Compiles a grammar on a vocabulary of bytes, where tags are text."""
     return tool_calls_grammar(
         TOOLS if tools is None else tools, FORMS[dialect], lambda _: False, **options
     )
@@ -83,7 +83,7 @@ def test_whatever_is_allowed_parses_as_valid_calls_and_nothing_else(
     assert reply.calls
     for call in reply.calls:
         arguments, schema = json.loads(call.arguments), SCHEMAS[call.name]
-        if dialect == "qwen_xml":  # of a text only listed values are enforced
+        if dialect == "qwen_xml":  # in text, only listed values are enforced
             assert set(schema["required"]) <= arguments.keys() <= schema["properties"].keys()
         else:
             assert is_valid(arguments, schema, schema), arguments
@@ -95,7 +95,7 @@ PLACE: dict[str, Any] = {
     "required": ["x"],
 }
 REFERENCES: list[tuple[dict[str, Any], list[str], list[str]]] = [
-    # Parameters, and what their last one may be and may not be.
+    # Parameters, and valid and invalid values of the last one.
     ({"a": PLACE, "b": {"$ref": "#/properties/a"}}, ['{"x": 1}'], ["[]", "1", '{"y": 1}']),
     ({"a": PLACE, "b": {"$ref": "#/properties/a/properties/x"}}, ["7"], ["left", "{}"]),
     ({"a": PLACE, "b": {"$ref": "#/properties/a/properties/side"}}, ["left"], ["up", "7"]),
@@ -131,7 +131,7 @@ def test_a_value_between_tags_is_held_to_what_its_schema_refers_to(
 
 @pytest.mark.parametrize("dialect", FORMS)
 def test_a_schema_that_is_a_reference_is_what_it_refers_to(dialect: str) -> None:
-    """As pydantic writes a model that contains itself."""
+    """pydantic writes such schemas for recursive models."""
     node = {
         "type": "object",
         "properties": {
@@ -343,7 +343,7 @@ def test_a_parameter_may_have_any_name_that_a_tag_can_hold(name: str) -> None:
     assert is_allowed(grammar_of("qwen_xml", tools), call)
 
 
-def test_copies_of_what_many_parameters_refer_to_are_not_made_in_vain() -> None:
+def test_a_large_definition_that_many_parameters_refer_to_is_refused_in_a_second() -> None:
     large = {"type": "object", "properties": {f"k{n}": {"type": "integer"} for n in range(300)}}
     referring = {"type": "array", "items": {"$ref": "#/$defs/large"}}
     schema = {

@@ -24,8 +24,8 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One of the table: `words` are what the output must have, `files` what it names of the
-    repository.
+    """A line of the table: `words` must be in the output, `files` are the repository files it
+    names.
     """
 
     ids: tuple[str, ...]
@@ -42,7 +42,7 @@ def read_table() -> list[Line]:
         if len(cells) == 3 and re.match(r"[TFML]\d", cells[0]):
             code = re.fullmatch(r"`(.*)`", cells[1])
             assert code is not None, cells[1]
-            seen = cells[2].partition(";")[0]  # the rest is told
+            seen = cells[2].partition(";")[0]  # the rest is a remark
             words = tuple(word for word in re.findall(r"`([^`]+)`", seen) if not FILE.match(word))
             files = tuple(FILE.findall(cells[2]))
             exits = re.search(r"exit (\d)", cells[2])
@@ -54,7 +54,7 @@ def read_table() -> list[Line]:
 TABLE = read_table()
 
 
-def test_every_wish_is_in_the_table() -> None:
+def test_every_item_is_in_the_table() -> None:
     assert {id for line in TABLE for id in line.ids} == IDS
 
 
@@ -73,7 +73,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The variables of a shell in which the page's server runs, on a port of its own."""
+    """Shell variables with which the page's server runs, on a port of its own."""
     folder, port = tmp_path_factory.mktemp("checklist"), free_port()
     variables = environment(
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

@@ -14,7 +14,7 @@ from penstock.commands.started_server import started_server
 from penstock.http_client import HttpClient
 
 SMALL = ["--device", "cpu", "--memory-gb", "0.05", "--max-model-len", "256"]
-# Of the standard library, of what we depend on, and of what is tried and may be missing.
+# Names from the standard library, our dependencies, and optional packages.
 NAMES = (
     "timeit",
     "argparse",
@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A folder of modules that must not be imported; `imported` is written when one is."""
+    """A folder of modules that must not be imported; `imported` is written if one is."""
     for name in NAMES:
         mark = f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')"
         (tmp_path / f"{name}.py").write_text(f"{mark}\nraise SystemExit('{name} of the folder')")

@@ -41,7 +41,7 @@ def test_the_help_of_chat_says_where_a_servers_key_comes_from(
 
 
 def test_help_imports_no_torch() -> None:
-    """Of any command: one process asks for all, and names the first that imports one of these."""
+    """Checked for every command in one process, which names the first that imports one of these."""
     asked = [[], ["--help"], *([name, "--help"] for name in COMMANDS)]
     code = (
         "import contextlib, io, sys\nfrom penstock.cli import main\n"
@@ -59,8 +59,8 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_help_answers_at_once() -> None:
-    """0.3 s is the target. CPU time, which a busy machine changes less than the time on a clock; an
-    import of torch would be seen.
+    """The target is 0.3 s. CPU time depends less on other load than elapsed time; an import of
+    torch would show.
     """
     seconds = []
     for _ in range(3):
@@ -349,7 +349,7 @@ def parse(settings: type[Any], *words: str) -> argparse.Namespace:
 
 SAMPLES = {"int": "7", "float": "0.5", "bool": "1", "str": "x"}
 SAMPLES |= {"tuple[int, ...]": "7", "tuple[str, ...]": "x"}
-# Of settings that take few values.
+# Valid values of settings that accept few values.
 OWN_SAMPLES = {"min_priority": "-7", "speculate": "mtp:2"}
 OWN_SAMPLES |= {"expert_cache": "6GB", "expert_ram": "40GB"}
 

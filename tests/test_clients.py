@@ -27,7 +27,7 @@ from serving import Server
 DOCUMENT = (ROOT / "docs" / "api.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SOMETHING = "…"  # in what an example prints: any text
+SOMETHING = "…"  # stands for any text in what an example prints
 
 Block = tuple[str, str, str]  # language, note, text
 BLOCKS: list[Block] = [
@@ -35,7 +35,7 @@ BLOCKS: list[Block] = [
 ]
 CLIENT_BLOCKS = [
     text for _, note, text in BLOCKS if note == "client"
-]  # of programs that tests do not install
+]  # programs with libraries that tests do not install
 EXAMPLES = [
     (language, text, printed)
     for (language, note, text), (answer, _, printed) in itertools.pairwise(BLOCKS)
@@ -48,7 +48,7 @@ def as_shown(text: str, url: str) -> str:
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading, without its head."""
+    """The cells of the first table below a heading, without its header."""
     section = DOCUMENT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     assert len(rows) > 2, heading
@@ -96,7 +96,7 @@ def test_every_address_of_the_document_is_answered(server: Server) -> None:
             f"{base.removesuffix('/v1')}/v1/models" if base in (ADDRESS, f"{ADDRESS}/v1") else base
         )
         status = server.http.get(as_shown(models, server.url)).status_code
-        assert status in (200, 405), base  # 405: a POST belongs there
+        assert status in (200, 405), base  # 405: the route exists for POST
 
 
 def test_the_table_of_routes_has_every_route_and_no_other() -> None:

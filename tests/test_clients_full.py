@@ -43,7 +43,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def short_server() -> Iterator[Server]:
-    """Where a limit was lost, replies end soon."""
+    """A short context and a timeout end replies whose own limit a test has removed."""
     with start_server(engine={"max_model_len": 512}, serve={"request_timeout": 10.0}) as running:
         yield running
 
@@ -67,7 +67,7 @@ def test_litellm_speaks_to_it_as_openai_and_as_anthropic(server: Server) -> None
 
     (example,) = [text for text in CLIENT_BLOCKS if "import litellm" in text]
     printed = run("python", as_shown(example, server.url))
-    assert printed.split().count("43") == 2, printed  # among news of its own
+    assert printed.split().count("43") == 2, printed  # among log lines of its own
     for provider, base in (("openai", f"{server.url}/v1"), ("anthropic", server.url)):
         name = f"{provider}/penstock-tiny"
         chunks = litellm.completion(name, MESSAGES, api_base=base, api_key="unused", stream=True)
@@ -103,7 +103,7 @@ def test_lm_eval_asks_and_understands_the_answers(
 
 
 def test_lm_eval_compares_how_likely_answers_are(server: Server, tmp_path: Path) -> None:
-    """From the log-probabilities of prompts, of which each ends with one of the answers."""
+    """Uses log-probabilities of prompts, each of which ends with one of the answers."""
     require(*LM_EVAL_PACKAGES)
     task = {
         "output_type": "multiple_choice",
@@ -127,7 +127,7 @@ def test_lm_eval_compares_how_likely_answers_are(server: Server, tmp_path: Path)
 def run_lm_eval(
     task: dict[str, Any], model: str, settings: str, folder: Path, *flags: str
 ) -> float:
-    """Asks the sums; the share of right answers, by the task's only metric."""
+    """Runs the sums; returns the share of right answers, the task's only metric."""
     questions = folder / "sums.jsonl"
     lines = [
         {
@@ -177,7 +177,7 @@ def run_lm_eval(
 
 
 def chat_prompt(question: str) -> str:
-    """As the embedded model's template renders a chat that is not thought about."""
+    """A prompt as the embedded model's template renders it with thinking off."""
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
@@ -242,7 +242,7 @@ def test_no_spoilt_body_is_a_5xx(short_server: Server) -> None:
 
 
 def end_sessions(server: Server) -> None:
-    """Those that such requests have begun keep their pages, as sessions do."""
+    """Ends the sessions that such requests have begun: they keep their pages."""
     for session in server.http.get(f"{server.url}/v1/sessions").json()["data"]:
         answer = server.http.delete(f"{server.url}/v1/sessions/{quote(session['id'], safe='')}")
         assert answer.status_code == 200, (session, answer.text)

@@ -58,7 +58,7 @@ CLOSED: dict[str, tuple[Schema, list[str], list[str]]] = {  # what is allowed, a
         ['{"properties":{"b":1}}'],
     ),
 }
-OPEN: dict[str, tuple[Schema, str]] = {  # where others must stay possible
+OPEN: dict[str, tuple[Schema, str]] = {  # where other keys must stay possible
     "no list": ({"type": "object"}, '{"x":1}'),
     "says so": ({**A, "additionalProperties": True}, '{"x":1}'),
     "says of what kind": ({**A, "additionalProperties": INTEGER}, '{"x":1}'),

@@ -192,7 +192,7 @@ def test_unknown_slash_command_gets_the_nearest(
 
 
 class Pty:
-    """A command in a terminal, for what only a terminal has: prompts and Ctrl-C."""
+    """A command in a terminal, for features that need one: prompts and Ctrl-C."""
 
     def __init__(self, words: list[str], **variables: str) -> None:
         self.pid, self.file = pty.fork()
@@ -206,13 +206,13 @@ class Pty:
         self.said = ""
 
     def wait_for_more(self, length: int) -> None:
-        """Reads until this much has been said in all."""
+        """Reads until the total output has this many characters."""
         while len(self.said) < length:
             assert select.select([self.file], [], [], 60.0)[0], f"silence after {self.said!r}"
             self.said += os.read(self.file, 65536).decode(errors="replace")
 
     def wait_for(self, text: str, after: int = 0) -> int:
-        """Reads until the text has come; where it ends."""
+        """Reads until the text has come; returns where it ends."""
         while text not in self.said[after:]:
             self.wait_for_more(len(self.said) + 1)
         return self.said.index(text, after) + len(text)
@@ -221,7 +221,7 @@ class Pty:
         os.write(self.file, text.encode())
 
     def exit_code(self) -> int:
-        with contextlib.suppress(OSError):  # EIO is how a terminal says that nobody is left
+        with contextlib.suppress(OSError):  # reading a terminal without a process fails with EIO
             while os.read(self.file, 65536):
                 pass
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -232,7 +232,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(tmp_path: Path) -> None:
     place = terminal.wait_for(">>> ")
     terminal.type("Tell me everything\r")
     place = terminal.wait_for("everything", place)
-    terminal.wait_for_more(place + 40)  # some of the answer; all of it would be 8192 tokens
+    terminal.wait_for_more(place + 40)  # a part of the answer; all of it would be 8192 tokens
     terminal.type("\x03")
     place = terminal.wait_for("[stopped]", place)
     place = terminal.wait_for(">>> ", place)
@@ -256,7 +256,7 @@ def server() -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def served(*words: str) -> Iterator[tuple[str, str]]:
-    """`penstock serve` on a free port: its URL, and what it says at its start."""
+    """Runs `penstock serve` on a free port; gives its URL and its startup output."""
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", "serve", "--port", "0", *SMALL, *words],
         stderr=subprocess.PIPE,
@@ -279,7 +279,7 @@ def served(*words: str) -> Iterator[tuple[str, str]]:
 
 
 def choice_of_curl(said: str) -> dict[str, Any]:
-    """The answer to the line that a server shows, as it is shown."""
+    """Runs the command line that a server shows, unchanged; returns the output."""
     line = said[said.index("  curl ") : said.index("Ctrl-C stops")]
     answer = subprocess.run(
         ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=True
@@ -345,7 +345,7 @@ def test_bench_ends_with_one_json_line_that_says_where_it_was_born(
         said = capsys.readouterr()
         last = said.out.splitlines()[-1]
         report = json.loads(last)
-        for batch in (1, 3):  # as they come: whoever stops the bench keeps them
+        for batch in (1, 3):  # printed line by line, so an interrupted bench keeps its results
             assert re.search(
                 rf"^{batch} x 70 +[\d.]+ s  [\d.]+ ms, [\d,.]+ tok/s", said.err, re.MULTILINE
             )

@@ -27,12 +27,12 @@ from serving import eventually
 
 EVENT_BYTES = 8192
 ASK = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n"
-PAUSING = 300_000  # bytes at which the transport asks for a pause
-LITTLE = 40_000  # less than that, and more than fits into the sockets
+PAUSING = 300_000  # buffered bytes at which the transport pauses writing
+LITTLE = 40_000  # fewer than that, and more than fit into the sockets
 
 
 class EventsOnly:
-    """A format of replies: each delta is an event as long as its text."""
+    """A response format in which each delta is one event with its text."""
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         (piece,) = delta.deltas
@@ -53,7 +53,7 @@ class EventsOnly:
 
 
 class Flood:
-    """A server whose reply is so long, and comes as fast as its loop turns."""
+    """A server whose reply has this length, and is written as fast as its loop runs."""
 
     def __init__(self, num_bytes: int, prompt: Sequence[int] = ()) -> None:
         self._num_events = num_bytes // EVENT_BYTES
@@ -116,8 +116,8 @@ class Flood:
 def flood(
     num_bytes: int, ask: bytes = ASK, prompt: Sequence[int] = ()
 ) -> Iterator[tuple[Flood, socket.socket]]:
-    """A flood, and a client that has asked for it and has small buffers, so that little is on its
-    way.
+    """Starts a flooding server, and a client with small socket buffers that has requested the
+    reply.
     """
     source = Flood(num_bytes, prompt)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
@@ -140,11 +140,11 @@ def flood(
 
 @pytest.fixture
 def _short_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that reads nothing is cut off after half a second."""
+    """Disconnects a client that reads nothing after half a second."""
     monkeypatch.setattr(connection_module, "LOOK_AT_UNREAD_S", 0.05)
 
 
-def test_who_leaves_a_megabyte_unread_is_cut_off_at_once() -> None:
+def test_a_client_with_a_megabyte_unread_is_cut_off_at_once() -> None:
     started = time.monotonic()
     with flood(4 * MAX_BACKLOG_BYTES) as (source, client):
         assert source.has_ended.wait(5.0)
@@ -152,10 +152,10 @@ def test_who_leaves_a_megabyte_unread_is_cut_off_at_once() -> None:
         assert source.record.error == "overloaded"
         received = b"".join(iter(lambda: client.recv(65536), b""))
     assert len(received) < MAX_BACKLOG_BYTES
-    assert not received.endswith(b"0\r\n\r\n")  # a client knows that this is not all
+    assert not received.endswith(b"0\r\n\r\n")  # the response is incomplete, which a client can see
     assert (
         time.monotonic() - started < 10 * connection_module.LOOK_AT_UNREAD_S
-    )  # not the clock's doing
+    )  # closed before the timeout
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -179,8 +179,8 @@ ECHOES = {"whole": [2 * MAX_BACKLOG_BYTES], "in parts": [MAX_BACKLOG_BYTES // 4]
 
 
 @pytest.mark.parametrize("prompt", ECHOES.values(), ids=ECHOES)
-def test_who_reads_an_echo_longer_than_may_be_unread_is_given_everything(prompt: list[int]) -> None:
-    """It is there at once, so nobody can have read it when the next event comes."""
+def test_a_client_that_reads_a_long_echo_gets_all_of_it(prompt: list[int]) -> None:
+    """It arrives at once, so no client can have read it when the next event comes."""
     with flood(EVENT_BYTES, prompt=prompt) as (source, client):
         received = bytearray()
         while not received.endswith(b"\r\n0\r\n\r\n"):
@@ -192,13 +192,13 @@ def test_who_reads_an_echo_longer_than_may_be_unread_is_given_everything(prompt:
 
 
 @pytest.mark.usefixtures("_short_clock")
-def test_who_reads_nothing_of_an_echo_is_cut_off_after_a_while() -> None:
+def test_a_client_that_reads_nothing_of_an_echo_is_cut_off_after_a_while() -> None:
     with flood(EVENT_BYTES, prompt=[2 * MAX_BACKLOG_BYTES]) as (source, _):
         assert source.has_ended.wait(5.0)
         assert eventually(lambda: not source.connections, 5.0)
 
 
-def test_who_leaves_a_megabyte_behind_an_echo_unread_is_cut_off_at_once() -> None:
+def test_a_client_with_a_megabyte_unread_after_an_echo_is_cut_off_at_once() -> None:
     with flood(4 * MAX_BACKLOG_BYTES, prompt=[2 * MAX_BACKLOG_BYTES]) as (source, _):
         assert source.has_ended.wait(5.0)
         assert source.record.error == "overloaded"
@@ -208,7 +208,7 @@ def test_who_leaves_a_megabyte_behind_an_echo_unread_is_cut_off_at_once() -> Non
 @pytest.mark.parametrize(
     ("num_bytes", "ask"), [(PAUSING, ASK), (LITTLE, ASK + b"Connection: close\r\n"), (LITTLE, ASK)]
 )
-def test_who_reads_nothing_of_a_reply_that_has_ended_is_cut_off_after_a_while(
+def test_a_client_that_reads_nothing_of_a_complete_reply_is_cut_off_after_a_while(
     num_bytes: int, ask: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_module, "KEEP_ALIVE_S", 0.2)
@@ -219,7 +219,7 @@ def test_who_reads_nothing_of_a_reply_that_has_ended_is_cut_off_after_a_while(
 
 
 @pytest.mark.usefixtures("_short_clock")
-def test_who_reads_slowly_is_given_everything() -> None:
+def test_a_client_that_reads_slowly_gets_everything() -> None:
     received = b""
     with flood(PAUSING) as (_, client):
         started = time.monotonic()
@@ -231,7 +231,7 @@ def test_who_reads_slowly_is_given_everything() -> None:
     assert num_looks > connection_module.MAX_LOOKS_AT_UNREAD
 
 
-def test_who_does_not_read_holds_up_the_servers_end_no_longer_than_it_allows(
+def test_a_client_that_does_not_read_delays_the_shutdown_only_briefly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with flood(PAUSING) as (source, _):

@@ -51,7 +51,7 @@ SMALLEST: dict[str, Any] = {
     "num_key_value_heads": 1,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 1,
-    "vocab_size": 2560,  # of the embedded model, whose tokenizer it uses
+    "vocab_size": 2560,  # from the embedded model, whose tokenizer it uses
 }
 
 NUM_IDLE = 9000
@@ -74,7 +74,7 @@ MAX_THREADS = 32  # thread pools grow to their maximum under any load
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What the server holds when nobody asks for anything."""
+    """Resources of an idle server."""
 
     server_mb: float
     engine_mb: float
@@ -112,13 +112,13 @@ def count_entries(pid: int, folder: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Both processes while they work."""
+    """Both processes under load."""
 
     seconds: float
     num_answered: int
     server_mb: float
     engine_mb: float
-    counts: tuple[int, ...]  # descriptors and threads, of server and engine
+    counts: tuple[int, ...]  # descriptors and threads of server and engine
 
     @classmethod
     def of(cls, server: Server, seconds: float, num_answered: int) -> Sample:
@@ -148,9 +148,11 @@ def short_request(number: int) -> bytes:
 
 
 class Asker(asyncio.Protocol):
-    """A connection that is kept: asks, reads the answer and asks again until no number is left."""
+    """A keep-alive connection: sends a request, reads the response and repeats until no number is
+    left.
+    """
 
-    num_answered = 0  # of all of them
+    num_answered = 0  # of all connections
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self._numbers = numbers
@@ -190,7 +192,7 @@ class Asker(asyncio.Protocol):
 
 
 async def ask_all(server: Server, numbers: Iterator[int]) -> list[Sample]:
-    """Every number once; what the server held meanwhile."""
+    """Sends every number once; returns the server's resources during the run."""
     loop, started = asyncio.get_running_loop(), time.monotonic()
     Asker.num_answered = 0
     made = [
@@ -266,9 +268,9 @@ def test_a_million_short_requests_leave_nothing_behind(small_server: Server) -> 
 
 
 class Idle(asyncio.Protocol):
-    """A connection that is kept open by asking for something small now and then."""
+    """A connection kept open by a small request now and then."""
 
-    num_lost = 0  # of all of them
+    num_lost = 0  # of all connections
 
     def __init__(self) -> None:
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -316,8 +318,8 @@ class Streamed(asyncio.Protocol):
 
 
 async def open_many(server: Server) -> dict[str, Any]:
-    """Idle connections first, then streams beside them; what that costs the server, and whom it
-    failed.
+    """Opens idle connections, then streams beside them; returns the server's resources and how many
+    connections failed.
     """
     loop, Idle.num_lost = asyncio.get_running_loop(), 0
     empty_mb, num_before = resident_mb(server.process.pid), count_entries(server.process.pid, "fd")
@@ -380,7 +382,7 @@ def test_ten_thousand_connections_cost_little_and_a_thousand_of_them_stream() ->
         assert set(answers_by_status(server)) == {"200"}
 
 
-# Rude connections
+# Abusive connections
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +395,7 @@ def p99(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=100)[98]
 
 
-def test_a_thousand_dripping_heads_end_in_ten_seconds_and_nobody_waits_for_them(
+def test_a_thousand_dripping_heads_end_in_ten_seconds_and_delay_no_other_client(
     server: Server,
 ) -> None:
     def in_peace() -> Waits:
@@ -418,12 +420,10 @@ def test_a_thousand_dripping_heads_end_in_ten_seconds_and_nobody_waits_for_them(
     assert p99(dripping.first_s) < 1.1 * p99(quiet.first_s)
 
 
-def test_a_thousand_rude_connections_leave_nothing_behind_and_hardly_disturb_anybody(
+def test_a_thousand_abusive_connections_leave_nothing_behind_and_hardly_delay_others(
     server: Server,
 ) -> None:
-    wait_among(
-        server.address, NUM_POLITE, NUM_RUDE, WARM_UP_S
-    )  # from here on, pools have reached their size
+    wait_among(server.address, NUM_POLITE, NUM_RUDE, WARM_UP_S)  # pools have reached their size
     assert eventually(server.is_idle, 60.0)
     before = Footprint.of(server)
     quiet = wait_in_peace(server.address, NUM_POLITE, QUIET_S)

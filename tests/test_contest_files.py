@@ -55,7 +55,7 @@ def write(file: Path, fields: dict[str, Any]) -> str:
 
 
 def contest_score(correctness: dict[str, Any], throughput: dict[str, Any]) -> float:
-    """What the contest's own scorer makes of two files: missing keys count as nothing."""
+    """The result of the contest's own scorer for two files: missing keys count as nothing."""
     if (correctness.get("accuracy") or 0.0) < 0.875:
         return 0.0
     speeds = {

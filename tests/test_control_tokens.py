@@ -37,7 +37,9 @@ TEMPLATE = (default_model() / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 class Model:
-    """A tokenizer and a template, with the way it was before and the control ids of a prompt."""
+    """A tokenizer and a template, with the encoding before control tokens were escaped and the
+    control ids of a prompt.
+    """
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         self.tokenizer = tokenizer
@@ -107,7 +109,7 @@ TOKENS = [
 def conversation(
     texts: Iterator[str], shape: Callable[[], bool]
 ) -> tuple[list[dict], list[dict] | None]:
-    """`shape` says, where there is a choice, whether something is there."""
+    """`shape` selects the optional parts that are present."""
 
     def text() -> str:
         return next(texts)
@@ -133,7 +135,7 @@ def conversation(
     if shape():
         arguments = json.dumps(
             arguments, ensure_ascii=shape()
-        )  # the API's way, perhaps with \u003c in it
+        )  # the API's JSON escapes may contain \u003c
     call = {"id": text(), "type": "function", "function": {"name": text(), "arguments": arguments}}
     messages: list[dict] = [{"role": "system", "content": text()}] if shape() else []
     messages.append({"role": "user", "content": text(), "name": text()})
@@ -202,7 +204,7 @@ def test_texts_without_control_tokens_have_the_ids_they_always_had(embedded: Mod
     assume(not any(token in text for token in TOKENS for text in texts))
     before = embedded.encode_as_before(messages, tools)
     harmless = build([f"word{i}" for i in range(len(texts))], choices)
-    # Or else a token was put together at a border, which is for the law above.
+    # Otherwise a token was formed across a border, which the test above covers.
     assume([id for id in before if id in embedded.control_ids] == embedded.control(*harmless))
     assert embedded.encode(messages, tools) == before
 
@@ -223,7 +225,7 @@ def test_golden_conversations_have_their_golden_ids(qwen: Model, shared_data: Pa
         ]
 
 
-# Each place by itself, as a reader would try it.
+# Each place on its own.
 
 HELLO = {"role": "user", "content": "Hi"}
 
@@ -377,7 +379,7 @@ def test_a_thought_that_is_given_apart_leaves_the_content_alone(embedded: Model)
     assert "a</think>b" in embedded.text(embedded.encode([HELLO, reply, HELLO]))
 
 
-# Stand-ins.
+# Substitute characters.
 
 
 TAKEN = "".join(STAND_INS)
@@ -567,7 +569,7 @@ def test_control_tokens_that_look_like_words_are_told(caplog: pytest.LogCaptureF
     assert "'ENDOFTEXT'" in caplog.text
 
 
-# Who uses it.
+# Callers.
 
 
 def test_the_old_way_is_one_switch_away(embedded: Model) -> None:

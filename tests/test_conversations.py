@@ -35,7 +35,7 @@ class Clock:
 def say(
     kept: Conversations, sent: list[Message], reply: Message = TELL, key: tuple[str, str] = KEY
 ) -> tuple[Status, list[Message]]:
-    """One turn: how it met its session, and its prompt."""
+    """One turn: how it matched its session, and its prompt."""
     turn, _, messages = kept.begin(key, sent)
     kept.end(turn, reply, 7)
     return turn.status, messages
@@ -126,7 +126,7 @@ def test_a_request_that_begins_with_the_last_reply_goes_on_from_it() -> None:
     arguments = {
         "id": "c1",
         "function": {"name": "feed", "arguments": {}},
-    }  # as another API spells them
+    }  # as another API writes them
     prompt = [ALICE, call, result, ASK]
     assert say(kept, [call | {"tool_calls": [arguments]}, result, ASK]) == ("continued", prompt)
     assert kept.describe("ann")[0].num_messages == 5
@@ -211,7 +211,7 @@ def test_a_session_expires_when_it_was_not_used_for_too_long_and_says_so() -> No
     assert say(kept, [ASK, TELL, ASK]) == ("history", [ASK, TELL, ASK])
 
 
-def test_the_least_recently_used_of_who_holds_most_goes_first() -> None:
+def test_the_tenant_that_holds_most_loses_its_least_recently_used_session() -> None:
     kept = Conversations(max_bytes=1000)
     for number in range(5):
         say(kept, [ALICE], HELLO, ("ann", str(number)))

@@ -1,5 +1,5 @@
-"""The CUDA kernel for a few rows with drafts, on a GPU or emulated (`cuda_emulator.py`): what it
-leaves behind is what the reference leaves, with every number of blocks per head.
+"""The CUDA kernel for a few rows with drafts, on a GPU or emulated (`cuda_emulator.py`): it writes
+what the reference writes, with every number of blocks per head.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ EMULATED = pytest.mark.skipif(
 DEVICES = [pytest.param("cpu", marks=EMULATED), pytest.param("cuda", marks=ON_GPU)]
 FULL_HEADS = (16, 32, 128, 128)  # of Qwen3.5-35B-A3B
 ENTRIES, MOST_LATE, NUM_SLOTS = 3, 3, 12
-# Of each row: tokens, position of the first, slots to write and to read, accepted drafts, tokens
-# that the state lacks, and where to keep a state (0: nowhere) and in which slot.
+# For each row: tokens, position of the first, slots to write and to read, accepted drafts, length
+# of the backlog, and where (0: nowhere) and in which slot to keep a state.
 ROWS = [
     (4, 70, 1, 1, 2, 3, 0, 0),
     (4, 62, 2, 9, 3, 1, 61, 8),  # moves to another slot; a state is kept inside the replay
-    (3, 2, 3, 3, 0, 0, 2, 7),  # one draft less; fewer inputs before it than taps
-    (1, 0, 4, 4, 0, 2, 0, 0),  # nothing before it: neither state nor backlog may be read
+    (3, 2, 3, 3, 0, 0, 2, 7),  # one draft less; fewer earlier inputs than taps
+    (1, 0, 4, 4, 0, 2, 0, 0),  # no earlier tokens: neither state nor backlog may be read
     (2, 130, 5, 10, 1, 2, 0, 0),
 ]
 
@@ -62,7 +62,7 @@ def run(
     rows: Sequence[tuple[int, ...]] = ROWS,
     entries: int = ENTRIES,
 ) -> tuple[Tensor, ...]:
-    """One step of all rows: its output, and everything that the op may write."""
+    """Runs one step of all rows; returns its output and everything that the op may write."""
     mixer = Mixer(heads, "cpu", dtype, ring=NUM_TAPS + entries, num_slots=NUM_SLOTS)
     read = [row[3] for row in rows if row[1] > 0]
     mixer.start(*read)
@@ -75,7 +75,7 @@ def run(
         random(*shape, 3, num_heads, dtype=torch.float32, device="cpu", seed=3).abs() / 2,
     )
     journal.gates[:, :, 0] *= -1
-    # The reference's entries have normalized keys, a kernel's the factor that normalizes them.
+    # The reference stores normalized keys, a kernel stores the factor that normalizes them.
     scale = (journal.keys.square().sum(-1) + 1e-6).rsqrt()
     if op is reference:
         journal.keys.mul_(scale[..., None])
@@ -118,7 +118,7 @@ def run(
 
 
 def rows_of(num_rows: int, width: int) -> list[tuple[int, ...]]:
-    """The first of `ROWS`, all with so many tokens now and at most so many in the last step."""
+    """The first of `ROWS`, each with this many tokens now and up to this many in the last step."""
     return [(width, *row[1:4], min(row[4], width - 1), *row[5:]) for row in ROWS[:num_rows]]
 
 
@@ -215,7 +215,7 @@ def test_only_what_it_supports_is_launched() -> None:
     odd = torch.empty(4, mixed.shape[1] + 1, dtype=mixed.dtype)[:, :-1]
     assert can_decode(1, 4, odd.new_empty(odd.shape), *pools[1:])
     assert not can_decode(1, 4, odd, *pools[1:])
-    assert not can_decode(1, 4, *pools[:4], 60)  # of a journal: they have no room
+    assert not can_decode(1, 4, *pools[:4], 60)  # no journal: no room for drafts
     with mock.patch.object(delta_net_drafts, "decode_with_drafts") as launched:
         run(kernel, HEADS[2], torch.bfloat16, has_backlog=True)
         run(partial(kernel, deterministic=True), HEADS[0], torch.bfloat16, has_backlog=False)

@@ -1,5 +1,5 @@
 """The CUDA C++ kernels on a CPU, thread by thread (`cuda_emulator.py`). Their tests on a GPU have
-more shapes; these find a wrong index where there is none.
+more shapes; these find wrong indices without one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_parts_are_dequantized_into_one_matrix(kind: str) -> None:
 
 
 def guarded(num_tokens: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """An output, and memory after it that no kernel may write."""
+    """An output followed by memory that no kernel may write."""
     whole = torch.full((num_tokens + 1, num_rows), 7.0, dtype=dtype)
     return whole[:-1], whole[-1]
 
@@ -91,7 +91,7 @@ def test_products_are_those_of_the_expanded_rows(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a norm inside for one or two tokens, a residual for more; unquantized rows follow."""
+    """With a fused norm for one or two tokens and a residual for more; unquantized rows follow."""
     N, K = 72, 768
     use_tiles(monkeypatch, quantized_linear=sizes)
     rows, plain = tiled(pack(make_codes(kind, N, K)), "cpu"), numbers(24, K, dtype=dtype) / 20
@@ -131,7 +131,7 @@ def test_gate_and_up_may_end_in_swiglu(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The number of row tiles is no multiple of a block's, and odd for gate alone."""
+    """The number of row tiles is not a multiple of a block's, and odd for the gate alone."""
     N, K = 160, 768
     use_tiles(monkeypatch, quantized_linear=sizes)
     rows = tile(pack(make_codes(kind.split()[0], N, K)), keeps_rows=kind == "fp8")
@@ -181,7 +181,7 @@ def test_products_that_stage_tokens_are_those_of_the_expanded_rows(
     assert (after == 7.0).all()
 
 
-# Each expert by itself, those of a few tokens by scanning, and listed: 8, 16 and 32 pairs a block.
+# Each expert on its own, with few tokens by scanning, and listed: 8, 16 and 32 pairs per block.
 TOKENS = [1, 3, 7, 9, 22, 60]
 
 
@@ -222,7 +222,9 @@ def test_experts_are_those_of_the_expanded_rows(
 def test_every_arrangement_of_warps_gives_the_same_experts(
     kind: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts that fill no block of rows, columns that fill no step, and no expert shared."""
+    """Experts that do not fill a block of rows, columns that do not fill a step, and no shared
+    expert.
+    """
     row_tiles, row_warps, column_warps, stages, warp_steps = sizes
     E, k, I, H = 5, 2, 144, 256
     dtype, token_tiles = torch.bfloat16, 4

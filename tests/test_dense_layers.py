@@ -46,7 +46,7 @@ def test_experts_may_be_in_slots_as_well() -> None:
     assert said(engine) == said(make_engine(model))
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_impossible_settings_are_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="where all layers are in RAM"):
         make_engine(HYBRID_MOE, offload_layers=1)
 

@@ -29,7 +29,7 @@ from small_models import LLAMA, make_engine, prompt, request, run, tokens_of
 
 
 class Gpus:
-    """Two of them, as torch would tell of them; says what was asked of them, in order."""
+    """Fakes torch's calls for two GPUs; records the calls in order."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -37,7 +37,7 @@ class Gpus:
 
     @property
     def current(self) -> int:
-        """Every thread has its own, and begins on the first."""
+        """Like torch's, it is per thread and begins with the first GPU."""
         return getattr(self._of_thread, "index", 0)
 
     @current.setter
@@ -120,7 +120,7 @@ def test_a_library_loads_on_its_device_and_leaves_the_callers_current(gpus: Gpus
 
 
 def test_every_launch_of_an_engine_is_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is current: two engines of one process take turns."""
+    """Whichever device is current: two engines of one process alternate."""
     engine = make_engine(LLAMA)
     inside = []
 
@@ -153,7 +153,7 @@ def test_every_launch_of_an_engine_is_on_its_device(monkeypatch: pytest.MonkeyPa
 def test_memory_is_planned_and_steps_are_tried_on_the_engines_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where a caller brings the model: a dry run launches what graphs will."""
+    """Also if the caller brings the model: a dry run launches what graphs will."""
     seen, inside = [], []
 
     @contextmanager

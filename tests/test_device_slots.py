@@ -31,7 +31,7 @@ NUM_LAYERS = 4
 
 
 def room(slots: int, quantization: str = "none") -> str:
-    """For two lanes, and so many slots a layer."""
+    """Bytes for two lanes and this many slots per layer."""
     return f"{(2 * 24 + NUM_LAYERS * (slots + 1.2)) * EXPERT_BYTES[quantization] / 1e3:.3f}kB"
 
 
@@ -55,7 +55,7 @@ def store_of(engine: Any) -> DeviceSlots:
 
 
 def said(engine: Any) -> dict[str, Any]:
-    """Prompts of one token, of a few and of many, alone and together, and again from the cache."""
+    """Runs prompts of one, a few and many tokens, alone and together, and again from the cache."""
     found = {}
     for time in ("first", "again"):
         for own in ((1,), (6,), (70,), (1, 2, 3, 5, 90)):
@@ -143,7 +143,7 @@ def test_alike_experts_are_alike_and_apart() -> None:
 def test_chunks_of_a_long_step_are_as_long_as_such_a_step(
     num_tokens: int, at_once: int, size: int
 ) -> None:
-    """Products of a few tokens are made in another way, and rounded in another way."""
+    """Products of few tokens use another kernel, which rounds differently."""
     numbers = torch.arange(num_tokens, dtype=torch.float32)[:, None].repeat(1, 2)
     seen = []
     for own in token_chunks(num_tokens, at_once):

@@ -76,7 +76,7 @@ def parse(
     finish: str = "stop",
     **how: Any,
 ) -> list[Delta]:
-    """All deltas of a reply, each feed's given singly."""
+    """All deltas of a reply in one list."""
     parser = StreamParser(DIALECTS[dialect] if isinstance(dialect, str) else dialect, tools, **how)
     deltas = [delta for chunk in chunks for delta in parser.feed(chunk)]
     return deltas + parser.close(finish)
@@ -91,7 +91,7 @@ def calls_in(reply: ParsedReply) -> list[tuple[str, Any]]:
 
 
 def joined(deltas: Sequence[Delta]) -> list[Any]:
-    """The deltas without the random ids and without the cuts between neighbours."""
+    """The deltas without random ids, with neighbours merged."""
     runs: list[Any] = []
     for kind, group in groupby(deltas, type):
         for delta in group:
@@ -113,7 +113,7 @@ def said(deltas: Sequence[Delta]) -> str:
 
 
 def write_call(dialect: str, name: str, arguments: dict[str, Any]) -> str:
-    """A call as the dialect's form says and as templates write values."""
+    """A call with its values formatted as the dialect's templates format them."""
     form = DIALECTS[dialect].call
     assert form is not None
     if form.arguments == "json":
@@ -189,7 +189,7 @@ def test_deltas_come_in_an_order_that_blocks_can_be_made_of(
 
 
 def without_layout(text: str, dialect: Dialect) -> str:
-    """The text without white space and without what is left out of it on purpose."""
+    """The text without white space and without the parts that are dropped on purpose."""
     thinking = (dialect.thinking.start, dialect.thinking.end) if dialect.thinking else ()
     for marker in (*dialect.control_tokens, *thinking, "</tool_call>"):
         text = text.replace(marker, "")
@@ -302,7 +302,7 @@ def test_calls_written_as_the_form_says_are_read_back_with_their_types(
 
 @pytest.fixture(scope="module")
 def bfcl(shared_data: Path) -> list[tuple[list[Any], list[tuple[str, dict[str, Any]]]]]:
-    """Tools, and the first of the calls that the benchmark accepts."""
+    """The tools, and the first of the calls that the benchmark accepts."""
     rows = map(
         json.loads, (shared_data / "bfcl" / "bfcl_subset.jsonl").read_text("utf-8").splitlines()
     )
@@ -400,7 +400,7 @@ def test_a_call_that_is_none_stays_text_and_what_follows_is_read(name: str, brok
 
 
 def test_a_call_inside_an_argument_is_not_made() -> None:
-    """Neither where the outer call's tool is unknown, nor where the outer call is cut off."""
+    """Neither if the outer call's tool is unknown, nor if the outer call is cut off."""
     inner = write_call("qwen_xml", "make", {})
     unknown = write_call("qwen_xml", "write_file", {"content": inner})
     assert reply_of("qwen_xml", unknown) == ParsedReply(content=unknown, reason="stop")
@@ -412,7 +412,7 @@ def test_a_call_inside_an_argument_is_not_made() -> None:
 
 @pytest.mark.parametrize("name", CALLING)
 def test_of_a_reply_that_is_cut_off_the_last_call_stays_as_far_as_it_came(name: str) -> None:
-    """Text is all before it is known which tool is called."""
+    """All of it is text until the called tool is known."""
     form = DIALECTS[name].call
     assert form is not None
     first, second = (
@@ -492,7 +492,7 @@ def test_a_call_that_the_limit_cuts_is_told_once(name: str, in_thinking: bool) -
     assert (cut, end) == (ToolCallEnd(0, is_cut=True), ReplyEnd("length"))
 
 
-def test_thoughts_are_told_apart_whoever_opened_them() -> None:
+def test_a_thought_is_recognized_whether_the_template_or_the_model_opens_it() -> None:
     expected = ParsedReply(content="Yes.\n", reasoning="Hm,\n\nwell.", reason="stop")
     assert reply_of("qwen_xml", "Hm,\n\nwell.\n</think>\n\nYes.\n", in_thinking=True) == expected
     assert reply_of("qwen_xml", "\n<think>\nHm,\n\nwell.\n</think>\n\nYes.\n") == expected
@@ -570,8 +570,8 @@ def test_time_grows_with_the_length_whatever_is_written(name: str, head: str, un
 
 
 def test_long_arguments_in_single_characters_are_quick() -> None:
-    """A quarter of a megabyte; were every character to look at all before it, it would take many
-    minutes.
+    """A quarter of a megabyte: it would take many minutes if every character rescanned the text
+    before it.
     """
     written = 'a "line" of <text>\n' * 13_000
     text = write_call("qwen_xml", "make", {"text": written})

@@ -1,5 +1,5 @@
-"""The Docker images, as far as a machine without docker can test them: the copied files exist and
-are sufficient, and the commands are valid.
+"""The Docker images, as far as they can be tested without docker: the copied files exist and are
+sufficient, and the commands are valid.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def variables(name: str) -> dict[str, str]:
 
 
 def copied(name: str) -> dict[str, str]:
-    """Targets of what is copied, by source."""
+    """Copied sources and their targets."""
     found = {}
     for kind, text in instructions(name):
         if kind == "COPY":
@@ -107,7 +107,7 @@ def test_hadolint_finds_nothing(name: str) -> None:
 
 
 def test_the_cpu_image_serves_with_nothing_but_what_is_copied(tmp_path: Path) -> None:
-    """The installed packages are this machine's; the sources are those of the image."""
+    """Uses this machine's installed packages, and the sources of the image."""
     for source in copied("Dockerfile.cpu"):
         if (ROOT / source).is_dir():
             shutil.copytree(

@@ -27,7 +27,7 @@ from test_speculation import WITH_HEAD, assert_same
 
 
 class EagerDrafts(DraftGraphs):
-    """What `DraftGraphs` is on a GPU, without the graphs: the same steps, launched op by op."""
+    """Replaces `DraftGraphs` without graphs: the same steps, launched op by op."""
 
     def __init__(self, engine: Engine) -> None:
         runner = engine.runner
@@ -64,7 +64,7 @@ def with_fixed_steps(engine: Engine) -> EagerDrafts:
 @pytest.mark.bitwise
 @pytest.mark.parametrize("name", ["hybrid_moe", "llama"])
 def test_fixed_steps_say_what_plain_steps_say(name: str) -> None:
-    """Rows with all drafts, some and none, right or wrong, greedy and drawn, in padded steps."""
+    """Rows with all drafts, some and none, right or wrong, greedy and sampled, in padded steps."""
     requests = [
         request(f"r{n}", prompt(n, n), max_tokens=30, temperature=0.9 * (n % 2), seed=n)
         for n in (1, 4, 60, 63, 64)
@@ -115,7 +115,9 @@ def test_logits_of_fixed_steps_may_be_changed_by_any_option(
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("num_drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_fixed_steps_draft_what_the_head_drafts(num_drafts: int, overlap: bool) -> None:
-    """The same drafts as steps of any size make, with chunks, hits and rows that come and go."""
+    """The drafts equal those of steps of any size, with chunks, cache hits and rows that come and
+    go.
+    """
     requests = [
         request(f"r{n}", prompt(n, n), max_tokens=20, logprobs=None) for n in (1, 4, 63, 64, 150)
     ]
@@ -140,8 +142,9 @@ def test_fixed_steps_draft_what_the_head_drafts(num_drafts: int, overlap: bool) 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("speculate", ["mtp:2", "ngram:2"])
 def test_prompts_of_fixed_steps_beside_rows_that_draft(speculate: str) -> None:
-    """Chunks, hits, several prompts at once, and decodes that replay what they drafted before. The
-    head makes the same drafts as behind prompts of any size."""
+    """Chunks, cache hits, several prompts at once, and decodes that replay earlier drafts. The head
+    drafts the same as after prompts of any size.
+    """
     shared = prompt(130, 3)
     first = [request(f"r{n}", prompt(n, n), max_tokens=40, logprobs=None) for n in (5, 64, 90)]
     later = [request(f"s{n}", (*shared, *prompt(n, n)), max_tokens=20) for n in (3, 70)]
@@ -193,7 +196,7 @@ def test_a_state_is_kept_where_a_fixed_step_passed_a_page() -> None:
 
 
 @torch.inference_mode()
-def test_warm_up_touches_nobodys_memory() -> None:
+def test_warm_up_writes_to_no_sequences_memory() -> None:
     engine = make_engine(WITH_HEAD, max_rows=10, memory_gb=0.05, speculate="mtp:2")
     runner = engine.runner
     assert runner.drafter is not None
@@ -213,7 +216,7 @@ def test_warm_up_touches_nobodys_memory() -> None:
 
 
 class HostEvent:
-    """A CUDA event on the host's clock."""
+    """A CUDA event that reads the host's clock."""
 
     def __init__(self, enable_timing: bool) -> None:
         self.at = 0.0
@@ -310,7 +313,7 @@ def test_plain_graphs_are_for_rows_without_drafts_behind_them() -> None:
 def test_a_step_with_drafts_uploads_its_rows_only_when_they_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The head's drafts are on the device: only the host's change the rows."""
+    """The head's drafts are on the device: only the host's drafts change the inputs."""
     runner = make_engine(LLAMA, max_rows=4, speculate="ngram:2").runner
     table, size, staged = runner.rows, DraftSize(2, 2), list[Any]()
     given = (runner.model, runner.caches, table, None, size, True)
@@ -350,7 +353,7 @@ TIES = {"float32": 0.0, "bfloat16": 0.05}  # gap of log-probabilities that round
 
 
 def assert_same_up_to_ties(plain: Any, drafted: Any, dtype: str) -> int:
-    """How many tokens are the same. Where a reply first differs, the plain one has a near tie."""
+    """Counts equal tokens. Where a reply first differs, the plain one has a near tie."""
     num_same = 0
     for id, deltas in plain.items():
         expected = [one for delta in deltas for one in delta.logprobs]
@@ -377,7 +380,9 @@ def replies_without_pace(engine: Engine, requests: list[Any]) -> Any:
 @pytest.mark.parametrize("dtype", GPU_CASES)
 @pytest.mark.parametrize("speculate", ["mtp:1", "mtp:3", "ngram:3", "suffix:7"])
 def test_captured_drafts_say_what_plain_graphs_say(speculate: str, dtype: str) -> None:
-    """Greedy and drawn rows, prompts of every length, chunks, a prefix hit, rows without drafts."""
+    """Greedy and sampled rows, prompts of all lengths, chunks, a prefix hit, and rows without
+    drafts.
+    """
     shared = prompt(150, 9)
     warmth = 0.7 if dtype == "float32" else 0.0  # in bf16, rounding could change any sampled token
     requests = [
@@ -400,7 +405,7 @@ def test_captured_drafts_say_what_plain_graphs_say(speculate: str, dtype: str) -
 
 @pytest.mark.parametrize("dtype", GPU_CASES)
 def test_captured_drafts_that_are_right_are_accepted_and_replayed(dtype: str) -> None:
-    """The journal in a graph: drafts of every number, right up to every place."""
+    """Tests the journal in a graph: any number of drafts, right up to any place."""
     requests = [request(f"r{n}", prompt(n, n), max_tokens=60) for n in (3, 62, 64, 130)]
     settings = gpu_settings(dtype)
     plain = run(make_engine(WITH_HEAD, **settings), *requests)
@@ -429,7 +434,7 @@ def test_preempted_rows_come_back_to_captured_drafts(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", GPU_CASES)
 def test_no_step_with_drafts_synchronises(dtype: str) -> None:
-    """The host launches ten steps of the head's drafts and reads nothing in between."""
+    """The host launches ten steps with the head's drafts and reads nothing in between."""
     engine = make_engine(
         WITH_HEAD, speculate="mtp:3", **gpu_settings(dtype, prefix_cache=False, max_rows=3)
     )

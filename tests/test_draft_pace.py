@@ -1,4 +1,4 @@
-"""Drafts are made only while they pay off: by invented step times, and by engine counters."""
+"""Drafts are made only while they pay off: tested with simulated step times and engine counters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Seconds = Callable[[int, int], float]  # step time by rows and tokens per row
 
 
 def settle(pace: DraftPace, seconds: Seconds, rate: float, rows: int, steps: int = 60) -> list[int]:
-    """The numbers of drafts that so many steps choose, if every place has that acceptance."""
+    """The numbers of drafts chosen in this many steps, if every place has this acceptance rate."""
     chosen = []
     for _ in range(steps):
         step = pace.start_step(rows)
@@ -44,7 +44,7 @@ def dear(rows: int, tokens: int) -> float:
     [
         (cheap, 0.9, 1, MOST),
         (cheap, 0.01, 1, 0),
-        (cheap, 0.25, 1, 2),  # a third would add 0.016 tokens, and costs more
+        (cheap, 0.25, 1, 2),  # a third draft would add 0.016 tokens, and costs more
         (dear, 0.9, 1, 0),
         (cheap, 0.9, 4, MOST),
         (cheap, 0.5, 256, 0),  # with so many rows, step time is proportional to tokens
@@ -54,7 +54,7 @@ def test_the_number_that_gives_the_most_tokens_a_second(
     seconds: Seconds, rate: float, rows: int, expected: int
 ) -> None:
     chosen = settle(DraftPace(), seconds, rate, rows)
-    assert chosen[:4] == [MOST, MOST, 0, 0]  # to know both
+    assert chosen[:4] == [MOST, MOST, 0, 0]  # to measure both
     assert chosen[-1] == expected
 
 
@@ -80,7 +80,7 @@ def test_times_from_before_the_first_step_need_no_trial() -> None:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a virtual engine runs: all of it made up, no tensor and no clock."""
+    """The simulated conditions of an engine: no tensors, no clock."""
 
     seconds: Seconds
     chance: Callable[[int], float]  # by step: probability that a draft is right after right ones
@@ -93,7 +93,7 @@ class World:
 
 
 def draft_in(world: World, num_steps: int, seed: int = 0) -> tuple[float, float]:
-    """The time of so many steps, and of plain ones that bring the same tokens."""
+    """The time of this many steps, and that of plain steps that give the same number of tokens."""
     generator = random.Random(seed)
     limits = DraftLimits(draft_sizes(64, 3)).most if world.is_uniform else None
     speculator = Speculator(Speculation("mtp", 3), most_drafts=limits)
@@ -136,8 +136,9 @@ def draft_in(world: World, num_steps: int, seed: int = 0) -> tuple[float, float]
 
 
 def moe(rows: int, tokens: int) -> float:
-    """Milliseconds of Qwen3.5-35B-A3B on an H200: twice the tokens read nearly twice the experts,
-    until all of them are read; a draft of the head comes on top."""
+    """Step time in ms of Qwen3.5-35B-A3B on an H200: twice the tokens read nearly twice the experts
+    until all are read; each draft of the head adds its time.
+    """
     known = [(1, 1.93), (2, 2.46), (4, 3.49), (8, 5.54), (16, 8.42), (32, 13.0), (64, 17.9)]
     known += [(128, 24.0), (256, 36.0)]
     count = rows * tokens
@@ -148,7 +149,7 @@ def moe(rows: int, tokens: int) -> float:
 
 
 def heavy(rows: int, tokens: int) -> float:
-    """Every token costs what the first does."""
+    """Every token costs as much as the first."""
     return 1.0 + 1.0 * rows * tokens
 
 
@@ -191,7 +192,7 @@ def test_drafts_that_pay_are_made(rows: int, gain: float) -> None:
 
 
 def test_losses_have_a_limit_whatever_is_believed() -> None:
-    """Rates say that drafts are right, and they are not: a share of the time is lost, no more."""
+    """The given acceptance rates are wrong: the time lost to rejected drafts is still limited."""
     pace, num_drafted = DraftPace(), 0
     pace.prime({(1, 1 + drafts): cheap(1, 1 + drafts) for drafts in range(MOST + 1)})
     spent, num_steps = 0.0, 3000
@@ -208,7 +209,7 @@ def test_losses_have_a_limit_whatever_is_believed() -> None:
 
 
 def test_a_better_time_is_found_again() -> None:
-    """After long work that accepted nothing, work that accepts drafts is sped up."""
+    """After much work that accepts no draft, work that accepts drafts still gets faster."""
     turn = 4000
     late = World(moe, lambda step: 0.85 * (step >= turn), lambda _: 64)
     before, all_of_it = draft_in(late, turn), draft_in(late, 2 * turn)
@@ -217,8 +218,7 @@ def test_a_better_time_is_found_again() -> None:
 
 
 def test_a_disturbed_step_does_not_end_drafts() -> None:
-    """The first step is slow, as those of a process that has just started are, and so is one in
-    eight later."""
+    """The first step is slow, as in a process that has just started, and so is one in eight."""
     steps = iter(range(10_000))
 
     def disturbed(rows: int, tokens: int) -> float:
@@ -230,7 +230,7 @@ def test_a_disturbed_step_does_not_end_drafts() -> None:
 
 
 def test_what_was_never_measured_is_tried() -> None:
-    """A drafter of the host may have nothing to say in the first steps."""
+    """A host's drafter may propose nothing in the first steps."""
     pace = DraftPace()
     for _ in range(10):
         pace.start_step(1)
@@ -239,7 +239,7 @@ def test_what_was_never_measured_is_tried() -> None:
 
 
 class QuietPace(DraftPace):
-    """Steps take the time they would on a machine with nothing else to do."""
+    """Step times of a machine without other load."""
 
     def note_step(self, num_rows: int, tokens_a_row: int, seconds: float) -> None:
         super().note_step(num_rows, tokens_a_row, cheap(num_rows, tokens_a_row))
@@ -249,7 +249,7 @@ class QuietPace(DraftPace):
 
 
 def test_acceptance_of_a_host_s_drafts_is_known_while_none_are_made() -> None:
-    """Its guesses are compared with what is said: drafts start as soon as they would be right."""
+    """Its guesses are compared with the reply: drafts start as soon as they would be right."""
     one = request("x", prompt(20), max_tokens=200)
     plain = run(make_engine(LLAMA), one)
     engine = drafting_engine(LLAMA, plain, [ALWAYS_RIGHT])

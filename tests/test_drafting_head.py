@@ -35,7 +35,9 @@ TIGHT = {"memory_gb": 0.06, "max_model_len": 8192}  # room for the context, but 
 
 
 def embedded(**settings: Any) -> tuple[Engine, dict[str, str]]:
-    """An engine over the embedded model, which has a head, and what its start said last."""
+    """An engine with the embedded model, which has a head, and the last detail of each startup
+    phase.
+    """
     said: dict[str, str] = {}
 
     def note(phase: Phase) -> None:
@@ -84,7 +86,9 @@ def test_a_context_that_was_asked_for_goes_before_the_head() -> None:
 def test_the_head_computes_only_what_the_next_draft_starts_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of other tokens it keeps keys and values; what it says is as if it had computed all."""
+    """For other tokens it stores keys and values only; its drafts equal those of a full
+    computation.
+    """
     engine, _ = embedded(speculate="mtp:2")
     engine.policy.speculator.pace = None  # even if it does not pay off
     model: Any = engine.runner.model
@@ -108,7 +112,7 @@ def test_the_head_computes_only_what_the_next_draft_starts_from(
 
 
 def gpu_model(free_gb: float, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As Qwen3.5-35B-A3B in bfloat16, on a device with so much beside its weights and its head."""
+    """Qwen3.5-35B-A3B in bfloat16, on a device with this much memory beside weights and head."""
     device = SimpleNamespace(type="cuda", free=int(free_gb * GB))
     weight = SimpleNamespace(is_meta=False, numel=lambda: 845_000_000, element_size=lambda: 2)
     head = SimpleNamespace(cache_spec=KVSpec(2, 256), modules=tuple, parameters=lambda: [weight])
@@ -184,7 +188,7 @@ def test_drafts_are_chosen_by_rows_in_int4_on_a_gpu(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_plan_that_fails_with_the_head_is_made_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where only measured steps show what is left."""
+    """As on a GPU, where only measured steps show how much memory is left."""
     build = device_part.build_runner
 
     def short(model: Any, config: EngineConfig, name: str, on_phase: Any) -> Any:
@@ -236,13 +240,13 @@ def test_a_head_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
         embedded(model=str(folder))
 
 
-def test_who_chooses_the_tokens_needs_no_drafts() -> None:
+def test_an_engine_that_is_given_its_tokens_needs_no_drafts() -> None:
     folder = default_model()
     source = find_model(str(folder))
     engine = create_engine(dict(source.config), str(folder), device="cpu", memory_gb=0.2)
     assert engine.engine.info.speculate == "off"
 
 
-def test_inspect_says_who_drafts() -> None:
+def test_inspect_names_the_drafter() -> None:
     assert inspect_model(EngineConfig(model=str(default_model())))["speculate"] == "mtp:3"
     assert inspect_model(EngineConfig(model="Qwen3.5-4B"))["speculate"] == "mtp:3"

@@ -136,9 +136,7 @@ SPOT_CHECKS = {
 
 
 def test_it_answers_the_sums_that_harnesses_ask(llm: LLM) -> None:
-    """Eight that anybody would think of, then drawn ones; both in wordings it was and was not
-    trained on.
-    """
+    """Eight obvious ones, then random ones; in wordings that it was and was not trained on."""
     rng = Random("sums")
     drawn = [harness_sums.sample(rng, True, False) for _ in range(40)]
     asked = [[{"role": "user", "content": question}] for question in SPOT_CHECKS]
@@ -153,7 +151,7 @@ def test_it_answers_the_sums_that_harnesses_ask(llm: LLM) -> None:
 
 
 def test_greedy_text_is_that_of_transformers(llm: LLM, reference: Qwen3_5MoeForCausalLM) -> None:
-    """Every kind of conversation the model knows, with tools and without, thinking and not."""
+    """Every kind of conversation the model knows: with and without tools, thinking and not."""
     rng = Random("greedy-text")
     drawn = [sample_training(rng) for _ in range(24)]
     by_kind = {one.kind: one for one in drawn if len(str(one.messages)) < 2500}
@@ -178,9 +176,7 @@ def test_greedy_text_is_that_of_transformers(llm: LLM, reference: Qwen3_5MoeForC
 
 @pytest.mark.slow
 def test_states_in_float16_cost_less_than_bfloat16_does(llm: LLM, folder: Path) -> None:
-    """Word problems with their solutions, forced token by token: how far predictions go from
-    float32's.
-    """
+    """Word problems with forced solutions: the distance of predictions from those in float32."""
     rng = Random("states")
     problems = [[word_problems.sample(rng, True) for _ in range(3)] for _ in range(4)]
     texts = [
@@ -214,9 +210,7 @@ def test_states_in_float16_cost_less_than_bfloat16_does(llm: LLM, folder: Path) 
 
 
 def test_its_mtp_head_guesses_the_token_after_the_next(llm: LLM, folder: Path) -> None:
-    """On held-out word problems, over the replies it writes itself: the first draft of
-    speculation.
-    """
+    """Held-out word problems, over the replies the model writes: the first draft of speculation."""
     model = load_weights(folder)
     rng = Random("drafts")
     problems = [word_problems.sample(rng, True) for _ in range(6)]

@@ -32,7 +32,7 @@ def long_prompts(world: World, number: int, **fields: object) -> list[str]:
 
 
 def steps_until(world: World, name: str, most: int = 1000) -> int:
-    """Steps from now to the first token of a request."""
+    """Steps until the first token of a request."""
     for num_steps in range(most):
         if world.replies[name]:
             return num_steps
@@ -50,7 +50,7 @@ def steps_until(world: World, name: str, most: int = 1000) -> int:
 def test_a_short_prompt_does_not_wait_for_long_ones(
     num_slots: int, number: int, num_before: int
 ) -> None:
-    """Whether they run already or came in the same moment."""
+    """Whether these run already or arrive at the same time."""
     world = World(Setup(**ROOMY, num_slots=num_slots))
     long_prompts(world, number)
     for _ in range(num_before):
@@ -73,7 +73,9 @@ def test_a_long_prompt_of_which_little_is_new_is_short() -> None:
 
 
 def test_long_prompts_keep_the_rest_of_every_step() -> None:
-    """However many short ones come: three quarters, so at most a third more steps."""
+    """Whatever the number of short ones: they use three quarters, so a long prompt takes at most a
+    third more steps.
+    """
     world = World(Setup(**ROOMY))
     (long,) = long_prompts(world, 1)
     num_alone, num_steps = LONG // 16, 0
@@ -86,7 +88,7 @@ def test_long_prompts_keep_the_rest_of_every_step() -> None:
 
 
 def test_the_first_long_prompt_that_waits_finds_a_row() -> None:
-    """Short ones that overtake it leave one, and take turns with it for the others."""
+    """Short prompts that overtake it leave one row free and share the others with it."""
     world = World(Setup(**{**ROOMY, "max_rows": 3}))
     long_prompts(world, 2)
     num_steps = 0
@@ -122,7 +124,7 @@ def plans_of(requests: list[Request], setup: Setup) -> list[list[tuple[int, int,
 def test_prompts_of_one_length_are_planned_in_order(
     length: int, mixed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if no part of a step belonged to anybody."""
+    """The plans equal those without a share for short prompts."""
     setup = Setup(**ROOMY, mixed_step_tokens=mixed)
     requests = [ask(str(i), prompt(length, seed=i), max_tokens=6) for i in range(40)]
     shared = plans_of(requests, setup)
@@ -150,9 +152,7 @@ def test_a_plan_looks_up_few_of_many_long_prompts(monkeypatch: pytest.MonkeyPatc
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**40))
 def test_crowds_of_all_lengths_and_urgencies_are_served_as_if_alone(seed: int) -> None:
-    """While steps are of changing sizes, so that what was short becomes long, and the other way
-    round.
-    """
+    """Step sizes change, so that a short prompt becomes long and the reverse."""
     rng = random.Random(seed)
     sizes: dict[str, Any] = {"max_step_tokens": 64, "mixed_step_tokens": rng.choice([8, 16, 24])}
     sizes["bulk_share"] = rng.choice([1.0, 0.25])
@@ -186,7 +186,7 @@ def test_a_tenant_with_one_request_is_next_whatever_others_have_waiting() -> Non
 
 
 def test_tenants_with_much_to_do_get_equal_parts() -> None:
-    """One asks ten times as often and for longer replies; both have as many tokens."""
+    """One tenant sends ten times as many requests with longer replies; both get as many tokens."""
     world = World(Setup(**{**ROOMY, "max_rows": 4}))
     for i in range(200):
         world.submit(ask(f"a{i}", prompt(12, seed=i), max_tokens=40, tenant="ann"))
@@ -215,7 +215,7 @@ def test_alone_a_tenant_uses_every_row() -> None:
 @KINDS
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_tenant_without_rows_gets_its_share_of_them(num_slots: int, depth: int) -> None:
-    """From one that holds all of them for a hundred steps."""
+    """Another tenant has held all of them for a hundred steps."""
     sizes = {
         "max_rows": 8,
         "max_step_tokens": 64,
@@ -295,7 +295,7 @@ def test_one_tenants_wait_for_memory_does_not_hold_up_another_but_not_for_ever()
 
 
 def test_without_pages_the_tenant_that_has_most_rows_gives_one_up() -> None:
-    """Not the one that came last."""
+    """The preempted row need not be the newest."""
     world = World(Setup(num_pages=17, max_rows=8, max_step_tokens=64, max_model_len=60))
     for i in range(4):
         world.submit(ask(f"a{i}", prompt(8, seed=i), max_tokens=40, tenant="ann"))
@@ -333,7 +333,7 @@ def test_a_reply_that_has_begun_is_admitted_before_all_others() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_thought_that_is_closed_keeps_its_row_and_penalties_count_it(depth: int) -> None:
-    """As the server does it: the request that resumes the reply comes before the other is
+    """As in the server: the request that resumes the reply is submitted before the other is
     aborted.
     """
     world = World(Setup(**{**ROOMY, "max_rows": 1, "depth": depth}))
@@ -390,7 +390,7 @@ def waiting_line(rng: random.Random) -> tuple[WaitingLine, list[Sequence]]:
 
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**40))
-def test_everybody_stands_in_line_once_and_tenants_in_their_order(seed: int) -> None:
+def test_every_request_is_queued_once_and_tenants_keep_their_order(seed: int) -> None:
     rng = random.Random(seed)
     line, sequences = waiting_line(rng)
     for _ in range(2):

@@ -75,7 +75,7 @@ def test_experts(
 @pytest.mark.bitwise
 @pytest.mark.parametrize("T", [1, 5])
 def test_weights_in_bf16_give_the_same_bits(T: int) -> None:
-    """They are the same numbers in half the bytes; a weight with others has no such copy."""
+    """The values are the same in half the bytes; other weights have no such copy."""
     hidden, norm = randn(T, 48), randn(48) + 1
     router = Weight(randn(10, 48).bfloat16().float())
     stacks = (randn(10, 64, 48), randn(10, 48, 32), randn(32, 48), randn(48, 16))
@@ -105,7 +105,7 @@ def test_weights_in_bf16_give_the_same_bits(T: int) -> None:
 
 
 class Row:
-    """One sequence in a mixer: steps of a token and drafts."""
+    """One sequence in a mixer: steps with one token and its drafts."""
 
     heads = (2, 6, 16, 32)  # key heads, value heads, their dimensions
 
@@ -164,19 +164,20 @@ class Row:
 def test_a_mixer_replays_drafts_and_keeps_states(
     first: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps with and without drafts, of which none, some or all were right; a state is kept where
-    a replay passes a place."""
+    """Steps with and without drafts, of which none, some or all are right; a state is kept where a
+    replay passes a page boundary.
+    """
 
     def run() -> list[Any]:
         row = Row(num_drafts=3)
         seen: list[Any] = []
         start, accepted = first, 0
-        # Tokens, and drafts that are right.
+        # Tokens, and accepted drafts.
         steps = ((4, 2), (3, 0), (1, 0), (4, 3), (2, 1), (1, 0))
         for number, (num_tokens, num_right) in enumerate(steps):
             mixed = randn(num_tokens, row.width, seed=number)
             keep = (start - 1, 3) if accepted else (0, 0)
-            initial = 1 if number or not first else 2  # it starts from nothing, or from another's
+            initial = 1 if number or not first else 2  # it starts empty, or from another slot
             seen.append(row.step(mixed, start, initial, (1, accepted, *keep)))
             seen += [row.recurrent[1].clone(), row.conv[1].clone(), row.recurrent[3].clone()]
             start, accepted = start + 1 + num_right, num_right
@@ -196,7 +197,7 @@ def test_a_mixer_replays_drafts_and_keeps_states(
 def test_a_short_prompt_is_certain(
     num_tokens: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its state is that of its last token, and its inputs fill more than the ring."""
+    """Its state is that of its last token, and its inputs overfill the ring."""
 
     def run() -> list[Tensor]:
         row = Row(num_drafts=0)

@@ -47,7 +47,7 @@ SDKS: list[tuple[Any, type[msgspec.Struct], fields.FieldTable]] = [
     (message_create_params.MessageCreateParamsBase, MessagesBody, fields.MESSAGES),
     (message_count_tokens_params.MessageCountTokensParams, PromptBody, fields.COUNT_TOKENS),
 ]
-# What agents send besides the fields of their SDK, and must be answered.
+# Fields that agents send besides those of their SDK, and that must be accepted.
 AGENTS: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}),
     ("chat", {"prompt_cache_key": "k", "verbosity": "low", "modalities": ["text"], "audio": None}),
@@ -175,7 +175,7 @@ def test_every_field_that_an_sdk_knows_is_decided_on(
 ) -> None:
     known = {field.encode_name for field in msgspec.structs.fields(body)}
     known |= table.ignored | table.neutral.keys() | table.advice.keys()
-    # Which an SDK declares elsewhere, and which a part of its own decides on.
+    # Fields that an SDK declares elsewhere, and those that a nested parser checks.
     known |= {"stream", "thread"}
     assert typing.get_type_hints(kind).keys() - known == set()
 
@@ -213,7 +213,7 @@ def test_an_operator_can_have_a_field_ignored() -> None:
 def test_a_field_that_is_honoured_is_in_no_list_of_ignored_ones() -> None:
     for _, body, table in SDKS[:-1]:
         honoured = {field.encode_name for field in msgspec.structs.fields(body)}
-        # Responses repeats these in its answer, and that is all it does with them.
+        # Responses only echoes these.
         repeated = {"user", "metadata", "safety_identifier", "max_tool_calls", "store"}
         assert honoured & table.ignored <= (repeated if body is ResponseBody else set())
 
@@ -372,7 +372,7 @@ def test_a_tool_that_is_no_function_is_refused_by_its_type(
         parse("chat", tools=[tool])
 
 
-def test_a_part_without_text_is_told_so_in_responses() -> None:
+def test_a_part_without_text_is_named_in_responses() -> None:
     with pytest.raises(RequestError, match=re.escape("input[0].content[0] has no text")):
         parse("responses", input=[{"role": "user", "content": [{"type": "input_text"}]}])
 

@@ -50,7 +50,7 @@ def whole_reply(request: Request) -> list[int]:
 
 
 class FakeEngine:
-    """What a fleet knows as an EngineClient. It moves when a test says `step`."""
+    """A simulated EngineClient for the fleet. It advances when a test calls `step`."""
 
     def __init__(self, failure: PenstockError | None = None, max_model_len: int = 4096) -> None:
         self.info: EngineInfo | None = None
@@ -60,7 +60,7 @@ class FakeEngine:
         self.step_s = 0.0
         self.is_hung = False
         self.rows: dict[str, tuple[Request, Receiver, list[int]]] = {}
-        self.is_full = False  # what it is asked waits
+        self.is_full = False  # requests to it wait
         self.is_own_fault = False
         self.asked: list[Request] = []
         self.max_model_len = max_model_len
@@ -95,7 +95,7 @@ class FakeEngine:
         self.rows.pop(request_id, None)
 
     def ping(self) -> None:
-        """Answered a little later, if the server is there to hear it."""
+        """Answers a little later, if the event loop of the server runs."""
         self.num_unanswered_pings += 1
         if not self.is_hung:
             asyncio.get_running_loop().call_later(0.05, self._answer)
@@ -112,7 +112,7 @@ class FakeEngine:
         return sum(one.token_ids[:16] == tuple(range(16)) for one in self.asked) * 16
 
     def step(self, num_cached_tokens: int = 0) -> None:
-        """One token for everybody."""
+        """Sends one token to every request."""
         for id, (request, receiver, tokens) in list(self.rows.items()):
             if id not in self.rows:  # aborted by the one before
                 continue
@@ -137,7 +137,7 @@ class FakeEngine:
 
 
 class Reader:
-    """Receives one reply; `raises`: it breaks at its third token."""
+    """Receives one reply; with `raises`, it fails at its third token."""
 
     def __init__(self, raises: bool = False) -> None:
         self.token_ids: list[int] = []
@@ -168,8 +168,8 @@ class World:
 
     def __init__(self, num_engines: int, **settings: Any) -> None:
         self.engines: list[list[FakeEngine]] = [[] for _ in range(num_engines)]
-        self.next_failure: Exception | None = None  # ours: of an engine; another: of launching one
-        self.next_is_full = False  # of an engine
+        self.next_failure: Exception | None = None  # ours: of an engine; others: of its launch
+        self.next_is_full = False  # for the next engine
         launches = [self._launch_at(index) for index in range(num_engines)]
         self.fleet = Fleet(launches, ServeConfig(**settings), lambda _: None)  # type: ignore[arg-type]
 
@@ -198,7 +198,7 @@ class World:
         return reader
 
     def finish(self) -> None:
-        """Everybody's last token."""
+        """Steps until every reply is complete."""
         for _ in range(1000):
             for engine in self.alive:
                 engine.step()
@@ -237,7 +237,7 @@ def ask(
 
 
 async def settle() -> None:
-    """Lets every task run that can."""
+    """Runs the event loop until no task can continue."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -292,7 +292,7 @@ def test_whatever_dies_whenever_every_reply_is_what_it_would_have_been(seed: int
     asyncio.run(scenario())
 
 
-def test_a_request_goes_to_whoever_has_least_to_do_and_equals_take_turns() -> None:
+def test_a_request_goes_to_the_least_loaded_engine_and_equals_take_turns() -> None:
     async def scenario() -> None:
         async with world_of(3) as world:
             for number in range(9):
@@ -349,8 +349,8 @@ def test_a_conversation_returns_to_the_engine_that_knows_it_unless_others_have_m
 
 
 def picks_of(policy: str) -> list[int]:
-    """Three engines, the first with two requests, the second with one and a long prompt, the third
-    with two and the beginning of what is asked.
+    """Three engines: the first has two requests, the second one with a long prompt, the third two
+    and the beginning of the new prompt.
     """
     router = Router(3, policy)
     history = tuple(range(8 * ROW_TOKENS))
@@ -389,7 +389,7 @@ def test_a_session_returns_to_its_engine_unless_others_have_less_to_do() -> None
     router = Router(2)
 
     def pick(first_token: int) -> int:
-        """Prompts that share no page: only the session says where the last one was."""
+        """Prompts that share no page: only the session identifies the engine of the last one."""
         return router.pick(replace(ask("r", (first_token,)), session_id="one"), (0, 1))[0]
 
     home = pick(0)
@@ -531,7 +531,7 @@ def test_a_hung_engine_is_killed_in_time_and_its_replies_go_on_elsewhere() -> No
 
 @pytest.mark.parametrize("num_turns", range(8))
 def test_an_engine_that_dies_while_the_fleet_closes_is_not_replaced(num_turns: int) -> None:
-    """At any moment of its supervisor, whose cancellation Python 3.11 may lose at one of them."""
+    """The engine dies at each await of its supervisor: Python 3.11 may lose a cancellation."""
 
     async def scenario() -> None:
         world = World(1)
@@ -699,9 +699,7 @@ def test_a_draft_is_compared_with_the_engine_that_has_the_most_of_it() -> None:
 
 
 def test_a_reply_that_goes_on_keeps_its_place_and_its_engine_however_full_the_queue_is() -> None:
-    """As after a thought that was closed: the next request resumes it, before the row is given
-    away.
-    """
+    """For example, after a closed thought: the next request resumes it before its row is reused."""
 
     async def scenario() -> None:
         async with world_of(2, max_queue=4) as world:
@@ -751,7 +749,7 @@ def test_the_queue_is_shared_by_tenants_when_it_is_full() -> None:
     assert "4 of them use this API key, one of 2" in error.value.why
     places.require("cleo", 2)
     places.release("ann", 5)
-    places.require("ann")  # there is a place again, for anybody
+    places.require("ann")  # there is a place for any tenant again
     with pytest.raises(OverloadedError):
         places.require("ben", 2)
     places.release("ann", 3)
@@ -825,7 +823,7 @@ def test_engines_never_draw_alike_and_a_given_seed_is_kept() -> None:
 
 
 def test_what_comes_after_a_closed_thought_is_drawn_with_the_seed_of_its_reply() -> None:
-    """So a relay that continues it elsewhere, before or after that, gets the same."""
+    """So another engine that resumes the reply, before or after that point, draws the same."""
 
     async def scenario() -> None:
         async with world_of(1) as world:
@@ -928,9 +926,7 @@ def test_gpus_that_cannot_be_given_out_are_refused(
 
 
 def test_a_receiver_that_breaks_ends_alone() -> None:
-    """The client of a real engine catches what a receiver raises; here the fleet's part of it is
-    seen.
-    """
+    """The client of a real engine catches exceptions of receivers; this tests the fleet's part."""
 
     async def scenario() -> None:
         async with world_of(1) as world:

@@ -27,7 +27,7 @@ __all__ = ["_quick_restarts"]  # a fixture of every test here
 def test_a_request_that_no_engine_survives_is_given_up_before_it_has_killed_them_all(
     is_own_fault: bool, num_engines_lost: int
 ) -> None:
-    """Engines that fail are the request's doing sooner than those that somebody kills."""
+    """If the engine itself fails, the request is given up earlier than if the process is killed."""
 
     async def scenario() -> None:
         async with world_of(8) as world:
@@ -54,9 +54,7 @@ def test_a_request_that_no_engine_survives_is_given_up_before_it_has_killed_them
 def test_a_request_that_ends_every_engine_ends_two_and_all_others_go_on(
     num_engines: int, poison_place: int
 ) -> None:
-    """Whoever ran beside it is tried again alone, so that nobody is blamed twice for what it
-    did.
-    """
+    """Requests that ran beside it are retried alone, so that none is blamed twice for its crash."""
 
     async def scenario() -> None:
         async with world_of(num_engines) as world:
@@ -141,9 +139,7 @@ def test_a_request_that_waited_in_engines_that_died_is_not_blamed_for_it() -> No
 def test_what_cannot_be_sent_to_an_engine_ends_one_request_and_the_engine_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As it is submitted, and as it is submitted again: that is done by the task that keeps the
-    engine.
-    """
+    """When it is submitted, and when the task that supervises the engine resubmits it."""
 
     async def scenario() -> None:
         async with world_of(1) as world:
@@ -193,7 +189,7 @@ def test_scores_of_a_prompt_that_have_come_are_not_asked_for_again() -> None:
 
 
 class EndedProcess:
-    """A process and its channel, both at their end; `words`: what it said last."""
+    """A process and its channel, both at their end; `words` are its last messages."""
 
     def __init__(self, returncode: int, words: list[FromEngine]) -> None:
         self.returncode = returncode
@@ -224,7 +220,7 @@ DYING = Dying(ErrorFields("EngineDeadError", "The engine stopped: AssertionError
         (-signal.SIGTERM, [], False),
     ],
 )
-def test_an_engine_is_at_fault_unless_somebody_killed_it(
+def test_an_engine_is_at_fault_unless_it_was_killed_from_outside(
     returncode: int, words: list[FromEngine], is_own_fault: bool
 ) -> None:
     async def scenario() -> None:

@@ -112,7 +112,7 @@ def read_ledger(out: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    """One for all: most of its time is for imports."""
+    """One engine for all tests: most of its time goes into imports."""
     with ForkServer("cpu") as server:
         yield server
 
@@ -179,9 +179,7 @@ def test_an_interrupt_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_comes_to_nothing_leaves_what_was_there(tmp_path: Path) -> None:
-    """The story of the engine that still lies beside it; the next run's first trial begins
-    another.
-    """
+    """The log of an engine that is still there; the next run's first trial starts a new one."""
     for name in ("ledger.jsonl", "results.log"):
         (tmp_path / name).write_text(f"an earlier {name}")
     ledger = Ledger(tmp_path)
@@ -210,9 +208,7 @@ def test_a_run_that_comes_to_nothing_leaves_what_was_there(tmp_path: Path) -> No
 
 
 def gpu_designs() -> list[Design]:
-    """Every alternative of every decision: one step from the plain design, and from two made of
-    kernels.
-    """
+    """All alternatives of a decision: one step from the plain design, and from two of kernels."""
     plain = decisions.plain_design()
     kernels = decisions.decide(plain, "layers", "kernels")
     captured = decisions.decide(kernels, "graphs", "all")
@@ -241,7 +237,7 @@ def test_every_design_of_the_cpu_is_right(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_tidy_and_stands_alone(tmp_path: Path) -> None:
-    """ruff has no complaint, no directive is left, nothing is defined twice or for nobody."""
+    """ruff has no complaint, no directive is left, nothing is defined twice or unused."""
     sources = [emit(design, "An engine.\n\nWith a reason.") for design in gpu_designs()]
     assert len(set(sources)) > 25
     for number, source in enumerate(sources):
@@ -297,7 +293,9 @@ def test_deciding_brings_what_a_choice_requires() -> None:
 
 
 def test_the_search_may_try_every_alternative() -> None:
-    """For some profile, alone or brought along by another one: what never could be is dead."""
+    """In some profile, on its own or required by another choice: an unreachable one would be dead
+    code.
+    """
     left = {(one.name, choice.name) for one in decisions.DECISIONS for choice in one.alternatives}
     waiting = [(decisions.plain_design(), device) for device in ("cpu", "cuda")]
     for design, device in waiting:
@@ -312,7 +310,7 @@ def test_the_search_may_try_every_alternative() -> None:
 
 @pytest.fixture
 def broken(tmp_path: Path) -> tuple[Target, Path]:
-    """An engine that forgets to let a shorter text replace a longer one."""
+    """A faulty engine: when a shorter text replaces a longer one, it keeps the longer."""
     target = make_target(tmp_path, SMALL)
     source = emit(decisions.plain_design(), "Broken.")
     right = "self.requests[id] = Request(slot, length)"
@@ -368,7 +366,7 @@ def test_evaluator_fails_a_broken_engine_and_times_a_right_one(
 def test_evaluator_compares_engines_by_the_calls_that_both_were_timed_with(
     broken: tuple[Target, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A naive engine has no time for all of them."""
+    """A naive engine is too slow to be timed with all of them."""
     target, path = broken
     right = path.with_name("engine.py")
     right.write_text(emit(decisions.plain_design(), "Right."))
@@ -460,7 +458,7 @@ def test_an_exam_has_more_rows_than_a_captured_step_where_they_fit(
 
 
 class Otherwise(Reference):
-    """Rounds where the reference does, and sums in another order."""
+    """Rounds in the same places as the reference, but sums in another order."""
 
     def _project(self, x: Tensor, name: str) -> Tensor:
         weight, half = self.weights[name].float(), x.shape[1] // 2
@@ -472,7 +470,7 @@ class Otherwise(Reference):
 def test_where_rounding_alone_is_past_the_tolerance_what_is_wrong_is_still_found(
     tmp_path: Path,
 ) -> None:
-    """As in bfloat16 with some layers: 'right' is what strays as far as the reference does."""
+    """As in bfloat16 with some layers: an engine is right if its error is that of the reference."""
     deep = SMALL | {
         "num_hidden_layers": 8,
         "hidden_size": 256,

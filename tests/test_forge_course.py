@@ -29,7 +29,7 @@ from penstock.forge.traces import Trace, correctness_traces
 from penstock.forge.trial import ALWAYS, answer_in_time, left_out
 from test_forge import SIZES, SMALL, gpu_designs, make_target, read_ledger, run_forge
 
-# As a course's evaluator loads an engine: not registered, and without Penstock.
+# A course's evaluator loads an engine like this: not registered, and without Penstock.
 LOADER = """
 import importlib.util, json, sys, torch
 torch.set_num_threads(1)
@@ -48,8 +48,8 @@ for path, is_run in paths:
 """
 
 
-def test_every_design_loads_where_nobody_registers_the_module(tmp_path: Path) -> None:
-    """From another working folder, too; those of a CPU also run."""
+def test_every_design_loads_where_the_module_is_not_registered(tmp_path: Path) -> None:
+    """Also from another working directory; designs for a CPU also run."""
     target = make_target(tmp_path, SMALL)
     plain = decisions.plain_design()
     of_cpu = [plain, *(design for _, design in decisions.moves(plain, "cpu"))]
@@ -76,7 +76,7 @@ def test_every_design_loads_where_nobody_registers_the_module(tmp_path: Path) ->
 
 
 def evaluate(script: str, folder: Path, *more: str) -> str:
-    """With a course's own words, from another folder."""
+    """Calls a script with the arguments of a course, from another folder."""
     words = ["--engine", str(ROOT / "evaluator" / "baseline_engine.py"), "--device", "auto", *more]
     words += [
         "--model-config",
@@ -108,12 +108,12 @@ def test_memory_of_an_engine_on_a_cpu_is_what_it_adds() -> None:
     kept = torch.ones(30_000_000)
     assert 115e6 < first.read_bytes() < 180e6
     del kept
-    second = ResidentPeak()  # what came before is forgotten
+    second = ResidentPeak()  # earlier peaks are reset
     assert second.read_bytes() < 60e6
 
 
 def test_scripts_run_the_python_they_are_given(tmp_path: Path) -> None:
-    """By a name relative to where they are called; so is the engine."""
+    """The interpreter's path and the engine's are relative to the caller's directory."""
     python = tmp_path / "my python"
     python.write_text('#!/bin/sh\nprintf "%s|" "$@"\necho\n')
     python.chmod(0o755)
@@ -137,7 +137,7 @@ def test_scripts_run_the_python_they_are_given(tmp_path: Path) -> None:
 
 
 class SlowOracle(Oracle):
-    """Takes its time for every token; of a clock that only it moves."""
+    """Takes time for every token, on a clock that only it advances."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -205,7 +205,7 @@ def test_a_profile_that_takes_too_long_costs_no_engine(
 def test_a_run_that_comes_to_nothing_says_why_in_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Behind what an earlier run wrote, once, whichever part failed."""
+    """After what an earlier run wrote, once, whichever part failed."""
     log = tmp_path / "workspace" / "results.log"
     paths = [
         "--config",
@@ -263,7 +263,7 @@ def test_one_thread_is_enough_where_several_wait_for_each_other(
 def test_the_first_version_packs_weights_where_that_is_clearly_quicker(
     gain: float, products: str
 ) -> None:
-    """What it is, a short budget may end with."""
+    """A short budget may end with the first version."""
     machine = Machine("CPU", "cpu", "", 0, 1e10, 1e11, 1e-6, packed_gain=gain)
     assert first_design(machine)["products"] == products
     assert ("_linear_pointwise" in emit(first_design(machine), "First.")) == (products == "packed")
@@ -272,8 +272,8 @@ def test_the_first_version_packs_weights_where_that_is_clearly_quicker(
 def test_threads_are_chosen_for_the_products_that_are_quicker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Torch's own may gain nothing from a second thread where packed ones are twice as fast with
-    it.
+    """Torch's own product may not gain from a second thread where a packed one becomes twice as
+    fast.
     """
     seconds = {(1, False): 1e-3, (2, False): 2e-3, (1, True): 1e-3, (2, True): 4e-4}
 
@@ -301,7 +301,7 @@ def test_threads_are_chosen_for_the_products_that_are_quicker(
         torch.set_num_threads(before)
     assert machine.is_quicker_with_packed_weights
     assert not machine.is_quicker_with_one_thread
-    slower = replace(machine, one_thread_gain=1.5)  # as a busy moment may look
+    slower = replace(machine, one_thread_gain=1.5)  # a busy moment may measure like this
     back = [design["threads"] for _, design in decisions.moves(first_design(slower), "cpu")]
     assert "found" in back
     found = decisions.BY_NAME["threads"]["found"]

@@ -37,7 +37,7 @@ LENGTHS = (1, 18, 3, 2, 2)
 
 
 class Later:
-    """The memory of a captured step: filled by its replay."""
+    """Stands in for a captured step: its memory is filled by a replay."""
 
     def __init__(self, run: Callable[[], Tensor]) -> None:
         self.run = run
@@ -74,8 +74,8 @@ def kernel_design(**choices: str) -> Design:
 def test_engines_of_kernels_are_right(
     design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts packed; a batch on tensor cores, a pair in registers; long rows in splits; padded
-    steps.
+    """Prompts are packed; a batch uses tensor cores, a pair registers, long rows splits; steps are
+    padded.
     """
     if torch.cuda.is_available():
         pytest.skip("on a GPU the gate of forge itself checks compiled kernels")
@@ -83,8 +83,7 @@ def test_engines_of_kernels_are_right(
     path = tmp_path / "engine.py"
     path.write_text(emit(design, "An engine of kernels."))
     module: Any = load_module(path)
-    # Sizes that leave some padding, and little of it: an interpreter takes its time for every
-    # program.
+    # Sizes with little padding: the interpreter takes time for every program.
     small: dict[str, Any] = {"PASS_PROMPTS": 8, "STEP_SIZES": (2, 8), "FEW_TOKENS": 8}
     small["pass_sizes"] = lambda longest: [4, 28] if longest == 2048 else [4, 16]
     small |= {
@@ -104,8 +103,8 @@ def test_engines_of_kernels_are_right(
         assert distance(logits, right).most < 0.01
 
     check([0, 1, 2, 3, 4], engine.prefill([0, 1, 2, 3, 4], [torch.tensor(text) for text in texts]))
-    # The same rows twice, which are not told again where they are; so few that the long row is
-    # split; all.
+    # The same rows twice, so their table is not uploaded again; so few that the long row is split;
+    # all.
     for ids in ([4, 2, 0, 1, 3], [4, 2, 0, 1, 3], [1, 0], [4, 2, 0, 1, 3]):
         tokens = torch.randint(0, 32, (len(ids),), generator=generator)
         logits = engine.decode(ids, tokens)
@@ -134,7 +133,7 @@ def test_prompts_are_packed_alike_for_both_kernels() -> None:
 def test_more_rows_than_any_captured_step_has_come_to_the_models_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Wherever their tokens are, and of whatever type."""
+    """On whatever device their tokens are, and in any integer type."""
     seen: list[Tensor] = []
     monkeypatch.setattr(
         graphs_decode, "run_tokens", lambda model, tokens, *rows: seen.append(tokens)
@@ -153,9 +152,7 @@ def test_more_rows_than_any_captured_step_has_come_to_the_models_device(
 def test_products_are_right_where_blocks_do_not_fit(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a norm, gated, and onto a residual in two splits; no size is a whole number of
-    blocks.
-    """
+    """With a norm, gated, and with a residual in two splits; no size is a multiple of a block."""
     monkeypatch.setattr(projection_kernels, "num_processors", lambda device: 8)
     generator = torch.Generator().manual_seed(5)
     num_out, num_in = 146, 600

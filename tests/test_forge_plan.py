@@ -58,7 +58,7 @@ def test_plans_are_read_for_what_can_be_decided_here() -> None:
 
 
 class Planner(Writer):
-    is_exhausted = True  # it plans, and edits nothing
+    is_exhausted = True  # it plans, and does not edit
 
     def plan(self, brief: str, choices: str, device: str, seconds: float) -> list[Step] | str:
         assert "Where time goes" in brief
@@ -102,7 +102,7 @@ def test_what_was_planned_is_tried_before_the_profile_chooses_and_once(
 
 
 def scripted_model(asked: list[str]) -> type[BaseHTTPRequestHandler]:
-    """Plans, then edits what it is shown: once wrongly, then without use."""
+    """Plans, then edits the given file: first wrongly, then without gain."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

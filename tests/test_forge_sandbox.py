@@ -78,7 +78,7 @@ def create_engine(model_config, weight_dir, device):
 
 
 def test_the_sandbox_holds_what_the_screen_lets_through(sandbox: Sandbox, tmp_path: Path) -> None:
-    """Without the screen: every reach outside of the process is denied by the kernel."""
+    """Without the static check, the kernel denies every access outside the process."""
     secret = tmp_path / "secret"
     secret.write_text("not for you")
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -161,7 +161,7 @@ def create_engine(model_config, weight_dir, device):
 
 
 def test_what_a_candidate_started_ends_with_it(sandbox: Sandbox) -> None:
-    """Also what would rather be in a group of its own."""
+    """Also a process that has moved to its own group."""
     with pytest.raises(CandidateError) as caught, sandbox.host(ORPHAN):
         pass
     if "system calls" not in sandbox.enforced:
@@ -176,7 +176,7 @@ def test_what_a_candidate_started_ends_with_it(sandbox: Sandbox) -> None:
 
 
 def process_state(pid: str) -> str:
-    """Empty where there is none."""
+    """The folder is empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -206,7 +206,7 @@ ODD_CALLS = [Call("prefill", ("a",), ((1, 2),)), Call("remove", ("a",))]
 def play_odd(
     request: pytest.FixtureRequest, sandbox: Sandbox, target: Target, tmp_path: Path
 ) -> Callable[[str], Played]:
-    """Two calls, of which the first is timed, with an engine that answers as one says."""
+    """Two calls, of which the first is timed, of an engine with the given answers."""
 
     def play(answer: str) -> Played:
         source = ODD_ENGINE.replace("ANSWER", answer)
@@ -226,7 +226,7 @@ def play_odd(
 def test_only_a_tensor_of_numbers_is_an_answer(
     play_odd: Callable[[str], Played], answer: str
 ) -> None:
-    """It may not pass for a refusal either."""
+    """Nor may such an answer pass for a refusal."""
     with pytest.raises(CandidateError, match="answered with"):
         play_odd(answer)
 
@@ -241,7 +241,9 @@ def test_answers_are_those_of_when_the_clock_stopped(play_odd: Callable[[str], P
 def test_every_restriction_stands_alone(
     sandbox: Sandbox, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under one of them the device computes, and what that one takes away is out of reach."""
+    """With one restriction alone, the device still computes, and what the restriction denies is
+    denied.
+    """
     monkeypatch.setattr(sandbox, "restrictions", [name])
     reached = probe(sandbox)
     assert not reached.obstacle
@@ -253,7 +255,7 @@ def test_every_restriction_stands_alone(
 
 
 def test_files_can_be_moved_under_all_restrictions(tmp_path: Path) -> None:
-    """From one folder to another where both may be written, as Triton does with every kernel."""
+    """Between folders where both may be written, as Triton does with every kernel."""
     for folder in ("ours", "ours/new", "theirs"):
         (tmp_path / folder).mkdir()
     (tmp_path / "ours/new/kernel").touch()
@@ -279,7 +281,7 @@ def test_files_can_be_moved_under_all_restrictions(tmp_path: Path) -> None:
 def test_a_candidate_without_a_limit_of_addresses_is_watched(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, whose driver takes addresses without end."""
+    """As on a GPU, whose driver reserves any amount of address space."""
     monkeypatch.setattr(sandbox, "restrictions", [])
     greedy = (
         "import time, torch\ndef create_engine(*words):\n    kept = torch.ones(3 << 27)\n    "
@@ -292,7 +294,9 @@ def test_a_candidate_without_a_limit_of_addresses_is_watched(
 def test_the_strongest_restrictions_that_a_device_works_under_are_found(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver that works neither with few files nor without privileges, told by nobody."""
+    """A driver that works neither with few files nor without privileges, which must be found by
+    trying.
+    """
     lost = {"files", "privileges"}
 
     def pretend(sandbox: Sandbox) -> Reach:

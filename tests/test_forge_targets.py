@@ -32,7 +32,7 @@ from test_forge_kernels import TINY
 CUDA = torch.device("cuda")
 OTHERS: list[
     tuple[dict[str, Any], str]
-] = [  # each would compute something else, and how it is named
+] = [  # each means another computation, and how the error names it
     ({"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling.type = 'linear'"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.rope_type = 'llama3'"),
     (
@@ -64,7 +64,7 @@ OTHERS: list[
     ({"num_attention_heads": "4"}, "num_attention_heads = '4'"),
     ({"rms_norm_eps": None}, "rms_norm_eps = None"),
 ]
-ALIKE: dict[str, Any] = {  # says what a plain Llama is anyway
+ALIKE: dict[str, Any] = {  # states what a plain Llama does anyway
     "rope_scaling": {"rope_type": "default"},
     "attention_bias": False,
     "mlp_bias": None,
@@ -104,7 +104,7 @@ def test_a_config_that_spells_the_same_model_otherwise_is_read_alike(tmp_path: P
 
 @pytest.mark.parametrize("norm", ["plain", "folded"])
 def test_tied_logits_are_computed_with_the_embedding(norm: str, tmp_path: Path) -> None:
-    """By the reference and by engines, whether the head is stored again or not at all."""
+    """In the reference and in engines, whether or not the head is stored again."""
     tied = {**SMALL, "tie_word_embeddings": True}
     target = make_target(tmp_path, tied)
     path = target.weight_dir / "model.pt"
@@ -213,7 +213,7 @@ def test_devices_that_forge_does_not_write_for_are_refused(
 def test_engines_of_kernels_refuse_a_device_that_is_not_current(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton starts a kernel on the current one, whatever its tensors are on."""
+    """Triton launches a kernel on the current device, wherever its tensors are."""
     kernels = decisions.decide(decisions.plain_design(), "layers", "kernels")
     (tmp_path / "engine.py").write_text(emit(kernels, "Kernels."))
     module: Any = load_module(tmp_path / "engine.py")
@@ -223,7 +223,7 @@ def test_engines_of_kernels_refuse_a_device_that_is_not_current(
 
 
 class Shortage:
-    """Memory that ends: of every `after + 1` calls the last one fails."""
+    """Limited memory: the last of every `after + 1` calls fails."""
 
     def __init__(self, run: Callable[..., Any], after: int = 0) -> None:
         self.run, self.after, self.num_calls = run, after, 0
@@ -236,22 +236,22 @@ class Shortage:
 
 
 def new_engine(folder: Path, cache: str = "slots") -> tuple[Any, Any, Target]:
-    """Its module, itself, and its target: with pages a tiny one, whose few kernels an interpreter
-    runs.
+    """The engine's module, the engine and its target; with pages, a tiny one whose few kernels run
+    in the interpreter.
     """
     target = make_target(folder, TINY if cache == "pages" else SMALL)
     design = decisions.decide(decisions.plain_design(), "cache", cache)
     (folder / "engine.py").write_text(emit(design, "An engine."))
     module: Any = load_module(folder / "engine.py")
-    module.TENSOR_ROWS = 0  # no row is few: the library multiplies
+    module.TENSOR_ROWS = 0  # no row counts as few: the library multiplies
     return module, module.create_engine(target.config, str(target.weight_dir), "cpu"), target
 
 
 def test_a_cache_that_cannot_grow_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever of the two allocations fails, keys and values stay alike; a smaller step is tried
-    before.
+    """Whichever of the two allocations fails, keys and values keep equal sizes; a smaller one is
+    tried first.
     """
     module, engine, target = new_engine(tmp_path)
     cache, prompt = engine.model.cache, torch.tensor([1, 2, 3])
@@ -279,9 +279,7 @@ def test_a_cache_that_cannot_grow_stays_as_it_is(
 def test_a_prefill_that_fails_changes_nothing(
     cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New requests leave no slot behind, and one that was to be replaced goes on with its old
-    text.
-    """
+    """New requests leave no slot behind, and a request to be replaced keeps its old text."""
     module, engine, target = new_engine(tmp_path, cache)
     engine.prefill(["a"], [torch.tensor([5, 6, 7])])
     held = engine.model.cache
@@ -335,7 +333,7 @@ def test_a_naive_call_that_fails_changes_nothing(
 def test_slots_begin_with_as_many_as_the_memory_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a context that is long for the machine there are few; more are refused, and those few
+    """A context that is long for the machine leaves few slots; more are refused, and those few
     work.
     """
     module, engine, _ = new_engine(tmp_path)
@@ -350,7 +348,7 @@ def test_slots_begin_with_as_many_as_the_memory_holds(
 def test_long_prompts_never_have_the_scores_of_all_pairs_at_once(
     prefill: str, tmp_path: Path
 ) -> None:
-    """Torch attends in blocks where it can; here it may not do otherwise."""
+    """Torch attends in blocks if allowed; this test forbids anything else."""
     target = make_target(tmp_path, SMALL)
     design = decisions.decide(decisions.plain_design(), "prefill", prefill)
     (tmp_path / "engine.py").write_text(emit(design, "An engine."))
@@ -395,7 +393,7 @@ def test_toy_weights_go_where_they_were_asked_to(
 
 
 def test_sigterm_ends_a_run_with_its_report(tmp_path: Path) -> None:
-    """As an interrupt does: the engine, the report, exit code 0, and no scratch folder left."""
+    """Like an interrupt: the engine, the report, exit code 0, and no scratch folder left."""
     make_target(tmp_path, {**SMALL, "num_hidden_layers": 1, "max_position_embeddings": 64})
     scratch = tmp_path / "scratch"
     scratch.mkdir()

@@ -59,7 +59,7 @@ def gpu_target(name: str) -> Target:
 
 
 class Metronome:
-    """A player whose benches take as long as one says."""
+    """A fake player whose benches take the given times."""
 
     def __init__(self, seconds: dict[str, Sequence[float]]) -> None:
         self.seconds = {name: list(values) for name, values in seconds.items()}
@@ -91,8 +91,8 @@ def timings_of(seconds: float) -> dict[str, Timing]:
 
 
 class Scripted:
-    """A search whose trials are not run: one says how long each source takes, and what a profile
-    shows.
+    """A search that runs no trials: the test gives the time of each source and the contents of the
+    profile.
     """
 
     def __init__(
@@ -144,9 +144,7 @@ class Scripted:
 
 
 def test_a_bench_is_repeated_until_it_has_been_seen_for_long_enough() -> None:
-    """Twice at least, since the first play may have to warm up, if that is not little of it; the
-    quickest counts.
-    """
+    """At least twice, since the first run may warm up, unless it was long; the fastest counts."""
     seconds = {
         "prefill 8": [0.9, 0.7],
         "decode 1": [0.15] * 3,
@@ -163,11 +161,11 @@ def test_a_bench_is_repeated_until_it_has_been_seen_for_long_enough() -> None:
 
 
 class Memory:
-    """An engine that knows the answers to prompts it has seen before, and what else it has seen."""
+    """An engine that remembers answers to prompts it has seen, and what else it has seen."""
 
     def __init__(self, engine: Any, is_lazy: bool) -> None:
         self.engine = engine
-        self.is_lazy = is_lazy  # and then answers anything to requests that come back
+        self.is_lazy = is_lazy  # and then gives a wrong answer to a repeated request
         self.known: dict[Any, torch.Tensor] = {}
         self.ids: set[tuple[str, ...]] = set()
         self.num_prefills = self.num_known = 0
@@ -190,7 +188,7 @@ class Memory:
 
 
 def test_what_an_engine_remembers_of_a_play_does_not_help_it_in_the_next(tmp_path: Path) -> None:
-    """Each has other tokens, and each has answers that are checked."""
+    """Each play has other tokens, and the answers of each are checked."""
     target = make_target(tmp_path, SMALL)
     benches = measuring.draw_benches(target, Oracle(target), 3, replace(SIZES, repeats=3))
     path = tmp_path / "engine.py"
@@ -253,7 +251,9 @@ def test_the_opening_on_a_gpu_captures_steps(name: str) -> None:
 def test_a_profile_full_of_launches_leads_to_captured_steps_and_not_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the design that the facts suggest, then to longer passes; never to what captures less."""
+    """It moves to the design that the facts suggest, then to longer passes; never to less
+    capturing.
+    """
     profile = {
         "decode.launch": 0.9,
         "decode.attention": 0.1,
@@ -275,7 +275,7 @@ def test_a_profile_full_of_launches_leads_to_captured_steps_and_not_back(
 def test_what_no_profiler_has_seen_may_be_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then alternatives are tried by what they promise at best."""
+    """Alternatives are then tried in the order of their best expected gain."""
     judge = Scripted(monkeypatch, lambda source: 1.0, {"decode.unseen": 0.7, "prefill.unseen": 0.3})
     search = judge.search(gpu_target("6x768"), NO_LAUNCHING, tmp_path, max_trials=2)
     search.run()
@@ -285,7 +285,7 @@ def test_what_no_profiler_has_seen_may_be_anything(
 def test_what_has_disappointed_waits_for_what_was_never_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside another best engine it may be worth a second try, but not the next one."""
+    """With another best engine it may deserve a second try, but not the next one."""
 
     def seconds_of(source: str) -> float:
         if "CUDAGraph" not in source:
@@ -309,7 +309,7 @@ def test_what_has_disappointed_waits_for_what_was_never_tried(
 def test_an_exam_has_no_more_requests_than_captured_engines_have_place_for(
     max_len: int, num_slots: int, widest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model of 8 B beside others on an H200; the longer its texts may be, the fewer fit."""
+    """A model of 8 B beside others on an H200: the longer its texts may be, the fewer fit."""
     target = gpu_target("32x4096")
     target = replace(target, shape=target.shape._replace(max_len=max_len))
     free = target.weight_bytes + int(123.2e9)
@@ -367,9 +367,7 @@ def test_after_the_first_version_the_opening_is_tried_and_the_first_is_profiled_
 def test_a_slow_first_version_leaves_the_opening_what_time_there_is(
     left_s: float, num_trials: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its trial took all but 30 seconds; the opening takes 2, and those after it are expected
-    to.
-    """
+    """Its trial took all but 30 seconds; the opening takes 2, and later trials are expected to."""
 
     def trial_s(source: str) -> float:
         if "CUDAGraph" in source:
@@ -388,10 +386,10 @@ def test_a_slow_first_version_leaves_the_opening_what_time_there_is(
     assert ("CUDAGraph" in search.out.read_text()) == (num_trials > 1)
 
 
-def test_who_interrupts_twice_waits_for_the_report_and_for_nothing_else(
+def test_a_second_interrupt_skips_all_but_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU the first version and the best would be timed again for it."""
+    """On a CPU, the first version and the best would otherwise be timed again for it."""
     profile = {"decode.projection": 1.0, "prefill.projection": 1.0}
     judge = Scripted(monkeypatch, lambda source: 1.0 if source == judge.tried[0] else 0.5, profile)
 
@@ -415,7 +413,7 @@ def test_who_interrupts_twice_waits_for_the_report_and_for_nothing_else(
     except KeyboardInterrupt:
         pytest.fail("the second interrupt came through")
     assert [row.verdict for row in search.ledger.rows] == ["kept", "kept"]
-    assert len(judge.tried) == 3  # the second time the first version, to confirm the gain
+    assert len(judge.tried) == 3  # the second run of the first version would confirm the gain
     assert "interrupted" in (tmp_path / "report.md").read_text()
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -485,7 +483,7 @@ def kernel_keys(paths: Sequence[Path]) -> list[dict[str, tuple[int, str, str]]]:
 
 
 def test_a_kernel_that_only_moved_is_not_compiled_again(tmp_path: Path) -> None:
-    """What Triton knows a compiled kernel by stays the same from candidate to candidate."""
+    """The key of Triton's cache stays the same from candidate to candidate."""
     first = decisions.decide(decisions.plain_design(), "graphs", "all")
     moved = [
         ("vector_rows", "8"),
@@ -512,7 +510,7 @@ def test_a_kernel_that_only_moved_is_not_compiled_again(tmp_path: Path) -> None:
 
 
 class Kernel:
-    """Remembers how it was compiled and that it was started."""
+    """Records how it was compiled and that it was launched."""
 
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, ...]] = []

@@ -45,7 +45,7 @@ def with_line(source: str, before: str, line: str) -> str:
 
 
 def slow_source() -> str:
-    """The plain engine with something in it that a writer can take out."""
+    """The plain engine with something added that a writer can remove."""
     source = with_line(plain_source(), HEAD, WASTE)
     return with_line(source, "        tokens = torch.as_tensor(token_ids).flatten()\n", WASTE)
 
@@ -55,7 +55,7 @@ def as_diff(before: str, after: str) -> str:
 
 
 def proposals() -> dict[str, str]:
-    """Replies by name. Only `good` deserves to live."""
+    """Replies by name. Only `good` should survive."""
     slow = slow_source()
     good = slow.replace(WASTE, "")
     file = "        open('/etc/hostname').read()\n"
@@ -100,7 +100,7 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 @pytest.fixture
 def scripted_model() -> Iterator[tuple[str, list[str], list[dict[str, Any]]]]:
-    """A server that answers with the next reply of a list, and remembers what it was asked."""
+    """A server that answers with the next reply of a list, and records its requests."""
     replies: list[str] = []
     asked: list[dict[str, Any]] = []
 
@@ -188,7 +188,7 @@ def test_a_writing_model_is_not_asked_where_its_code_could_reach_the_network() -
 
 
 def test_a_server_that_cannot_be_asked_is_told_before_anything_else(tmp_path: Path) -> None:
-    """Nothing listens there; or nobody may ask without a key."""
+    """Nothing listens there, or the server requires a key."""
     nowhere = {
         "config": tmp_path / "c.json",
         "weights": tmp_path,

@@ -51,8 +51,8 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "page_size": 16
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What somebody said to a problem, token by token, and how likely their second choice was each
-    time.
+    """A reply to a problem: its tokens, and the log-probability of the second choice at each
+    position.
     """
 
     reply: Reply
@@ -82,7 +82,7 @@ class Verdict:
 def judge(
     problems: Sequence[Conversation], ours: Sequence[Answer], theirs: Sequence[Answer]
 ) -> Verdict:
-    """The gate: passed when nothing is missed."""
+    """The gate is passed when nothing is missed."""
     gaps = [
         gap for our, their in zip(ours, theirs, strict=True) for gap in runner_up_gaps(our, their)
     ]
@@ -97,7 +97,7 @@ def share_right(problems: Sequence[Conversation], answers: Sequence[Answer]) -> 
 
 
 def runner_up_gaps(ours: Answer, theirs: Answer) -> list[float]:
-    """As long as both have said the same so far; after that they answer different questions."""
+    """Compares up to the first different token: after it, the contexts differ."""
     gaps = []
     for our_token, their_token, our_value, their_value in zip(
         ours.tokens, theirs.tokens, ours.runner_ups, theirs.runner_ups
@@ -109,7 +109,7 @@ def runner_up_gaps(ours: Answer, theirs: Answer) -> list[float]:
 
 
 class Reference:
-    """transformers on the same checkpoint, greedy, from messages to text."""
+    """Runs transformers on the same checkpoint, greedy, from messages to text."""
 
     def __init__(self) -> None:
         folder = default_model()
@@ -119,12 +119,10 @@ class Reference:
         self.model, info = loaded
         assert not info["missing_keys"]
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self.our_tokenizer = Tokenizer.load(folder)  # names the tokens as our answers do
+        self.our_tokenizer = Tokenizer.load(folder)  # tokens in the same notation as our answers
 
     def answer(self, problems: Sequence[Conversation]) -> list[Answer]:
-        """In one batch, padded on the left: masked places leave neither keys nor a trace in the
-        state.
-        """
+        """One batch, padded on the left: masked places affect neither keys nor the state."""
         prompts = [self._encode(problem) for problem in problems]
         width = max(map(len, prompts))
         with torch.inference_mode():
@@ -212,7 +210,7 @@ def ask_server(server: Server, problem: Conversation, max_tokens: int = MAX_TOKE
 
 
 def ask_engine(llm: LLM, problems: Sequence[Conversation]) -> list[Answer]:
-    """All problems in one batch."""
+    """Runs all problems in one batch."""
     prompts = [
         llm.encode_chat(list(problem.prompt), enable_thinking=problem.enable_thinking)
         for problem in problems
@@ -233,14 +231,14 @@ def ask_engine(llm: LLM, problems: Sequence[Conversation]) -> list[Answer]:
 def test_transformers_solves_the_problems(
     problems: list[Conversation], theirs: list[Answer]
 ) -> None:
-    """Or agreeing with it would say nothing."""
+    """Otherwise, agreement with it would mean nothing."""
     assert share_right(problems, theirs) >= MIN_REFERENCE_SHARE
 
 
 def test_padding_changes_nothing_in_transformers(
     reference: Reference, problems: list[Conversation], theirs: list[Answer]
 ) -> None:
-    """The most padded one again, alone."""
+    """Runs the most padded one again, alone."""
     index = min(range(NUM_PROBLEMS), key=lambda index: len(str(problems[index].prompt)))
     (alone,) = reference.answer([problems[index]])
     assert alone.tokens == theirs[index].tokens
@@ -251,7 +249,7 @@ def test_padding_changes_nothing_in_transformers(
 def test_the_server_answers_like_transformers(
     prefix_cache: bool, problems: list[Conversation], theirs: list[Answer]
 ) -> None:
-    """With the cache, half of the answers go on from restored pages and states, among others that
+    """With the cache, half of the requests resume from cached pages and states, among others that
     do not.
     """
     cached = {"prefix_cache": True, "checkpoint_gb": 0.08}
@@ -381,8 +379,8 @@ FAULTS = [
 
 
 def judge_engine(problems: list[Conversation], theirs: list[Answer], max_rows: int) -> Verdict:
-    """In this process, where it can be broken; by replies that are longer than a page, and not by
-    much.
+    """Runs the engine in this process, where it can be broken; replies are slightly longer than a
+    page.
     """
     lengths = range(SETTINGS["page_size"] + 1, 5 * SETTINGS["page_size"])
     pairs = [pair for pair in zip(problems, theirs) if len(pair[1].tokens) in lengths][

@@ -29,7 +29,7 @@ Answer = tuple[int, dict[str, Any]]
 
 @dataclass
 class Served:
-    """A server of the OpenAI API that knows the answers, and spoils them as told."""
+    """A server of the OpenAI API that knows the answers, and spoils them as configured."""
 
     answer: Callable[[Conversation], Answer]
     metrics: str | None = None
@@ -50,7 +50,7 @@ class Served:
 
 @cache
 def asked_problems() -> dict[str, Conversation]:
-    """What the gates ask with the default seed, by what reaches the server."""
+    """The requests of all gates with the default seed, by what the server receives."""
     measured = (*GATES, *REPORTED)
     problems = [problem for gate in measured for problem in held_out.take(gate, LIMIT, seed=0)]
     return {_key(problem.prompt, problem.enable_thinking): problem for problem in problems}
@@ -67,7 +67,7 @@ def _key(messages: Any, thinking: bool) -> str:
 
 class PatientServer(ThreadingHTTPServer):
     request_queue_size = (
-        128  # a gate asks all at once: a connection that finds no place waits a second
+        128  # a gate sends all at once: a connection that is not accepted retries after a second
     )
 
 
@@ -112,7 +112,7 @@ def choice(message: dict[str, Any], finish_reason: str = "stop") -> Answer:
 
 
 def split_answer(conversation: Conversation) -> Answer:
-    """As a server with reasoning and tool parsers answers."""
+    """Answers like a server with reasoning and tool parsers."""
     turn = dict(conversation.messages[-1])
     if "tool_calls" in turn:
         turn["tool_calls"] = [
@@ -130,7 +130,7 @@ def split_answer(conversation: Conversation) -> Answer:
 
 
 def raw_answer(conversation: Conversation) -> Answer:
-    """As a server without parsers answers: all in the content."""
+    """Answers like a server without parsers: all text is content."""
     return choice(
         {"role": "assistant", "content": conversation.completion.removesuffix("<|im_end|>")}
     )
@@ -362,7 +362,7 @@ def test_each_gate_says_how_many_were_asked_and_the_result_is_written(
     assert json.loads(file.read_text()).keys() >= {"gates", "time", "commit", "version"}
 
 
-def test_every_reply_of_a_gate_is_news() -> None:
+def test_every_reply_of_a_gate_is_reported() -> None:
     told: list[Phase] = []
     run_gates(
         lambda problem: problem.completion,

@@ -32,7 +32,7 @@ EXTREMES = (0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0, 1.0, -1.0)
 
 
 def random_blocks(block_type: BlockType) -> np.ndarray:
-    """Rows of bytes as they could stand in a file: any bits, and scales from the smallest to the
+    """Rows of bytes as a file may contain them: any bits, and scales from the smallest to the
     largest.
     """
     generator = np.random.default_rng(block_type.block_bytes)

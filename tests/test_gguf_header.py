@@ -53,7 +53,7 @@ def file_of(
 
 
 def read(tmp_path: Path, data: bytes) -> str:
-    """What is said against a file; it takes no time and no memory."""
+    """The error for a file; finding it takes no time and no memory."""
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
     started = time.process_time()
@@ -172,7 +172,7 @@ def test_a_file_that_lies_is_refused_at_once(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_header_ends_before_the_memory_does(tmp_path: Path) -> None:
-    """A sparse file of any size could make a text of any length look right."""
+    """In a sparse file of any size, a text of any length would seem valid."""
     path = tmp_path / "model.gguf"
     path.write_bytes(file_of([value("a", 8, u64(2**33))], []))
     os.truncate(path, 2**34)

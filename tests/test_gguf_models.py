@@ -48,7 +48,7 @@ def test_a_gguf_file_gives_the_model_of_its_checkpoint(architecture: str, tmp_pa
     expected, found = load_weights(folder), load_weights(file)
     values = dict(found.named_parameters())
     for name, parameter in expected.named_parameters():
-        if name.endswith("a_log"):  # the file has -exp of it
+        if name.endswith("a_log"):  # the file stores -exp of it
             torch.testing.assert_close(values[name], parameter, rtol=1e-6, atol=1e-6)
         else:
             assert torch.equal(values[name], parameter), name
@@ -57,7 +57,7 @@ def test_a_gguf_file_gives_the_model_of_its_checkpoint(architecture: str, tmp_pa
 
 
 def _numbers(model: nn.Module) -> dict[str, Any]:
-    """Of a config, but for how the checkpoint's files are laid out."""
+    """The fields of a config, except how the checkpoint's files are laid out."""
     config = model.config
     return {
         name: getattr(config, name) for name in config.__dataclass_fields__ if name != "is_nested"
@@ -74,9 +74,7 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
 def test_packed_matrices_expand_to_what_the_gguf_package_says(
     architecture: str, kind: str, tmp_path: Path
 ) -> None:
-    """Also where rows and columns are put in another order, experts are cut out, or only rows are
-    read.
-    """
+    """Also if rows and columns are reordered, experts are cut out, or only some rows are read."""
     config = CONFIGS[architecture]
     state = random_state(config)
     file = write_gguf(tmp_path / "model.gguf", architecture, config, state, matrices=kind)
@@ -103,7 +101,7 @@ def test_packed_matrices_expand_to_what_the_gguf_package_says(
 
 @pytest.mark.parametrize("architecture", ["qwen35moe", "qwen3moe", "llama"])
 def test_weights_that_stay_packed_are_those_of_the_file(architecture: str, tmp_path: Path) -> None:
-    """Rows of many experts are decoded at once, some rows at a time, and in the model's order."""
+    """Rows of many experts are decoded in groups, and in the model's order."""
     config = {**CONFIGS[architecture], "vocab_size": 17_000}
     arguments: tuple[Any, ...] = (architecture, config, random_state(config))
     file = write_gguf(tmp_path / "packed.gguf", *arguments, matrices="Q8_0")
@@ -120,9 +118,7 @@ def test_weights_that_stay_packed_are_those_of_the_file(architecture: str, tmp_p
 def test_heads_come_back_in_order_though_a_block_holds_parts_of_two(
     kind: str, tmp_path: Path
 ) -> None:
-    """DeltaNet's output: columns of four value heads of 128, tiled in the file, in blocks of
-    256.
-    """
+    """DeltaNet's output: columns of four value heads of 128, tiled in the file in blocks of 256."""
     block_type = gguf.GGMLQuantizationType[kind]
     block_bytes = gguf.GGML_QUANT_SIZES[block_type][1]
     data = np.random.default_rng(0).integers(
@@ -197,7 +193,7 @@ def test_a_type_nothing_can_expand_is_refused_by_name(
     refused, _ = _with_one_tensor(tmp_path / "refused.gguf", "Q8_1")
     assert "as Q8_1, which cannot be read" in error_of(lambda: open_gguf(refused))
     file, _ = _with_one_tensor(tmp_path / "model.gguf", "IQ3_S")
-    monkeypatch.setitem(sys.modules, "gguf", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
     text = error_of(lambda: open_gguf(file))
     assert "as IQ3_S, which cannot be read" in text
     assert "pip install 'penstock[gguf]'" in text

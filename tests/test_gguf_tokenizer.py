@@ -33,8 +33,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 ONE_LAYER = {**LLAMA, "num_hidden_layers": 1}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
-# What published tokenizers of each kind have before their merges; none of it is read from our own
-# table.
+# The pre-tokenizers of published tokenizers of each kind, written here independently of our table.
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 BYTES_ONLY = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
@@ -68,7 +67,7 @@ PUBLISHED: dict[str, tuple[Any, bool]] = {
 
 
 def texts() -> list[str]:
-    """The probes of two encoders, real prose, and random characters of many scripts."""
+    """Texts to compare two encoders: probes, real prose, and random characters of many scripts."""
     draw = random.Random(5)
     alphabet = "".join(
         map(chr, (*range(9, 14), *range(32, 127), *range(0xA0, 0x250), *range(0x300, 0x380)))
@@ -168,7 +167,7 @@ def test_the_vocabulary_of_qwen3_5_comes_back_whole(tmp_path: Path) -> None:
 
 
 def sentence_piece(adds_space: bool) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """A vocabulary with scores, and the tokenizer.json that Llama 2 has been published with."""
+    """A vocabulary with scores, and its tokenizer.json as Llama 2 was published with."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256]
     letters = "▁etaoinshrdlucmfwypvbgkjqxzTIHLW,.:!?'0123456789-é你"
@@ -267,7 +266,7 @@ def test_a_sentence_piece_vocabulary_encodes_as_the_original_did(
     assert found.eos_token_ids == (2,)
 
 
-# What belongs to it
+# Template, ends and defaults
 
 
 def small_metadata(**changes: Any) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_gpu_says_what_the_cpu_says(config: dict[str, Any], overlap: bool) -> No
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_gpu_gives_the_vectors_of_the_cpu(config: dict[str, Any], overlap: bool) -> None:
-    """Beside replies, in chunks: the last token's, means, and logits of chosen tokens."""
+    """Runs beside replies, in chunks: last token's vectors, means, and logits of chosen tokens."""
     settings: dict[str, Any] = {"dtype": "float32", "memory_gb": 0.2, "deterministic": False}
     on_cpu = make_engine(config, device="cpu", **settings)
     on_gpu = make_engine(config, device="cuda", overlap=overlap, max_step_tokens=128, **settings)
@@ -98,8 +98,8 @@ def test_restored_prefix_equals_fresh_prefill_on_a_gpu(config: dict[str, Any]) -
 
 @pytest.mark.parametrize("speculate", ["off", "ngram:3"])
 def test_second_turns_read_states_that_were_not_written_at_every_token(speculate: str) -> None:
-    """Replies of all lengths across a page, then turns that go on from what those have left, where
-    a CPU, which writes every state, gives the same tokens.
+    """Replies of all lengths across a page, then turns that resume from them: the tokens equal
+    those of a CPU, which writes every state.
     """
     settings: dict[str, Any] = {"dtype": "float32", "memory_gb": 0.2, "deterministic": False}
     settings["speculate"] = speculate
@@ -143,7 +143,7 @@ def prefill_rows(engine: Engine, num_rows: int, length: int) -> list[RowPlan]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_step_synchronises(config: dict[str, Any], dtype: str) -> None:
-    """A decode, a prefill chunk and a mixed step, sampled with everything on."""
+    """A decode, a prefill chunk and a mixed step, sampled with every option."""
     engine = make_engine(config, device="cuda", dtype=dtype, memory_gb=0.2, deterministic=False)
     sampling: dict[str, Any] = {
         "temperature": 0.8,
@@ -172,7 +172,7 @@ def test_no_step_synchronises(config: dict[str, Any], dtype: str) -> None:
 def test_decodes_advance_on_the_device_while_the_host_sends_the_same_plan(
     config: dict[str, Any],
 ) -> None:
-    """As graphs, across a page boundary, without the host reading anything in between."""
+    """Replayed as graphs across a page boundary, while the host reads nothing."""
     settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory_gb": 0.2}
     settings |= {"graphs": True, "prefix_cache": False}
     asked = [request(f"r{row}", prompt(60, row), max_tokens=11, logprobs=None) for row in range(3)]

@@ -71,7 +71,7 @@ def make_ours(config: dict[str, Any], weights: dict[str, Tensor], **settings: An
 def distances(
     config: dict[str, Any], *, deterministic: bool, is_clear: bool, seed: int
 ) -> tuple[Tensor, Tensor]:  # [sequences, 1 + decodes] each
-    """From transformers in float32: of our decodes, and of transformers in bf16."""
+    """Distances from transformers in float32: of our decodes, and of transformers in bf16."""
     reference = make_reference(config, is_clear, seed)
     tokens = torch.randint(0, config["vocab_size"], (NUM_SEQUENCES, NUM_PROMPT + NUM_DECODES))
     half = logits_of(reference, tokens)
@@ -80,7 +80,7 @@ def distances(
     ids = list(range(NUM_SEQUENCES))
     ours = [engine.prefill(ids, list(tokens[:, :NUM_PROMPT])).cpu()]
     for step, token_ids in enumerate(tokens[:, NUM_PROMPT:].T):
-        if step % 2:  # in one batch and in two, by turns
+        if step % 2:  # in one batch and in two, alternating
             ours.append(engine.decode(ids, token_ids).cpu())
         else:
             halves = (ids[:1], token_ids[:1]), (ids[1:], token_ids[1:])

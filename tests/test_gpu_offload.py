@@ -40,7 +40,7 @@ ROOM = f"{(LANES + SLOTS) * EXPERT_BYTES / 1e3:.1f}kB"
 
 
 def said(engine: Engine) -> dict[str, list[int]]:
-    """Alone, together and as long prompts; greedy and drawn, twice."""
+    """Runs alone, together and with long prompts; greedy and sampled, twice."""
     found = {}
     for time in range(2):
         for own in ((1,), (7,), (300,), (1, 2, 3, 5, 90), tuple(range(2, 10))):
@@ -58,7 +58,7 @@ def said(engine: Engine) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def resident() -> dict[str, list[int]]:
-    """Without graphs: short prompts as graphs are padded, and so multiplied in another way."""
+    """Without graphs: these pad short prompts, which then use kernels that round differently."""
     return said(make_engine(MODEL, graphs=False, **GIVEN))
 
 

@@ -16,7 +16,7 @@ LENGTHS = (1, 7, 40, 90, 200)  # of prompts: alone, padded in a graph or not
 
 
 def first_scores(**settings: Any) -> list[dict[int, float]]:
-    """The likeliest first tokens of each prompt, and their log-probabilities."""
+    """The most likely first tokens of each prompt, and their log-probabilities."""
     engine = make_engine(MODEL, **{**GIVEN, **settings})
     found = []
     for length in LENGTHS:
@@ -40,10 +40,10 @@ def test_graphs_say_in_float32_what_launches_say(scheme: str) -> None:
     assert distance(first_scores(graphs=True, **given), first_scores(graphs=False, **given)) < 1e-3
 
 
-# Not fp8, whose many tokens are rounded too: with its padding, a graph has more of them.
+# Not fp8, which rounds the tokens of larger steps too: with its padding, a graph has more of them.
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
 def test_graphs_are_as_near_to_float32_as_launches(scheme: str) -> None:
-    """A prompt that a graph pads is multiplied by other kernels, which round in another order."""
+    """A padded prompt uses other kernels, which round in another order."""
     exact = first_scores(quantization=scheme, dtype="float32", graphs=False)
     given = {"quantization": scheme, "dtype": "bfloat16"}
     as_graphs, launched = (

@@ -43,7 +43,7 @@ TREE = {
     "$ref": "#/$defs/node",
 }
 
-REFUSED: dict[str, Any] = {  # the largest are made when they are asked for
+REFUSED: dict[str, Any] = {  # the largest are created on use
     "deep": nested(1000),
     "deeper": lambda: nested(100_000),
     "one level too deep": nested(50),
@@ -156,7 +156,7 @@ def test_a_text_is_allowed_if_it_is_valid(text: str, expected: bool) -> None:
 
 
 def test_blanks_inside_json_are_those_that_people_write() -> None:
-    """A model that has lost its way would else write blanks until its tokens are used up."""
+    """Otherwise a model that has lost its way writes blanks until its tokens are used up."""
     grammar = json_object_grammar()
     for indent in (None, 1, 2, 4, "\t"):
         assert is_allowed(grammar, json.dumps({"a": [1, {"b": None}], "c": {}}, indent=indent))

@@ -63,12 +63,10 @@ def test_every_number_of_rows_has_a_size_that_pads_little(max_rows: int) -> None
         assert size - num_rows <= max(7, num_rows // 4)
 
 
-def test_launching_ahead_touches_nobodys_memory_and_leaves_nothing_in_it(
+def test_launching_ahead_writes_to_no_sequences_memory_and_keeps_none(
     config: dict[str, Any],
 ) -> None:
-    """Before anything is captured, steps of all kinds run at the same time, to compile their
-    kernels.
-    """
+    """Before any capture, all kinds of steps run at the same time, to compile their kernels."""
     engine = make_engine(config, max_rows=20, memory_gb=0.05)
     runner = engine.runner
     stored = [getattr(cache, name) for cache in runner.caches for name in cache.__slots__]
@@ -112,7 +110,7 @@ def test_what_finds_no_memory_among_others_is_launched_later() -> None:
 def test_scarce_memory_has_few_threads_that_compile(
     free_gb: float, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each keeps a library's handle in it for good."""
+    """Each thread keeps a handle of a library, whose memory is never returned."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free_gb * 1e9), 0))
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
@@ -120,7 +118,7 @@ def test_scarce_memory_has_few_threads_that_compile(
 
 
 def test_pages_that_kernels_cannot_read_are_refused_on_a_gpu() -> None:
-    """A captured prompt would read no keys at all."""
+    """A captured prompt would read no keys."""
     check_page_size(EngineConfig(page_size=24), torch.device("cpu"))
     check_page_size(EngineConfig(page_size=48), torch.device("cuda"))
     with pytest.raises(ConfigError, match="page_size is 24") as error:
@@ -141,7 +139,7 @@ def test_steps_may_be_too_short_for_any_captured_prompt() -> None:
 def test_where_nothing_may_depend_on_others_all_tokens_are_computed_alike(
     config: dict[str, Any],
 ) -> None:
-    """Somebody else's wish for the scores of a prompt makes a step compute all of them."""
+    """A request for the scores of a prompt makes a step compute all of its tokens."""
     runner = make_engine(config, max_rows=2, prefix_cache=False).runner
     runner.rows.page_table[:2, :2] = torch.tensor([[1, 2], [3, 4]])
     asked = []
@@ -159,7 +157,7 @@ def test_where_nothing_may_depend_on_others_all_tokens_are_computed_alike(
 
 
 def ops_of(run: Callable[[], object]) -> set[str]:
-    """Every op that runs, with the shapes and numbers it was given."""
+    """The ops that run, with their shapes and numbers."""
     seen = set()
 
     def watch(frame: FrameType, event: str, _: object) -> None:
@@ -168,7 +166,7 @@ def ops_of(run: Callable[[], object]) -> set[str]:
             given = tree_map(_shape_or_number, (found["args"], found["kwargs"]))
             seen.add(f"{found['reference'].__name__} {given}")
 
-    op_code = {ops.rms_norm.__code__}  # one function decorates them all
+    op_code = {ops.rms_norm.__code__}  # the same function decorates all ops
     sys.setprofile(watch)
     try:
         run()
@@ -185,7 +183,7 @@ def _shape_or_number(given: object) -> object:
 
 @torch.inference_mode()
 def test_an_excerpt_launches_whatever_the_model_launches(config: dict[str, Any]) -> None:
-    """It runs before a capture of all layers, in which nothing can be compiled."""
+    """It runs before the capture of all layers, when nothing can be compiled any more."""
     config = {**config, "num_hidden_layers": 2 * config["num_hidden_layers"]}
     if "layer_types" in config:
         config["layer_types"] = 2 * config["layer_types"]
@@ -204,7 +202,7 @@ def test_an_excerpt_launches_whatever_the_model_launches(config: dict[str, Any])
 
 
 def test_layers_that_differ_in_a_number_are_of_two_kinds() -> None:
-    """As where only some of them look back further than a window."""
+    """As in models where only some layers have a sliding window."""
     config = SHALLOW_FAMILIES["llama"] | {
         "num_hidden_layers": 8,
         "use_sliding_window": True,
@@ -220,7 +218,7 @@ def test_layers_that_differ_in_a_number_are_of_two_kinds() -> None:
 
 @torch.inference_mode()
 def test_last_tokens_alone_are_what_they_are_among_all(config: dict[str, Any]) -> None:
-    """Of prompts and decodes, behind others or not; the caches end up the same."""
+    """Prompts and decodes, after others or not; the caches end up the same."""
     engines = [make_engine(config, max_rows=4, prefix_cache=False) for _ in range(2)]
     plans = (
         [
@@ -245,7 +243,7 @@ def test_last_tokens_alone_are_what_they_are_among_all(config: dict[str, Any]) -
 
 
 class Sizes:
-    """Graphs of one size that takes every step of its kind."""
+    """Graphs with a single size, which takes every step of its kind."""
 
     def __init__(self, wants_decodes: bool) -> None:
         self.wants_decodes = wants_decodes
@@ -314,7 +312,7 @@ def test_one_table_says_how_a_step_is_launched(
 @pytest.mark.parametrize("size", [3, 5])
 @torch.inference_mode()
 def test_a_padded_step_draws_what_the_plain_step_draws(config: dict[str, Any], size: int) -> None:
-    """Three rows in a step of a fixed size, greedy, drawn and filtered, step after step."""
+    """Three rows in a step of fixed size: greedy, sampled and filtered, step after step."""
     lengths = (1, 63, 64)
     sampling = ({}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.8, "top_k": 5, "seed": 4})
     requests = [
@@ -329,7 +327,7 @@ def test_a_padded_step_draws_what_the_plain_step_draws(config: dict[str, Any], s
     step = DecodeStep(runner.model, runner.caches, runner.rows, size, deterministic=True)
 
     class Eager:
-        """What `DecodeGraphs` is on a GPU, without the graph."""
+        """Replaces `DecodeGraphs` without the graph."""
 
         size_for = DecodeGraphs.size_for
         _steps = (size,)
@@ -345,7 +343,7 @@ def test_a_padded_step_draws_what_the_plain_step_draws(config: dict[str, Any], s
 
 
 def test_a_step_uploads_its_rows_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of two sizes in turn: each compares with what it was given last itself."""
+    """Two alternating sizes: each one compares with its own last input."""
     runner = make_engine(SHALLOW_FAMILIES["hybrid_moe"], max_rows=6).runner
     table, staged = runner.rows, list[Any]()
     small, large = (
@@ -385,8 +383,8 @@ def test_a_step_uploads_its_rows_only_when_they_change(monkeypatch: pytest.Monke
 def test_steps_that_keep_their_rows_say_what_steps_with_new_rows_say(
     config: dict[str, Any],
 ) -> None:
-    """Two sizes in turn, while replies end, another prompt gets a row that was used before, and
-    states move to other slots at the ends of pages.
+    """Two alternating sizes, while replies end, another prompt gets a used row, and states move to
+    other slots at page ends.
     """
     lengths = ((1, 9), (63, 30), (64, 70), (5, 20))
     requests = [
@@ -394,7 +392,7 @@ def test_steps_that_keep_their_rows_say_what_steps_with_new_rows_say(
     ]
 
     class Alternating:
-        """Graphs of two sizes, without the graphs: every step takes the other one."""
+        """Graphs of two sizes, without the graphs: steps alternate between them."""
 
         size_for = DecodeGraphs.size_for
         _steps = (3,)
@@ -428,7 +426,7 @@ def test_steps_that_keep_their_rows_say_what_steps_with_new_rows_say(
 def test_prompts_in_steps_of_a_fixed_size_give_what_plain_steps_give(
     config: dict[str, Any], num_decodes: int
 ) -> None:
-    """Chunks of prompts beside decodes, prefixes restored and saved on the way."""
+    """Chunks of prompts beside decodes, with prefixes restored and saved on the way."""
     shared = prompt(150, 1)
     requests = [
         request("a", shared, max_tokens=6),
@@ -486,8 +484,8 @@ LONG_SETTINGS: dict[str, Any] = {
 
 
 def long_replies(engine: Any) -> list[list[int]]:
-    """Of a prompt that nearly fills 2,048 tokens, of two that do together, and of the first and
-    more, which begins with cached pages.
+    """A prompt that nearly fills 2,048 tokens, two that do so together, and the first with an
+    extension, which begins with cached pages.
     """
     first = request("first", prompt(1900, 1), max_tokens=6)
     two = [request(f"two {n}", prompt(n, n), max_tokens=6) for n in (950, 1001)]
@@ -532,7 +530,7 @@ def test_long_prompts_with_graphs_on_and_off_give_the_same_tokens(
 
 
 def test_small_steps_have_no_long_graphs() -> None:
-    """On a small GPU their memory would be missing elsewhere."""
+    """On a small GPU, they would take memory from the cache."""
     longest = {most: prefill_sizes(64, most)[-1].num_tokens for most in (4096, 16384, 32768)}
     assert longest == {4096: 1024 + 32, 16384: 4096, 32768: 8192}
     runner = make_engine(SHALLOW_FAMILIES["llama"], max_rows=2).runner
@@ -571,7 +569,7 @@ def test_graphs_on_and_off_give_the_same_tokens(config: dict[str, Any], dtype: s
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_prompt_goes_on_from_the_state_that_a_captured_reply_left(config: dict[str, Any]) -> None:
-    """While another reply is decoded beside it: at a page's end a row begins to write to another
+    """Another reply is decoded beside it: at the end of a page, a row starts to write to another
     slot.
     """
     settings: dict[str, Any] = {

@@ -12,7 +12,7 @@ from kernel_checks import HAS_GPU
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs Linux and a C++ compiler")
 
-# Each read in a fork of one process: to import torch takes a second.
+# Each read runs in a fork of one process: importing torch takes a second.
 READ = """
 import ctypes, os, torch
 for more in ("", "last += 4", "x = 0"):

@@ -75,9 +75,7 @@ def test_prompts_are_counted_as_by_the_other_implementation(
 def test_prompts_of_qwen_are_rendered_as_its_own_cases_say(
     shared_data: Path, tmp_path: Path
 ) -> None:
-    """Only the template: with a tokenizer that makes one token of every character, counts are
-    lengths.
-    """
+    """Tests the template alone: with a tokenizer of single characters, counts are lengths."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     folder = shared_data / "qwen3.5"
@@ -187,7 +185,7 @@ def test_throughput_sends_what_it_says_and_counts_what_came(
     baseline.write_text('{"levels": [{"concurrency": 3, "verified_tok_s": 100.0}]}')
     with judged_server() as server:
         levels = ["--concurrency", "1", "3", "--output", str(written), "--baseline", str(baseline)]
-        levels += ["--seed", "1"]  # a problem that is asked beside may be as long as a prompt
+        levels += ["--seed", "1"]  # a problem that is sent beside may be as long as a prompt
         exit_code, report, said = measure(
             capsys, "throughput", "--base-url", server.url, *SMALL_LOAD, *WITH_TOKENIZER, *levels
         )
@@ -216,7 +214,7 @@ def throughput_of(
 ) -> tuple[int, dict[str, Any], str]:
     with judged_server(*faults) as server:
         words = ["throughput", "--base-url", server.url, *SMALL_LOAD, "--concurrency", "2"]
-        words += ["--seed", "1"]  # a drawn prompt may look like a sum, whose answer is short
+        words += ["--seed", "1"]  # a random prompt may look like a sum, which has a short answer
         exit_code, report, said = measure(
             capsys, *words, *(WITH_TOKENIZER if flags is None else flags)
         )

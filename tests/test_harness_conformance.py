@@ -179,7 +179,7 @@ def test_the_command_does_not_wait_for_ever_for_a_server_that_hangs(
     assert all(line.endswith("not tried: the 3 checks before it hung") for line in lines[5:])
 
 
-def test_a_server_that_is_not_there_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_is_not_there_is_reported_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "check-server", "--base-url", "http://127.0.0.1:9"]) == 1
     assert "error: Nothing answers at http://127.0.0.1:9" in capsys.readouterr().err
 

@@ -15,8 +15,8 @@ from penstock.http_client import HttpClient, lost_connection_is_said
 
 @contextmanager
 def answering(*lines: str) -> Iterator[tuple[str, list[str]]]:
-    """A server that answers one request with these lines and hangs up; its URL and what it was
-    sent.
+    """A server that answers one request with these lines and closes the connection; gives its URL
+    and the request it received.
     """
     heard: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -58,7 +58,7 @@ def test_a_base_url_may_end_as_clients_of_the_api_write_it(suffix: str, path: st
 @pytest.mark.parametrize(
     "url", ["htp://127.0.0.1", "ftp://host", "http://host:99999", "host:many", "//host"]
 )
-def test_what_is_no_address_of_a_server_is_refused_before_anybody_is_asked(url: str) -> None:
+def test_what_is_no_address_of_a_server_is_refused_before_any_connection(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         client(url)
     assert caught.value.what == f"{url} is not the address of a server"
@@ -99,7 +99,7 @@ def test_an_objection_is_told_in_the_servers_words(body: str, what: str, why: st
         assert objection.value.todo == f"{url} reported this error (HTTP 418)."
 
 
-def test_who_has_no_key_is_told_where_one_goes() -> None:
+def test_an_error_for_a_missing_key_says_where_to_put_one() -> None:
     with (
         answering("HTTP/1.1 401 Unauthorized", "", "{}") as (url, _),
         pytest.raises(PenstockError, match="Set PENSTOCK_API_KEY"),

@@ -58,8 +58,8 @@ ALLOWED = {
     "llm": {"engine", "models", "text"},
     "serve": {"serve", "text", "wire", "models", "assets"},
     "planning": {"planning", "cache", "commands", "engine", "eval", "models", "parallel", "serve"}
-    | {"weights"},  # of commands, what sizes a model: its roofline, and GPUs
-    "ray": {"ray", "commands", "serve"},  # of commands, the one that starts a server
+    | {"weights"},  # from commands: what sizes a model, its roofline and GPUs
+    "ray": {"ray", "commands", "serve"},  # from commands: the one that starts a server
     "commands": {
         "commands",
         "planning",
@@ -112,8 +112,8 @@ def test_every_import_follows_the_arrows() -> None:
 
 
 def test_what_stands_alone_imports_only_its_like() -> None:
-    """Fragments end up in files of their own, with what the linker copies for them out of
-    ops/triton; what surrounds a candidate may not bring Penstock along.
+    """Fragments are copied into files of their own, together with what the linker takes out of
+    ops/triton; the code around a candidate may not import Penstock either.
     """
     alone = ("confine.py", "candidate_process.py", "sandbox_selftest.py", "reach_kernel.py")
     fragments = sorted((PACKAGE / "forge" / "fragments").glob("*.py"))
@@ -126,8 +126,8 @@ def test_what_stands_alone_imports_only_its_like() -> None:
 
 
 def test_policy_and_serving_never_import_torch() -> None:
-    """Imports each torch-free module in one fresh interpreter and looks whether torch came
-    along.
+    """Imports each torch-free module in one fresh interpreter and checks that torch is not
+    imported.
     """
     torch_free = [
         "types",

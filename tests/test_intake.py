@@ -47,7 +47,7 @@ MAX_QUEUE = 4
 MB = 1024**2
 
 
-# Places and bytes
+# Slots and bytes
 
 
 def intake_of(**settings: Any) -> Intake:
@@ -150,7 +150,7 @@ def test_bodies_that_come_slowly_lose_their_room_when_others_need_it_and_not_bef
     assert is_empty(intake)
 
 
-def test_bytes_that_are_declared_and_never_come_keep_nobody_out_for_long() -> None:
+def test_bytes_that_are_declared_and_never_come_block_others_only_briefly() -> None:
     now = 0.0
     intake = Intake(ServeConfig(max_bodies_mb=64, max_body_mb=32), lambda: now)
     places = [intake.reserve("") for _ in range(3)]
@@ -163,7 +163,7 @@ def test_bytes_that_are_declared_and_never_come_keep_nobody_out_for_long() -> No
         places[1].add_bytes(32 * MB)
         assert stopped == [0]
         with places[1].reading(lambda: stopped.append(1)), pytest.raises(OverloadedError):
-            places[1].add_bytes(33 * MB)  # nobody is stopped for its own sake
+            places[1].add_bytes(33 * MB)  # not evicted for its own bytes
         assert stopped == [0]
 
 
@@ -309,7 +309,7 @@ def peak_mb(server: Server) -> float:
 
 
 def post_raw(server: Server, body: bytes) -> tuple[int, bytes]:
-    """Status and headers; a refusal may come before all of the body was sent."""
+    """Status and headers; a refusal may come before the whole body was sent."""
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(server.address, timeout=60) as connection:
         try:
@@ -322,12 +322,10 @@ def post_raw(server: Server, body: bytes) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("field", ["content", "reasoning_content"])
-def test_many_large_bodies_take_little_memory_and_hold_nobody_up(
+def test_many_large_bodies_take_little_memory_and_delay_no_other_request(
     server: Server, field: str
 ) -> None:
-    """Of the second field only the template knows that it is not written: each of them is
-    rendered.
-    """
+    """Only the template knows that it ignores the second field, so each body is rendered."""
     text = "The river carries water. " * (10 * MB // 25)
     said = {"role": "assistant", "content": "x"} | {field: text}
     body = json.dumps({"messages": [*MESSAGES, said, *MESSAGES], "max_tokens": 1}).encode()
@@ -347,7 +345,7 @@ def test_many_large_bodies_take_little_memory_and_hold_nobody_up(
     assert set(answered) <= {200, 400, 429}
     assert answered[429] > 10
     assert max(waits) < 5.0  # a fraction of it on an idle machine
-    assert peak_mb(server) - before_mb < 200.0  # before there were places, it was more than 600
+    assert peak_mb(server) - before_mb < 200.0  # more than 600 without slots
     assert eventually(server.is_idle)
     assert server.post({"messages": MESSAGES, "n": MAX_QUEUE, "max_tokens": 1}).status_code == 200
 
@@ -389,7 +387,7 @@ def test_a_place_is_free_again_however_a_request_ended(server: Server) -> None:
     assert eventually(lambda: server.post(ask).status_code == 200)
 
 
-def test_whoever_sends_slowly_holds_a_place_from_its_head_on_until_others_need_it(
+def test_a_slow_sender_holds_a_place_from_its_head_on_until_others_need_it(
     server: Server,
 ) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"

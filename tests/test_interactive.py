@@ -39,8 +39,8 @@ def p99(times: Times) -> tuple[float, float]:
 
 
 def test_among_32_bulk_prompts_short_requests_take_at_most_half_longer_than_without() -> None:
-    """The same arrivals, five a second, with and without; 99 of 100 of them. Before, it was 21
-    times.
+    """The same arrivals, five per second, with and without bulk; the 99th percentile. Without
+    priority it was 21 times.
     """
     step_time = StepTime()
     alone = Load(0, 250, 60.0, seed=1).run(step_time)
@@ -58,7 +58,7 @@ def has_long(world: World, plan: StepPlan) -> bool:
 
 
 def steps_beside_short_ones(world: World, num_steps: int) -> list[bool]:
-    """Whether bulk took part, in each of so many steps in which there was a short request."""
+    """Whether bulk took part, for each of the first steps that had a short request."""
     took_part = []
     for number in range(num_steps):
         if number % 3 == 0:
@@ -83,7 +83,7 @@ def steps_beside_short_ones(world: World, num_steps: int) -> list[bool]:
 def test_bulk_has_its_share_of_the_time_however_many_short_ones_come(
     share: float, depth: int, decodes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it is prefilled, and while it decodes; more only when it has waited for long."""
+    """While it prefills and while it decodes; more only when it has waited for long."""
     monkeypatch.setattr(bulk_turns, "PATIENCE_S", 1000.0)
     monkeypatch.setattr(bulk_turns, "MAX_PASSED_S", 1000.0)
     world = World(Setup(**ROOMY, bulk_share=share, depth=depth))
@@ -95,14 +95,14 @@ def test_bulk_has_its_share_of_the_time_however_many_short_ones_come(
     took_part = steps_beside_short_ones(world, 60)
     for end in range(1, 60):
         assert sum(took_part[:end]) >= share * end - 3, took_part
-    if depth == 0:  # a step that is planned ahead does not know how long the one before takes
+    if depth == 0:  # a step that is planned ahead does not know the duration of the one before
         assert sum(took_part) <= share * 60 + 4
     world.run()
 
 
 def test_bulk_that_needs_more_than_its_share_does_not_queue_up() -> None:
     """Simulated time of an H200: there is always a short request, and bulk needs a third of the
-    time. With a tenth of it, the last of 90 prompts waited for 49 s.
+    time. With a share of a tenth, the last of 90 prompts waited 49 s.
     """
     shorts = poisson_arrivals(540, 6.0, 300, 200, seed=1)
     bulk = poisson_arrivals(90, 1.0, 4000, 200, seed=2)
@@ -144,8 +144,8 @@ def test_among_many_short_replies_a_few_long_prompts_decode_in_every_step() -> N
     world.run()
 
 
-def test_nobody_who_decodes_or_waits_is_left_out_for_ever() -> None:
-    """Rows that short replies hold, and all that wait, are served in the end."""
+def test_no_row_that_decodes_or_waits_starves() -> None:
+    """Long prompts that wait, and decode beside short replies, are served in the end."""
     world = World(Setup(**{**ROOMY, "max_rows": 3}, bulk_share=0.25))
     for i in range(3):
         world.submit(ask(f"long{i}", prompt(LONG, seed=i), max_tokens=4))

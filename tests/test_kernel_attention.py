@@ -29,7 +29,7 @@ class Decode:
     values: Tensor
     page_table: Tensor  # [R, P]
     context_lens: Tensor  # [R]
-    gate: Tensor | None  # [R, Hq * D], a part of something wider
+    gate: Tensor | None  # [R, Hq * D], a view of a wider tensor
     scales: Tensor | None = None  # of codes
 
     def attend(self, window: int = 0, deterministic: bool = False, num_newest: int = 1) -> Tensor:
@@ -83,7 +83,7 @@ def make_decode(
     gated: bool = True,
     stored: torch.dtype | None = None,  # of codes
 ) -> Decode:
-    """Pages are dealt out in a random order; no row uses page 0 and the last one."""
+    """Pages are assigned in random order; no row uses page 0 or the last one."""
     owned = [-(-context // page_size) for context in contexts]
     order = torch.randperm(sum(owned), generator=torch.Generator().manual_seed(0)) + 1
     shape = (2 + sum(owned), page_size, kv_heads, dim)
@@ -123,7 +123,9 @@ def use_processors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 def test_keys_of_drafts_are_read_after_the_kernel_that_writes_them(
     num_newest: int, stored: torch.dtype | None, device: str, dtype: torch.dtype
 ) -> None:
-    """Whichever keys are read late, within a block, over two, or all of them: the result stays."""
+    """If any keys are read late, within a block, across two, or all of them, the result is the
+    same.
+    """
     contexts = (1, 2, 15, 16, 17, 18, 33, 130)
     step = make_decode(contexts, 4, 2, 64, dtype=dtype, device=device, stored=stored)
     late = step.attend(num_newest=num_newest)
@@ -278,9 +280,9 @@ def test_rows_of_several_tokens_and_decodes_share_a_step(device: str, dtype: tor
 
 @dataclass(frozen=True)
 class Projected:
-    """What the projection ahead of attention gives, and the cache it goes to."""
+    """The output of the projection before attention, and the cache it is stored in."""
 
-    q: Tensor  # [T, Hq, D], and k, v: parts of one tensor
+    q: Tensor  # [T, Hq, D], and k, v: views of one tensor
     k: Tensor
     v: Tensor
     norms: tuple[Tensor | None, Tensor | None]

@@ -1,4 +1,4 @@
-"""States that are written at every fourth token: whoever reads a slot gets all of its tokens."""
+"""States that are written at every fourth token: every reader of a slot gets all of its tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Op = Callable[..., Tensor]
 
 
 class Late:
-    """A mixer whose kernels may leave a backlog, and one whose states are always whole."""
+    """Two mixers: kernels of one may leave a backlog, states of the other are always complete."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Late:
             self.check(row.slot)
 
     def check(self, slot: int) -> None:
-        """Of states that many tokens of the model's dtype have changed."""
+        """Compares the state, which many tokens in the model's dtype have changed."""
         slots = torch.tensor([slot], device=self.seen.recurrent.device)
         whole = whole_states(self.seen.recurrent, self.backlog, slots)[0]
         assert_near(whole, self.expected.recurrent[slot], self.dtype)
@@ -63,7 +63,7 @@ class Late:
 def test_decodes_with_a_backlog_are_those_of_whole_states(
     heads: tuple[int, int, int, int], device: str, dtype: torch.dtype
 ) -> None:
-    """Also rows that begin, whose slots hold anything before."""
+    """Also rows that begin, in slots with old contents."""
     late = Late(heads, device, dtype, 1, 5)
     late.backlog.counts[2] = MOST_LATE
     writes = 0
@@ -77,7 +77,7 @@ def test_decodes_with_a_backlog_are_those_of_whole_states(
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_a_backlog_is_never_longer_than_it_may_be(device: str, dtype: torch.dtype) -> None:
-    """Even of a row that goes back, so that no position writes its state."""
+    """Also for a row that goes back, so that no position writes its state."""
     late = Late(HEADS[2], device, dtype, 1)
     for step in range(STEPS):
         late.step([Row(1, 8 + step % 2)], seed=step)
@@ -91,8 +91,8 @@ def test_a_backlog_is_never_longer_than_it_may_be(device: str, dtype: torch.dtyp
 def test_a_row_that_leaves_a_slot_and_prompts_from_there_read_its_backlog(
     heads: int, op: Op, num_decodes: int, device: str, dtype: torch.dtype
 ) -> None:
-    """The slot that is left is a checkpoint then: it keeps its tokens, whoever reads it. A prompt's
-    kernel has all columns of a head, or several programs have some.
+    """The slot that a row leaves becomes a checkpoint and keeps its backlog, also after it was
+    read. A prompt's kernel has all columns of a head, or several programs have some each.
     """
     late = Late(HEADS[heads], device, dtype, 1)
     for step in range(num_decodes):
@@ -119,8 +119,8 @@ def test_a_row_that_leaves_a_slot_and_prompts_from_there_read_its_backlog(
 def test_drafts_after_plain_decodes_read_their_backlog(
     op: Op, num_decodes: int, device: str, dtype: torch.dtype
 ) -> None:
-    """Plain steps, steps with drafts that are accepted or not, and plain ones again. A state that
-    is kept on the way is whole.
+    """Plain steps, steps with drafts that are accepted or not, and plain steps again. A state kept
+    on the way is complete.
     """
     seen, expected = (make(device, dtype, 1, torch.float32) for _ in range(2))
     backlog = Backlog.empty(*seen.recurrent.shape, MOST_LATE, device)

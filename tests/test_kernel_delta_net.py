@@ -35,7 +35,7 @@ class Row:
 
 
 class Mixer:
-    """The weights of a mixer, and pools in which nothing but what was started is a number."""
+    """The weights of a mixer, and pools that are NaN except where rows have started."""
 
     def __init__(
         self,
@@ -118,7 +118,9 @@ def assert_same_slots(
     touched: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """States are near and rings equal where positions exist; slots of no row have kept every bit.
+    """States are near and rings equal where positions exist; slots of no row keep every bit.
+    Decodes never round states to the model's dtype, so they are held to float32; what rows of
+    several tokens add to a state goes through products of that dtype.
 
     Decodes never round states to the model's dtype, so they are held to float32 in all of them;
     what rows of several tokens add to a state goes through products of that dtype.
@@ -164,9 +166,7 @@ STARTED = (1, 5, 7, 11)
 def test_decode_is_the_reference(
     heads: tuple[int, int, int, int], ring: int, device: str, dtype: torch.dtype
 ) -> None:
-    """Rows that go on, that begin, and that come from another slot, near the start and far from
-    it.
-    """
+    """Rows that continue, begin, or come from another slot, near the start and far from it."""
     seen, expected = (Mixer(heads, device, dtype, ring=ring).start(*STARTED) for _ in range(2))
     mixed = seen.inputs(len(ROWS))
     assert_near(seen.run(kernel, mixed, ROWS), expected.run(reference, mixed, ROWS), dtype)
@@ -179,7 +179,7 @@ def test_decode_is_the_reference(
 def test_states_in_float16_are_the_reference(
     heads: tuple[int, int, int, int], device: str, dtype: torch.dtype
 ) -> None:
-    """Computed in float32 and rounded once, when they are written: outputs are as near as ever."""
+    """Computed in float32 and rounded once, when written: outputs are as near as before."""
     seen, expected = (
         Mixer(heads, device, dtype, state_dtype=torch.float16).start(*STARTED) for _ in range(2)
     )
@@ -194,7 +194,7 @@ def test_states_in_float16_are_the_reference(
 def test_states_too_large_for_float16_stay_numbers(
     num_tokens: int, device: str, dtype: torch.dtype
 ) -> None:
-    """One decode, and a row of several tokens; the reference and the kernels alike."""
+    """One decode and a row of several tokens, in the reference and in the kernels."""
     if dtype == torch.float16:
         pytest.skip("no value of a model in float16 is as large")
     for op in (reference, kernel):
@@ -210,9 +210,7 @@ def test_states_too_large_for_float16_stay_numbers(
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("ring", [NUM_TAPS, NUM_TAPS + 3])
 def test_rings_turn_over_many_steps(ring: int, device: str, dtype: torch.dtype) -> None:
-    """One sequence from its first token, one from a checkpoint; the state comes back to the same
-    slot.
-    """
+    """One sequence from its first token and one from a checkpoint; its state stays in one slot."""
     seen, expected = (Mixer((1, 1, 16, 24), device, dtype, ring=ring).start(9) for _ in range(2))
     for step in range(9):
         rows = [Row(1, position=step), Row(2, position=21 + step, initial_slot=2 if step else 9)]
@@ -236,8 +234,8 @@ def test_any_number_of_taps(num_taps: int, device: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_extreme_gates_and_inputs_are_the_reference(device: str, dtype: torch.dtype) -> None:
-    """Gates that are shut, open or neither; queries and keys long, and short enough to feel their
-    epsilon.
+    """Gates that are shut, open or between; queries and keys long, and short enough for epsilon to
+    matter.
     """
     seen, expected = (Mixer(HEADS[2], device, dtype).start(1) for _ in range(2))
     for mixer in (seen, expected):
@@ -281,7 +279,7 @@ def test_strides_and_integer_widths_change_no_bit(device: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_decodes_and_prefills_share_a_step(device: str, dtype: torch.dtype) -> None:
-    """An empty row between decodes, a block of a prompt, a token after which the state is kept."""
+    """An empty row between decodes, a chunk of a prompt, and a token whose state is kept."""
     rows = [
         Row(1, position=70),
         Row(2, position=30, num_tokens=0),
@@ -322,7 +320,7 @@ def test_a_step_without_rows_is_nothing(device: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
 @pytest.mark.parametrize("num_rows", [1, 3, 64])
 def test_full_size_decode_is_the_reference(num_rows: int, device: str, dtype: torch.dtype) -> None:
-    """35B-A3B; a third of the rows goes on in its slot, a third begins, a third comes from a
+    """35B-A3B: a third of the rows continue in their slot, a third begin, a third come from a
     checkpoint.
     """
     num_slots = num_rows + 2

@@ -38,7 +38,7 @@ SIMILAR_KEYS = {**TOLERANCES, torch.bfloat16: 6e-2}
 def kernel(
     *arguments: Any, rounded_out: RoundedTokens | None = None, deterministic: bool = False
 ) -> Tensor:
-    """The op for rows that are not decodes: what it does not write stays NaN."""
+    """Runs the op for rows that are not decodes: what it does not write stays NaN."""
     mixed, norm_weight, a_log = arguments[0], arguments[4], arguments[2]
     out = mixed.new_full((len(mixed), len(a_log) * len(norm_weight)), torch.nan)
     before_spans, (_, blocks, key_heads) = arguments[:12], arguments[12:]
@@ -55,9 +55,7 @@ def kernel(
 
 
 def padded_kernel(*arguments: Any, deterministic: bool = False) -> Tensor:
-    """With blocks of no tokens at the end of the tables, and rows that have none or only such a
-    one.
-    """
+    """Has empty blocks at the end of the tables, and rows with no block or only an empty one."""
     blocks: TokenBlocks = arguments[13]
     num_blocks = len(blocks.table)
     table = torch.cat((blocks.table, blocks.table.new_zeros(2, 4)))
@@ -79,7 +77,7 @@ def token_mask(rows: Sequence[Row]) -> Tensor:  # [T]
 
 
 def saved_states(rows: Sequence[Row]) -> dict[int, int]:
-    """Slots that a step writes, each with the position its state stands at."""
+    """Slots that a step writes, each with the position of its state."""
     in_blocks = [row for row in rows if is_in_blocks(row)]
     ends = {row.slot: row.position + row.num_tokens for row in in_blocks}
     return ends | {
@@ -90,7 +88,7 @@ def saved_states(rows: Sequence[Row]) -> dict[int, int]:
 def assert_is_reference(
     seen: Mixer, expected: Mixer, rows: Sequence[Row], dtype: torch.dtype, op: Any = kernel
 ) -> None:
-    """Outputs and states are near, rings equal; all else has kept every bit, NaN or not."""
+    """Outputs and states are near, rings equal; everything else keeps every bit, NaN or not."""
     conv, recurrent = seen.conv.clone(), seen.recurrent.clone()
     mixed = seen.inputs(sum(row.num_tokens for row in rows))
     out, wanted = seen.run(op, mixed, rows), expected.run(reference, mixed, rows)
@@ -138,9 +136,7 @@ STARTED = (1, 2, 5, 7, 11)
 def test_ragged_rows_are_the_reference(
     heads: tuple[int, int, int, int], ring: int, rows: list[Row], device: str, dtype: torch.dtype
 ) -> None:
-    """Rows that go on, that begin, and that come from another slot, with decodes and an empty row
-    between.
-    """
+    """Rows that continue, begin, or come from another slot, with decodes and an empty row."""
     seen, expected = (Mixer(heads, device, dtype, ring=ring).start(*STARTED) for _ in range(2))
     assert_is_reference(seen, expected, rows, dtype)
 
@@ -150,8 +146,8 @@ def test_ragged_rows_are_the_reference(
 def test_checkpoints_hold_state_and_ring_as_they_stood(
     ring: int, device: str, dtype: torch.dtype
 ) -> None:
-    """Soon after the start, where the past still shows, inside a block, between two, and at the
-    end.
+    """Soon after the start, where earlier inputs still matter, inside a block, between two, and at
+    the end.
     """
     rows = [
         Row(1, position=62, num_tokens=70, checkpoints=((1, 5), (2, 6), (40, 7), (66, 8), (70, 9))),
@@ -192,8 +188,8 @@ def test_any_number_of_taps(num_taps: int, device: str, dtype: torch.dtype) -> N
 def test_every_tile_is_the_reference(
     run: int, block_v: int, device: str, dtype: torch.dtype
 ) -> None:
-    """Runs of few tokens and of many; a program with all columns of a head, which norms them too,
-    and not.
+    """Runs of few and of many tokens; programs with all columns of a head, which they norm, or
+    some.
     """
     rows = [Row(1, position=70, num_tokens=9), Row(2, position=0, num_tokens=3)]
     seen, expected = (Mixer((1, 2, 16, 32), device, dtype).start(1) for _ in range(2))
@@ -209,7 +205,7 @@ def test_every_tile_is_the_reference(
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_similar_keys_and_open_gates_are_the_reference(device: str, dtype: torch.dtype) -> None:
-    """Where powers of the system grow beyond all measure, while its inverse does not."""
+    """Powers of the system overflow, while its inverse does not."""
     seen, expected = (Mixer(SMALL, device, dtype) for _ in range(2))
     mixed = seen.inputs(80)
     mixed[:, 16:32] = 2.0 + 0.3 * mixed[:, 16:32]
@@ -228,8 +224,8 @@ def test_similar_keys_and_open_gates_are_the_reference(device: str, dtype: torch
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_extreme_gates_and_inputs_are_the_reference(device: str, dtype: torch.dtype) -> None:
-    """Gates that are shut, open or neither; queries and keys long, and short enough to feel their
-    epsilon.
+    """Gates that are shut, open or between; queries and keys long, and short enough for epsilon to
+    matter.
     """
     seen, expected = (Mixer((1, 3, 16, 16), device, dtype).start(1) for _ in range(2))
     for mixer in (seen, expected):
@@ -368,7 +364,7 @@ def test_a_step_of_decodes_alone_is_nothing(device: str, dtype: torch.dtype) -> 
 def test_full_size_rows_are_the_reference(
     lengths: tuple[int, ...], device: str, dtype: torch.dtype
 ) -> None:
-    """35B-A3B; every third row goes on in its slot, begins, or comes from a checkpoint."""
+    """35B-A3B: every third row continues in its slot, begins, or comes from a checkpoint."""
     num_slots = 2 * len(lengths) + 2
     seen, expected = (
         Mixer((16, 32, 128, 128), device, dtype, num_slots=num_slots).start(*range(1, num_slots))

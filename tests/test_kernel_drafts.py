@@ -26,7 +26,7 @@ FIRST = {1: 70, 2: 62, 3: 1}
 
 
 class Drafting:
-    """Rows that go through steps with drafts, on a mixer with a journal."""
+    """Rows that run steps with drafts, on a mixer with a journal."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Drafting:
         self.lengths = dict(FIRST)
 
     def step(self, tokens: dict[int, Tensor], num_right: int) -> Tensor:
-        """A token of each row and its drafts, of which so many will turn out to be right."""
+        """A token of each row and its drafts, of which this many will be accepted."""
 
         def numbers(values: list[int]) -> Tensor:
             return torch.tensor(values, device=self.mixer.conv.device)
@@ -97,7 +97,7 @@ class Drafting:
 def walk(
     drafting: Drafting, script: list[tuple[int, int]], inputs: dict[int, Tensor], wrong: Tensor
 ) -> dict[int, list[Tensor]]:
-    """Outputs of the tokens that were right, in order, by row."""
+    """Outputs of the accepted tokens, in order, by row."""
     outputs: dict[int, list[Tensor]] = {slot: [] for slot in FIRST}
     for num_drafts, num_right in script:
         tokens = {}
@@ -130,7 +130,7 @@ def make(device: str, dtype: torch.dtype, heads: int, states: torch.dtype) -> Mi
 def test_drafts_leave_what_plain_decodes_leave(
     heads: int, device: str, dtype: torch.dtype, states: torch.dtype
 ) -> None:
-    """However many drafts were right in each step; a kept state is the one at its place."""
+    """Any number of drafts is right in each step; a kept state is the one at its place."""
     place = FIRST[1] + 6  # inside the replay of the second step
     expected = make(device, dtype, heads, states)
     inputs = {slot: expected.inputs(20, seed=slot) for slot in FIRST}
@@ -183,7 +183,7 @@ def test_the_reference_is_exact_where_results_must_not_depend_on_a_step(heads: i
 
 
 def test_a_row_alone_takes_another_road_to_the_same_place() -> None:
-    """On a CPU in float32, in as few calls as possible; with a state that is kept on the way."""
+    """On a CPU in float32, in as few calls as possible, with a state kept on the way."""
     place = FIRST[1] + 5
     mixers = [make("cpu", torch.float32, 1, torch.float32) for _ in range(2)]
     rows = [Drafting(mixer, reference, keep={place: 11}) for mixer in mixers]

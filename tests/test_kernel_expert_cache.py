@@ -62,7 +62,7 @@ def test_kernels_decide_as_the_reference_does(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shapes", [[(5, 4), (3, 4100), (1,)], [(5, 4), (3, 4100)]])
 def test_slots_hold_what_the_table_says(device: str, shapes: list[tuple[int, ...]]) -> None:
-    """Whatever is chosen, a token's slots hold its experts; fields have sizes of their own, which
+    """Whatever is chosen, a token's slots contain its experts; fields have different sizes, which
     threads copy 4 or 16 bytes at a time.
     """
     num_experts, num_slots, k = 20, 8, 2
@@ -90,7 +90,9 @@ def test_slots_hold_what_the_table_says(device: str, shapes: list[tuple[int, ...
 
 
 def test_what_is_needed_often_stays() -> None:
-    """Two favourites among random ones are always hits, in fewer slots than a random cache needs."""
+    """Two frequent experts among random ones are always hits, in fewer slots than a random cache
+    needs.
+    """
     tables = new_tables(64, 8, "cpu")
     generator = torch.Generator().manual_seed(0)
     for step in range(60):

@@ -42,7 +42,7 @@ def tokens(T: int, K: int, device: str, dtype: torch.dtype, seed: int = 1) -> Te
 
 
 def rounded(x: Tensor) -> Tensor:
-    """What the codes of tokens stand for."""
+    """The values that the codes of tokens encode."""
     blocks = x.double().unflatten(-1, (-1, 128))
     scale = (blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448).float().double()
     codes = (blocks / scale).float().to(torch.float8_e4m3fn)
@@ -103,7 +103,7 @@ def test_what_comes_before_a_product_is_part_of_it(device: str, dtype: torch.dty
 
 
 def assert_mostly_equal(codes: Tensor, scales: Tensor, x: Tensor) -> None:
-    """A number between two codes may go to either."""
+    """A number between two codes may be rounded to either."""
     seen = codes[: len(x)].double().unflatten(-1, (-1, 128)) * scales.T[: len(x), :, None].double()
     difference = seen.flatten(-2) - rounded(x)
     assert difference.norm() <= 1e-2 * x.double().norm()
@@ -136,7 +136,7 @@ def test_a_product_is_that_of_the_rounded_tokens(
 def test_logits_are_those_of_tokens_as_they_are(
     device: str, dtype: torch.dtype, N: int, K: int, channels: bool, num_tokens: int
 ) -> None:
-    """Rows and tokens that fill no tile, as parts of wider tensors."""
+    """Rows and tokens that do not fill a tile, in views of wider tensors."""
     rows = tile(packed(N, K, device, channels=channels), keeps_rows=True)
     x = tokens(num_tokens, K + 8, device, dtype)[:, 8:]
     out = torch.full((num_tokens, N + 8), torch.nan, device=device)

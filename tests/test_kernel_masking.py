@@ -17,7 +17,7 @@ DEVICES = [
 
 
 def random_words(num_rows: int, vocab: int, device: str, seed: int = 0) -> Tensor:
-    """Every bit at random, also the sign and those past the last token."""
+    """Random bits, including the sign bit and those past the last token."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows, -(-vocab // 32))
     words = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
@@ -29,7 +29,7 @@ def random_logits(num_rows: int, vocab: int, device: str) -> Tensor:
 
 
 def bits_of(words: Tensor, vocab: int) -> Tensor:
-    """By hand, one Python integer a row."""
+    """Computed with one Python integer per row."""
     rows = []
     for row in words.tolist():
         number = sum((word & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(row))

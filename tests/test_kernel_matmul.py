@@ -40,14 +40,14 @@ FORMS: dict[str, Tile] = {
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """New tensors hold NaN: what a kernel forgets to write is seen."""
+    """New tensors are NaN, so that elements which a kernel does not write show."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def guarded(values: Tensor) -> Tensor:
-    """The same rows, with one of NaN after them: reading too far gives NaN."""
+    """The same rows, followed by a row of NaN: reading too far gives NaN."""
     return torch.cat((values, torch.full_like(values[:1], torch.nan)))[:-1]
 
 
@@ -73,7 +73,7 @@ class Case:
         self.residual = new(num_tokens, N, seed=5) if extras else None
 
     def arguments(self, rows: slice = slice(None)) -> tuple[Tensor | Weight | float | None, ...]:
-        residual = None if self.residual is None else self.residual[rows].clone()  # it is given up
+        residual = None if self.residual is None else self.residual[rows].clone()  # overwritten
         if self.kernel == "linear":
             return self.x[rows], self.weight, self.bias, residual
         if self.kernel == "norm_linear":
@@ -184,8 +184,8 @@ SKINNY: Tile = {"form": 3, "row_tiles": 1, "num_warps": 4, "held": 4, "blocks": 
 def test_a_norm_of_values_at_the_ends_of_float16_is_that_of_the_reference(
     form: str, device: str, num_tokens: int, size: float
 ) -> None:
-    """x times the norm's weight has no place in float16, or loses its digits there; normed it
-    has.
+    """x times the norm's weight overflows float16, or loses digits there; the normed value does
+    not.
     """
     case = Case("norm_linear", num_tokens, N=43, K=384, dtype=torch.float16, device=device)
     largest = case.x.float().abs().max()
@@ -262,7 +262,7 @@ def test_a_wider_result_is_not_rounded_on_its_way(
 def test_a_head_gives_float32_logits_at_every_batch(
     num_tokens: int, extras: bool, device: str, dtype: torch.dtype
 ) -> None:
-    """In the form that the rule chooses: for many tokens, cuBLAS."""
+    """The rule chooses the form: for many tokens, cuBLAS."""
     case = Case("norm_linear", num_tokens, N=40, K=96, dtype=dtype, device=device, extras=extras)
     seen, expected = case.run(out_dtype=torch.float32), case.expected(out_dtype=torch.float32)
     assert seen.dtype == torch.float32

@@ -39,7 +39,7 @@ def gate(device: str, dtype: torch.dtype) -> Weight:
 def assert_chosen(
     weights: Tensor, ids: Tensor, inputs: tuple[Tensor, Tensor, float, Weight], normalize: bool
 ) -> None:
-    """The k most likely experts, each with its own probability, the most likely first."""
+    """The k most likely experts with their probabilities, in descending order."""
     _, probabilities, order, _ = reference.norm_route(*inputs, E, False)
     by_expert = torch.zeros_like(probabilities).scatter_(1, order, probabilities)
     expected = probabilities[:, :K]
@@ -151,7 +151,7 @@ def test_counters_are_zero_again_after_every_launch(
 def test_a_launch_counts_in_its_own_counters_alone(
     device: str, dtype: torch.dtype, num_tokens: int
 ) -> None:
-    """Those of another engine may be in the middle of a launch; too few are left alone."""
+    """Counters of another engine may be in use by a launch; too small ones are left alone."""
     given = (*router_inputs(num_tokens, device, dtype), K, True, gate(device, dtype))
     _, weights, ids, _ = moe.norm_route(*given)
     too_few = torch.full((1,), 7, dtype=torch.int32, device=device)
@@ -174,8 +174,8 @@ def test_experts_may_lie_in_any_slots(
     split_tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stack of more matrices than experts, in another order: the router writes where each one
-    is, in all of its forms.
+    """A stack with more matrices than experts, in another order: each form of the router writes the
+    slot of every expert.
     """
     monkeypatch.setattr(moe_route, "SPLIT_TOKENS", split_tokens)
     inputs = router_inputs(num_tokens, device, dtype)
@@ -210,7 +210,7 @@ def sparse_layer(device: str, dtype: torch.dtype) -> SparseMLP:
 def test_two_layers_may_run_at_once_on_two_streams(
     device: str, dtype: torch.dtype, num_tokens: int, full_size: tuple[Weight, ...]
 ) -> None:
-    """As two engines in one process do: each with its own counters, a thousand launches each."""
+    """Like two engines in one process: each has its own counters, and a thousand launches."""
     router, shared_gate, *experts, shared_gate_up, shared_down = full_size
     hidden = random(num_tokens, 2048, dtype=dtype, device=device)
     route = (hidden, torch.ones(2048, device=device), EPS, router, 8, True, shared_gate)
@@ -356,9 +356,7 @@ def test_every_form_gives_the_same_with_and_without_a_shared_expert(
 def test_all_tokens_may_choose_the_same_experts(
     device: str, dtype: torch.dtype, num_tokens: int, num_experts: int
 ) -> None:
-    """With tiles so low that an expert has several, and where they are listed more than programs
-    for them.
-    """
+    """With tiles so small that an expert has several, and with more pairs listed than programs."""
     experts = Experts(num_tokens, device, dtype, num_experts=num_experts, chosen=[7, 0, 5, 2])
     tile = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
     with experts.with_tiles(

@@ -25,7 +25,7 @@ EPS = 1e-6
 
 
 def uneven_ids(counts: list[int], seed: int = 0) -> Tensor:
-    """[T, 1]: so many tokens for each expert, in no order."""
+    """[T, 1]: this many tokens for each expert, in random order."""
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))][:, None]
 
@@ -63,7 +63,7 @@ def sparse_inputs(
 
 @contextmanager
 def grouped(num_tokens: int, num_experts: int, k: int, height: int) -> Iterator[None]:
-    """The form for many tokens, whatever their number, in tiles so high."""
+    """The form for many tokens, for any number of them, in tiles of this height."""
     shape = (num_experts, k, I, H)
     answers = {
         Question(kernel, shape, num_tokens, {}).key: tile
@@ -106,7 +106,7 @@ def test_experts_of_many_tokens_are_the_weighted_sum_of_the_reference(
 def test_experts_may_have_any_number_of_tokens(
     device: str, dtype: torch.dtype, counts: list[int], height: int
 ) -> None:
-    """None, a whole tile, one more; tiles of which the last is low and tiles of which it is not."""
+    """No token, a whole tile, one more; the last tile is short or full."""
     arguments = sparse_inputs(uneven_ids(counts), len(counts), device, dtype)
     assert_as_reference(arguments, dtype, height)
 
@@ -160,7 +160,7 @@ def quantized_inputs(
 def test_packed_experts_are_expanded_in_groups(
     device: str, dtype: torch.dtype, has_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose number changes no bit, down to one expert at a time."""
+    """The number of groups changes no bit, down to one expert at a time."""
     monkeypatch.setattr(moe, "MOST_PAIRS", 0)
     arguments = quantized_inputs(90, 5, device, dtype, has_shared=has_shared)
     whole, ids = moe.sparse_mlp(*arguments), arguments[2]
@@ -196,8 +196,8 @@ def test_experts_in_slots_give_the_bits_of_those_in_order(
     num_tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many slots there are, and whatever the others hold: layers share a pool of them, and
-    a larger cache must not change a token.
+    """With any number of slots and any contents of the others: layers share a pool of slots, and a
+    larger cache must not change a token.
     """
     num_experts = 5
     if stored == "dequantized first":
@@ -255,7 +255,7 @@ def test_tokens_beyond_a_limit_are_run_in_parts(
 def test_every_pair_is_in_one_tile_of_its_expert(
     device: str, dtype: torch.dtype, height: int, num_alike: int, has_shared: bool
 ) -> None:
-    """By one program, by a larger one, and by several."""
+    """Listed by one program, by a larger one, and by several."""
     num_experts, k = 6, 2
     alike = torch.tensor([[0, 1]]).expand(num_alike, k)
     ids = torch.cat((some_ids(num_alike + 40, num_experts - 1, k), alike))
@@ -293,8 +293,8 @@ def route_inputs(
 
 @pytest.fixture(params=["library", pytest.param("split", marks=pytest.mark.slow)])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the router takes hundreds of tokens: both forms, whatever their number. Everyday tests of
-    the second have fewer tokens (`test_kernel_moe.py`).
+    """Both forms in which the router takes hundreds of tokens. Everyday tests of the second have
+    fewer tokens (`test_kernel_moe.py`).
     """
     monkeypatch.setattr(moe_route, "SPLIT_TOKENS", 10**6 if request.param == "split" else 16)
     return str(request.param)

@@ -38,7 +38,7 @@ class Step:
     keys: Tensor  # [pages, page_size, Hkv, D]
     values: Tensor
     page_table: Tensor  # [R, P]
-    gate: Tensor | None  # [T, Hq * D], a part of something wider
+    gate: Tensor | None  # [T, Hq * D], a view of a wider tensor
     scales: Tensor | None = None  # of codes
 
     @property
@@ -132,7 +132,7 @@ def make_step(
     gated: bool = True,
     stored: torch.dtype | None = None,  # of codes
 ) -> Step:
-    """Pages are dealt out in a random order; no row uses page 0 and the last one."""
+    """Pages are assigned in random order; no row uses page 0 or the last one."""
     owned = [-(-span.context_len // page_size) for span in spans]
     order = torch.randperm(sum(owned), generator=torch.Generator().manual_seed(0)) + 1
     shape = (2 + sum(owned), page_size, kv_heads, dim)

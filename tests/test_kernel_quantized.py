@@ -102,7 +102,7 @@ def test_gate_and_up_may_end_in_swiglu(dtype: torch.dtype, kind: str, F: int, K:
 def test_logits_of_many_tokens_are_those_of_the_expanded_head(
     dtype: torch.dtype, kind: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to 256 tokens by the codes, more by pieces of the head; tokens are never rounded."""
+    """Up to 256 tokens use the codes, more use the head in pieces; tokens are never rounded."""
     monkeypatch.setattr(matmul, "PIECE_BYTES", 384 * 512 * 2)
     rows = tiled(pack(make_codes(kind, 1024 if kind == "fp8" else 1000, 512)))
     weight, norm = weight_of(rows, dtype=dtype), numbers(512, dtype=torch.float32, seed=4)
@@ -142,7 +142,7 @@ def test_an_embedding_gives_the_rows_of_its_tokens(dtype: torch.dtype, kind: str
 def test_experts_are_those_of_the_expanded_rows(
     dtype: torch.dtype, kind: str, shared_kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to 40 pairs of an expert by its codes, more after it was dequantized."""
+    """Up to 40 pairs per expert use its codes, more use dequantized weights."""
     monkeypatch.setattr(moe, "MOST_PAIRS", 40)
     E, k, I, H = 12, 4, 256, 512
     gate_up, down = experts_of(kind, E, 2 * I, H, dtype), experts_of(kind, E, H, I, dtype)
@@ -163,7 +163,7 @@ def test_experts_are_those_of_the_expanded_rows(
 def test_a_slot_of_zeros_may_be_chosen_any_number_of_times(
     dtype: torch.dtype, num_tokens: int
 ) -> None:
-    """The slot of experts that the host computes: up to all choices of all tokens, of weight 0."""
+    """The slot of experts that the host computes: any number of choices, each with weight 0."""
     E, k, I, H = 12, 8, 256, 512
     gate_up, down = experts_of("int8", E, 2 * I, H, dtype), experts_of("int8", E, H, I, dtype)
     for weight in (gate_up, down):

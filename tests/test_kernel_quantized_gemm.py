@@ -57,7 +57,7 @@ def check(
     out_dtype: torch.dtype | None = None, num_plain: int = 0, is_padded: bool = False,
     adds: bool = False,
 ) -> None:  # fmt: skip
-    """`is_padded`: x and out are parts of wider ones, out at an odd place."""
+    """`is_padded` means that x and out are views of wider tensors, and out is unaligned."""
     out_dtype = out_dtype or dtype
     K, N = rows.num_columns, rows.num_rows + num_plain
     x = reals_of(num_tokens, K + 24, dtype=dtype, seed=1)[:, 8 : 8 + K]
@@ -84,7 +84,7 @@ def check(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("kind", [*KINDS, *GROUPS])
 def test_every_kind_is_multiplied_exactly(kind: str, dtype: torch.dtype) -> None:
-    """Rows that fill no block, and 600 columns no step, where groups allow it."""
+    """Rows do not fill a block, and 600 columns do not fill a step if the groups allow that."""
     sizes = [(300, 768), (2056, 512), (9000, 256)]
     if kind in ("zeros", "int8", "fp8", "fp8 by rows", "4 bits a row"):
         sizes.append((130, 600))
@@ -119,7 +119,7 @@ def test_every_arrangement_of_warps_gives_the_same(
 
 
 def test_the_same_product_has_the_same_bits() -> None:
-    """Partial sums are added in one order, whichever block is done first."""
+    """Partial sums are added in one order, whichever block finishes first."""
     rows = rows_of("4 bits 128", 2048, 4096)
     x = reals_of(64, 4096, dtype=torch.bfloat16)
     outs = []
@@ -130,7 +130,7 @@ def test_the_same_product_has_the_same_bits() -> None:
 
 
 def test_weights_are_read_before_the_kernel_ahead_ends_and_tokens_after_it() -> None:
-    """A chain of products: each takes what the one before it wrote."""
+    """A chain of products: each reads what the one before it has written."""
     rows = rows_of("4 bits 128", 1024, 1024)
     exact = rows.dequantize().double()
     x = reals_of(64, 1024, dtype=torch.bfloat16) / 10

@@ -23,7 +23,7 @@ Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def tables(context_lens: list[int], num_pages: int, device: str) -> Tables:
-    """Last tokens, context lengths and pages of as many rows as there are lengths."""
+    """Last tokens, context lengths and pages for one row per length."""
     num_rows = len(context_lens)
     generator = torch.Generator().manual_seed(num_rows + num_pages)
     last_token = torch.randint(0, 250_000, (num_rows,), generator=generator)
@@ -82,7 +82,7 @@ def test_a_step_without_rows_is_no_launch(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_padding", [0, 1, 200])
 def test_rows_gain_their_tokens_and_padding_gains_none(device: str, num_padding: int) -> None:
-    """However many tokens a row gains; a padding row stands in a step any number of times."""
+    """A row may gain any number of tokens; a padding row may occur any number of times."""
     rows = torch.tensor([3, 1, 4] + [0] * num_padding, device=device)
     num_new = torch.tensor([1, 5, 2] + [0] * num_padding, device=device)
     token_ids = torch.arange(70, 70 + len(rows), device=device)
@@ -102,7 +102,7 @@ def test_rows_gain_their_tokens_and_padding_gains_none(device: str, num_padding:
 def test_drafts_are_right_up_to_the_first_that_the_model_does_not_say(
     device: str, num_padding: int
 ) -> None:
-    """At every place, in rows with all drafts, with fewer and with none; padding gains nothing."""
+    """At every place, in rows with all, fewer and no drafts; padding gains nothing."""
     drafts = torch.tensor([[0] * 3, [11, 12, 13], [21, 22, 23], [31, 32, 33], [41, 42, 43]])
     rows = torch.tensor([3, 1, 4, 2] + [0] * num_padding, device=device)
     num_tokens = torch.tensor([4, 4, 2, 1] + [0] * num_padding, device=device)
@@ -131,7 +131,7 @@ def test_drafts_are_right_up_to_the_first_that_the_model_does_not_say(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("num_pages", [2, 2500])
-def test_places_of_drafts_are_those_of_the_row_and_empty_ones_nobodys(
+def test_drafts_are_placed_in_pages_of_their_row_and_padding_in_none(
     device: str, width: int, num_pages: int
 ) -> None:
     page_size = 16
@@ -175,7 +175,7 @@ def test_drafts_are_the_hosts_where_it_has_some(device: str, num_drafts: int) ->
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_measurements_force_how_many_drafts_are_taken(device: str) -> None:
-    """Of those that there are; a row that nothing is forced for compares as always."""
+    """This many of the existing drafts; a row without a forced number compares as always."""
     drafts = torch.tensor([[0] * 3, [11, 12, 13], [21, 22, 23], [31, 32, 33]], device=device)
     rows = torch.tensor([3, 1, 2, 0], device=device)
     num_tokens = torch.tensor([4, 2, 4, 0], device=device)

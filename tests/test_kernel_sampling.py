@@ -46,7 +46,7 @@ Knobs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def knobs(
     settings: list[tuple[float, int, float, float]], vocab: int, device: str, seed: int = 0
 ) -> Knobs:
-    """What follows the logits in a call, for one row a setting, at random seeds and positions."""
+    """The arguments after the logits, for one row per setting, with random seeds and positions."""
     temperature, top_k, top_p, min_p = zip(*settings)
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(-(2**63), 2**63 - 1, (len(settings),), generator=generator)
@@ -65,7 +65,7 @@ def random_logits(
 
 
 def assert_same_draws(logits: Tensor, row_knobs: Knobs, filtered: bool = True) -> Tensor:
-    """The reference's tokens, or others that it finds as good to within the rounding of a
+    """Checks for the reference's tokens, or others that are equally good within the rounding of a
     logarithm.
     """
     seen = sample(logits, *row_knobs, filtered=filtered)
@@ -125,8 +125,8 @@ def test_the_last_kept_token_can_be_drawn_and_the_first_cut_cannot(
     setting: tuple[float, int, float, float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At positions whose noise favours just these two tokens: any other end shows. Two chunks of
-    two blocks, as a large vocabulary has.
+    """Noise at these positions favours exactly these two tokens, so any other cut shows. Two chunks
+    of two blocks, as a large vocabulary has.
     """
     tile = {"CHUNK": 1024, "BLOCK": 512, "num_warps": 4}
     monkeypatch.setattr(sampling, "rule", lambda *_: tile)
@@ -166,7 +166,7 @@ def test_without_filters_the_references_token_is_drawn(device: str, vocab: int) 
 def test_the_likeliest_token_is_the_first_of_the_largest_logits(
     device: str, vocab: int, dtype: torch.dtype
 ) -> None:
-    """Rounded to bf16 many logits are equal; -inf is a token that a mask forbids."""
+    """Rounded to bf16, many logits are equal; -inf is a token that a mask forbids."""
     wide = random_logits(5, vocab + 3, device).to(dtype)
     logits = wide[:, 1 : vocab + 1]
     logits[1] = float("-inf")
@@ -230,7 +230,7 @@ def test_draws_follow_the_softmax(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_row_draws_alone_what_it_draws_in_a_batch(device: str, filtered: bool) -> None:
-    """Also where a batch is cut into longer chunks: sums that cross programs are exact."""
+    """Also if a batch is cut into longer chunks: sums across programs are exact."""
     vocab, settings = 5000, [SETTINGS[index] for index in (4, 6, 8, 11, 12)]
     logits = random_logits(len(settings), vocab, device)
     row_knobs = knobs(settings, vocab, device)
@@ -271,7 +271,7 @@ def test_a_forbidden_token_is_never_drawn(device: str, filtered: bool) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_left", [60, 600])
 def test_what_the_sampled_logits_say_of_a_row_changes_no_draw(device: str, num_left: int) -> None:
-    """The kernels lay their bins by ids 0 to 15 of every 32, all forbidden here."""
+    """The kernels take their bins from ids 0 to 15 of every 32, all forbidden here."""
     vocab, settings = 2048, [SETTINGS[index] for index in (4, 6, 9)]
     token_ids = torch.arange(vocab, device=device)
     is_left = (token_ids % 32 >= 16) & (token_ids < num_left * 2)
@@ -289,7 +289,7 @@ def test_where_all_is_forbidden_the_first_token_is_drawn(device: str, filtered: 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_between_equal_logits_lower_ids_are_kept(device: str) -> None:
-    """More equals than can be listed in the first rows: their end is found by halving."""
+    """The first rows have more equal logits than can be listed: the cut is found by bisection."""
     settings = [
         (1.0, 5, 1.0, 0.0),
         (1.0, 0, 0.3337, 0.0),
@@ -305,8 +305,10 @@ def test_between_equal_logits_lower_ids_are_kept(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_that_pad_a_batch_disturb_nobody(device: str) -> None:
-    """A padding row is greedy, of zeros in every knob, and its logits may be anything."""
+def test_padding_rows_change_no_other_row(device: str) -> None:
+    """A padding row is greedy, all of its sampling parameters are zero, and its logits may be
+    anything.
+    """
     settings = [(0.0, 0, 0.0, 0.0), (0.8, 30, 0.9, 0.0), (0.8, 0, 0.9, 0.0), (0.8, 0, 0.9, 0.0)]
     logits = random_logits(4, 1200, device)
     row_knobs = knobs(settings, 1200, device)

@@ -21,9 +21,7 @@ def jitted(text: str) -> list[ast.FunctionDef]:
 
 
 def nested_targets(function: ast.FunctionDef) -> list[str]:
-    """Assignments to a tuple in a tuple: the first compilation fails, with an error that says
-    nothing of it.
-    """
+    """Assignments to nested tuples: their first compilation fails, with an unrelated error."""
     return [
         f"{function.name}: {ast.unparse(node)}"
         for node in ast.walk(function)
@@ -48,5 +46,5 @@ def test_a_nested_target_is_found() -> None:
     "path", [one for kind in ("cu", "cpp", "hpp") for one in ROOT.rglob(f"*.{kind}")], ids=str
 )
 def test_c_sources_have_at_most_100_columns(path: Path) -> None:
-    """`clang-format` with the file of the repository's root makes it so."""
+    """`clang-format` with the configuration in the repository's root enforces it."""
     assert [line for line in path.read_text().splitlines() if len(line) > 100] == []

@@ -30,9 +30,8 @@ from penstock.ops.cuda.program import CudaError, compile_source, nvrtc, read_sou
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST = Path(sys.prefix) / "oldest"  # the oldest supported Triton, installed by make
-# One form of every kernel for the GPU that tiles are tuned for (90), and of kernels with much
-# shared memory for the GPU with the least (86): these differ between GPUs. `pytest -m slow`
-# compiles the rest.
+# One form of every kernel for the GPU that tiles are tuned for (90), and, of kernels that use much
+# shared memory, for the GPU with the least (86). `pytest -m slow` compiles the rest.
 BUILDS = [
     ("90,86", "one"),
     *(pytest.param(str(number), "one", marks=pytest.mark.slow) for number in (80, 86, 89)),

@@ -43,7 +43,7 @@ def test_kubernetes_would_accept_every_object(path: Any, version: str) -> None:
 
 
 def test_pods_of_the_ray_cluster_would_be_accepted() -> None:
-    """The operator's own fields have no schema here; tests/on_ray reads its Serve config."""
+    """There is no schema of the operator's own fields here; tests/on_ray reads its Serve config."""
     validate = pytest.importorskip("kubernetes_validate")
     (service,) = yaml.safe_load_all((ROOT / "examples/ray/kuberay.yaml").read_text())
     cluster = service["spec"]["rayClusterConfig"]

@@ -116,7 +116,7 @@ def test_the_kernel_writes_the_codes_of_the_reference(
 def test_kernels_read_every_code_exactly(
     device: str, dtype: torch.dtype, codes: torch.dtype
 ) -> None:
-    """A row of one key attends to its value alone."""
+    """A row with one key returns its value."""
     every = torch.arange(256, dtype=torch.uint8, device=device).view(codes)
     is_code = every.float().isfinite() & (every.view(torch.uint8) != 0x80)
     every = torch.where(is_code, every.view(torch.uint8), 0).view(codes)
@@ -162,7 +162,7 @@ def test_attention_sees_the_codes_that_were_stored_just_before(
 def test_replies_do_not_depend_on_the_batch_or_the_cut_or_the_cache(
     family: str, kv_dtype: str
 ) -> None:
-    """To the bit in deterministic mode: a page of codes is a function of its own tokens."""
+    """Bitwise in deterministic mode: a page of codes is a function of its own tokens."""
     config, requests = (
         SHALLOW_FAMILIES[family],
         [request(f"r{n}", prompt(n, n)) for n in (1, 65, 200)],
@@ -181,7 +181,7 @@ def test_replies_do_not_depend_on_the_batch_or_the_cut_or_the_cache(
 @NAMES
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_a_token_alone_reads_what_many_read(is_alone: bool, kv_dtype: str) -> None:
-    """The two forms of a decode on a CPU; far nearer to each other than to float32."""
+    """The two forms of a decode on a CPU are far nearer to each other than to float32."""
     one, settings = request("r", prompt(90, 1), max_tokens=8), {"deterministic": False}
     plain = run(make_engine(SHALLOW_FAMILIES["llama"], **settings), one)["r"]
     others = [] if is_alone else [request("other", prompt(70, 2), max_tokens=8)]
@@ -218,7 +218,7 @@ def test_the_plan_counts_what_is_allocated(kv_dtype: str) -> None:
 
 @pytest.fixture(scope="module")
 def exact() -> tuple[list[list[int]], list[Completion]]:
-    """Prompts, and the greedy replies with KV in float32."""
+    """Prompts, and their greedy replies with KV in float32."""
     llm = LLM(device="cpu", memory_gb=0.1)
     prompts = [
         llm.encode_chat(list(one.messages[:-1]), enable_thinking=one.enable_thinking)
@@ -231,7 +231,7 @@ def exact() -> tuple[list[list[int]], list[Completion]]:
 def test_the_embedded_model_hardly_changes_its_mind(
     exact: tuple[list[list[int]], list[Completion]], kv_dtype: str, error: float
 ) -> None:
-    """Of greedy replies, which stay the same, log-probabilities move by so much on average."""
+    """The greedy replies are the same; this is the mean change of their log-probabilities."""
     prompts, wanted = exact
     said = LLM(device="cpu", memory_gb=0.1, kv_dtype=kv_dtype).generate(prompts, GREEDY)
     same = [pair for pair in zip(said, wanted) if pair[0].token_ids == pair[1].token_ids]

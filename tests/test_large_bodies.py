@@ -1,4 +1,6 @@
 """No body, up to the largest allowed, delays other requests: expensive ones are refused early.
+Tests of time count CPU seconds of this process, so other load does not matter. Each of these bodies
+once took three to eleven seconds.
 
 Where a test is about time, it counts CPU seconds of this process, so other load does not matter.
 Each of these bodies once took three to eleven seconds.
@@ -36,7 +38,7 @@ CHAT = '{"messages": [{"role": "user", "content": "x"}], '
 
 
 def full_of(value: str, body: str) -> bytes:
-    """As many of the value as fit, where the body has an ellipsis."""
+    """Fills the body's ellipsis with as many copies of the value as fit."""
     start, end = (part.encode() for part in body.split("…"))
     another = f"{value},".encode()
     return start + another * ((MAX_BODY_BYTES - len(body)) // len(another)) + value.encode() + end
@@ -98,7 +100,7 @@ def test_millions_of_values_are_refused_at_once_with_the_field_that_has_them(nam
 
 
 def num_values(value: Any) -> int:
-    """One for every list and object, and for all that is in it but the first."""
+    """One for each list and object, and one for each of their elements after the first."""
     if not isinstance(value, list | dict):
         return 0
     children = list(value.values()) if isinstance(value, dict) else value
@@ -201,7 +203,7 @@ def test_a_conversation_has_no_more_items_kept_than_sent() -> None:
 
 
 def test_tools_of_one_name_are_one_however_often_they_are_offered_and_allowed() -> None:
-    """OpenAI takes them."""
+    """OpenAI accepts them."""
     names = ["g", *["f"] * 1000]
     tools = [
         {"function": {"name": name, "description": str(place)}} for place, name in enumerate(names)

@@ -34,7 +34,7 @@ NUM_LAUNCHERS = 4
 
 @pytest.fixture
 def quick_switches() -> Iterator[None]:
-    """Threads take turns after every few instructions."""
+    """Threads switch after every few instructions."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

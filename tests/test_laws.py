@@ -35,8 +35,7 @@ def every_config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return SHALLOW_FAMILIES[request.param]
 
 
-# A hybrid of dense layers keeps its state as one of experts does: all laws of it come with `pytest
-# -m slow`.
+# A hybrid of dense layers handles its state like one of experts: all tests of it are slow.
 KINDS_OF_CACHE = ["hybrid_moe", pytest.param("hybrid_dense", marks=pytest.mark.slow), "llama"]
 
 
@@ -79,7 +78,7 @@ def test_restored_prefix_equals_fresh_prefill(config: dict[str, Any]) -> None:
 
 
 def test_a_next_turn_gives_what_a_fresh_prefill_gives(config: dict[str, Any]) -> None:
-    """The keys of the reply before it were decoded, and round differently where there are states."""
+    """Keys of the earlier reply were decoded, and with states they round differently."""
     engine = make_engine(config)
     said = tokens_of(run(engine, request("first", prompt(50), max_tokens=90))["first"])
     one = request("next", (*prompt(50), *said, *prompt(9, 2)))
@@ -96,7 +95,7 @@ def test_divergent_prompt_restores_nearest_checkpoint() -> None:
 
 
 def test_a_place_that_was_learned_gives_what_a_fresh_prefill_gives(config: dict[str, Any]) -> None:
-    """A document and different questions; the third goes on from where the first two parted."""
+    """A document and different questions: the third resumes where the first two diverged."""
     engine, document = make_engine(config), prompt(600)
     for number in range(3):
         one = request(f"r{number}", (*document, 100 + number, *prompt(30, number)))
@@ -106,7 +105,7 @@ def test_a_place_that_was_learned_gives_what_a_fresh_prefill_gives(config: dict[
 
 
 def test_states_in_float16_hardly_change_what_is_said() -> None:
-    """Nor where a prompt was cut or found in the cache, and states rested in between."""
+    """Also if a prompt is cut or found in the cache, with states stored in between."""
     settings: dict[str, Any] = {"deterministic": False, "state_dtype": "float16"}
     engine, whole = (
         make_engine(SHALLOW_MOE, **settings),
@@ -155,7 +154,7 @@ def test_preempted_equals_undisturbed(config: dict[str, Any], overlap: bool) -> 
 
 
 def tight_budget(config: dict[str, Any]) -> float:
-    """Room for about five pages: two sequences of 160 tokens do not fit next to each other."""
+    """Memory for about five pages: two sequences of 160 tokens do not fit beside each other."""
     kv = 2 * config["num_key_value_heads"] * config["head_dim"] * 4 * 64
     layers = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
     page = kv * layers.count("full_attention")

@@ -30,7 +30,7 @@ def llm() -> LLM:
 
 
 class Steps:
-    """Counts the steps of an engine, and makes each last a while if it is told so."""
+    """Counts the steps of an engine; `seconds` makes each last a while."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> None:
         self.count = 0

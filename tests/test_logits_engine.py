@@ -44,7 +44,7 @@ def test_decode_equals_prefill_of_the_same_tokens(config: dict[str, Any]) -> Non
 
 
 def test_any_order_of_calls_keeps_every_request_right(config: dict[str, Any]) -> None:
-    """Random inserts, replacements, decodes in any order and removals; each result checked now and
+    """Random inserts, replacements, decodes and removals in any order; results are checked now and
     then.
     """
     rng = random.Random(5)

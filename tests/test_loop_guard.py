@@ -26,7 +26,7 @@ from penstock.text.loop_guard import (
 
 
 def is_loop(tokens: list[int]) -> bool:
-    """The definition, word for word."""
+    """The definition, literally."""
     for period in range(1, MAX_PERIOD + 1):
         num_tokens = max(MIN_TOKENS, MIN_REPEATS * period)
         end = tokens[-num_tokens:]

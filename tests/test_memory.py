@@ -33,8 +33,8 @@ WEIGHT = SimpleNamespace(is_meta=False, numel=lambda: 500_000_000, element_size=
 
 
 class FakeDryRun:
-    """A step takes 80 KB a token, as one of Qwen3.5-35B-A3B does, and its kernels take memory for
-    good.
+    """A fake GPU: a step takes 80 KB per token, like Qwen3.5-35B-A3B, and loaded kernels keep
+    memory.
     """
 
     def __init__(self, model: Any, config: EngineConfig, pools: PoolSizes) -> None:
@@ -96,7 +96,7 @@ def test_a_plan_keeps_to_what_is_free(
 def test_a_share_of_the_memory_counts_the_weights_and_not_other_processes(
     free_gb: float, share: float, usable_gb: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """85 GB in all, 10 of them reserved by this process: for the weights."""
+    """Of 85 GB, this process has reserved 10 for the weights."""
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * GB)
     plan = plan_for(free_gb, monkeypatch, memory_share=share)
     uses = plan.pools.num_bytes + plan.step_bytes + plan.graph_bytes + plan.reserve_bytes
@@ -174,7 +174,7 @@ def test_inspect_estimates_the_same_plan_for_a_model_that_is_not_loaded() -> Non
 
 
 def test_a_slot_on_a_gpu_has_room_for_a_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loaded or only estimated; bits that must not depend on it have none."""
+    """Whether loaded or only estimated; deterministic engines need none."""
     backlog = 30 * 4 * 32 * (1 + 3 * (128 + 128 + 1))  # layers, bytes, heads, tokens
     whole = plan_for(80, monkeypatch, deterministic=True).pools.slot_bytes
     assert plan_for(80, monkeypatch).pools.slot_bytes == whole + backlog

@@ -21,7 +21,7 @@ from test_speculation import assert_same
 
 
 def folder_of(path: Path, config: dict[str, Any], **changes: Any) -> Path:
-    """A model without weights, with the embedded model's tokenizer."""
+    """Writes the folder of a model without weights, with the embedded model's tokenizer."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps({**config, "vocab_size": VOCAB_SIZE}))
     stored = json.loads((default_model() / "tokenizer.json").read_text())
@@ -65,7 +65,7 @@ def test_a_random_model_is_nearly_always_wrong_and_always_exact(
 
 
 def test_the_model_itself_drafts_what_it_says() -> None:
-    """Also after drafts that were wrong: of drawn tokens only some are likeliest."""
+    """Also after wrong drafts: only some sampled tokens are the most likely ones."""
     settings: dict[str, Any] = {"device": "cpu", "memory_gb": 0.1, "model": str(default_model())}
     plain = Engine.from_config(EngineConfig(**settings))
     engine = Engine.from_config(EngineConfig(speculate=f"model:{default_model()}:3", **settings))
@@ -105,7 +105,7 @@ def test_a_context_that_the_draft_model_has_no_room_for_is_not_drafted(tmp_path:
 
 
 def test_a_proposal_is_made_only_where_it_pays(tmp_path: Path) -> None:
-    """Random drafts are wrong: after a few steps the draft model rests."""
+    """Random drafts are wrong: after a few steps, the draft model pauses."""
     engine = engine_of(speculate=f"model:{folder_of(tmp_path / 'draft', LLAMA)}:3")
     drafter = engine.policy.speculator.drafter
     assert isinstance(drafter, ModelDrafter)

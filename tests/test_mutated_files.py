@@ -44,7 +44,7 @@ NUM_FULL = int(os.environ.get("NUM_MUTANTS", 100_000))
 BATCH = 1000  # mutants of one process
 MAX_S = 1.0  # of CPU time
 MAX_MB = 100.0
-PATIENCE_S = 120.0  # for a batch, on a machine that does other things
+PATIENCE_S = 120.0  # for a batch, on a machine with other load
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
 GGUF = "model.gguf"
@@ -222,9 +222,7 @@ def mutate_bytes(data: bytes, draw: random.Random) -> bytes:
 
 
 def mutate_json(data: bytes, draw: random.Random) -> bytes:
-    """One to three places of the tree get another value, another name, or are gone or there
-    twice.
-    """
+    """Changes one to three places of the tree: another value or name, removed or duplicated."""
     tree = json.loads(data)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         places = list(places_in(tree))
@@ -254,7 +252,7 @@ def mutate_json(data: bytes, draw: random.Random) -> bytes:
 
 
 def places_in(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (object or list, key) of a tree, but only a few of a long list or a vocabulary."""
+    """Every (object or list, key) of a tree, but only some of a long list or a vocabulary."""
     found = []
     entries = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
     for key, value in entries[:40] + entries[40::50]:
@@ -265,7 +263,7 @@ def places_in(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def mutate_header(data: bytes, draw: random.Random) -> bytes:
-    """Of a safetensors file: its JSON, or the number of its bytes."""
+    """Changes a safetensors header: its JSON, or its length."""
     length = int.from_bytes(data[:8], "little")
     header, rest = data[8 : 8 + length], data[8 + length :]
     match draw.randrange(6):
@@ -281,7 +279,7 @@ def mutate_header(data: bytes, draw: random.Random) -> bytes:
 
 
 def move_tensors(header: bytes, draw: random.Random) -> bytes:
-    """Offsets and shapes that agree with each other and with nothing else."""
+    """Offsets and shapes that are consistent with each other and with nothing else."""
     tree = json.loads(header)
     for name in draw.sample([name for name in tree if name != "__metadata__"], 2):
         entry = tree[name]
@@ -327,7 +325,7 @@ TEXT_FILES = {
 
 
 def use_model(folder: Path) -> None:
-    """As an engine process does, up to a token."""
+    """Like an engine process, up to a token."""
     config = EngineConfig(model=str(folder), device="cpu", memory_gb=0.01, page_size=16, max_rows=2)
     engine = Engine.from_config(config)
     engine.submit(request("first", (1, 2, 3), max_tokens=1, logprobs=None))
@@ -335,7 +333,7 @@ def use_model(folder: Path) -> None:
 
 
 def use_text(folder: Path) -> None:
-    """As a server process does."""
+    """Like a server process."""
     folder = folder / GGUF if (folder / GGUF).is_file() else folder
     checkpoint_sampling("auto", folder)
     tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
@@ -346,7 +344,7 @@ def use_text(folder: Path) -> None:
 
 @dataclass(slots=True)
 class Findings:
-    """What a batch of mutants did."""
+    """The results of a batch of mutants."""
 
     outcomes: Counter[tuple[str, str]] = field(
         default_factory=Counter
@@ -389,7 +387,7 @@ def try_mutant(
         if not (error.what and error.why and error.todo):
             parts = [part[:100] for part in (error.what, error.why, error.todo)]
             found.defects.append(f"{number}, {name}: not three parts: {parts}")
-    except BaseException as error:  # a panic of Rust is no Exception
+    except BaseException as error:  # a panic of Rust is not an Exception
         outcome = "defect"
         where = [line[:200] for line in traceback.format_exc().strip().splitlines()[-8:]]
         found.defects.append("\n".join([f"{number}, {name}: {type(error).__name__}", *where]))
@@ -404,18 +402,16 @@ def try_mutant(
 def try_batch(
     numbers: range, sources: list[Path], place: Path, kinds: Kinds, news: Connection
 ) -> None:
-    """In a process of its own. Tells before each mutant that it comes, and at the end what was
-    found.
-    """
+    """Runs in a child process. Announces each mutant before it runs, then sends the findings."""
     folders = [Path(shutil.copytree(source, place / source.name)) for source in sources]
     originals = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders]
-    for folder in folders:  # the whole ones, so that all that is imported once is there
+    for folder in folders:  # the undamaged ones, so that everything is imported once
         use_model(folder)
         use_text(folder)
     at_start, found = peak_mb(), Findings()
     allowed = (
         num_bytes_mapped() + 8 * int(MAX_MB) * 2**20
-    )  # or one mutant could take the machine down
+    )  # otherwise one mutant could use up the machine's memory
     resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic that is caught writes a page there first
     for number in numbers:
@@ -439,7 +435,7 @@ def kilobytes_of(name: str) -> int:
 
 
 def run_batch(numbers: range, sources: list[Path], place: Path, kinds: Kinds) -> Findings:
-    """Findings of a process that may die."""
+    """Runs a batch in a process that may crash; returns its findings."""
     forking = multiprocessing.get_context("fork")
     ours, theirs = forking.Pipe(duplex=False)
     process = forking.Process(target=try_batch, args=(numbers, sources, place, kinds, theirs))
@@ -489,7 +485,7 @@ def check(found: Findings, num_mutants: int, kinds: Kinds = KINDS) -> None:
 
 
 def report(name: str, found: Findings, seconds: float) -> None:
-    """One line of JSON, for the records of results/cpu."""
+    """Prints one line of JSON for results/cpu."""
     by_file = itertools.groupby(sorted(found.outcomes.items()), key=lambda entry: entry[0][0])
     line = {
         "name": name,

@@ -51,7 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen35moe": {**HYBRID_MOE, **WIDE, **HYBRID, **EXPERTS, "mtp_num_hidden_layers": 1},
 }
 BATCH = 250  # mutants of one process: each is loaded twice, as an engine and as a server does
-HEADER_BYTES = 12_000  # at least; the rest is weights, in which nothing can be wrong
+HEADER_BYTES = 12_000  # at least; the rest is weights, in which any byte is valid
 
 
 def write_models(folder: Path) -> list[Path]:
@@ -90,7 +90,7 @@ def mutate_start(data: bytes, draw: random.Random) -> bytes:
 
 
 def mutate_numbers(data: bytes, draw: random.Random) -> bytes:
-    """Counts, lengths, types, dimensions and offsets become others."""
+    """Changes counts, lengths, types, dimensions and offsets."""
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         start, size = draw.choice(places_of(data))
@@ -103,7 +103,7 @@ def mutate_numbers(data: bytes, draw: random.Random) -> bytes:
 
 @cache
 def places_of(data: bytes) -> list[tuple[int, int]]:
-    """Where the header's numbers are, and how many bytes each has; of a list, only the first."""
+    """Positions and sizes of the header's numbers; only the first number of a list."""
     places = [(4, 4), (8, 8), (16, 8)]
     offset = 24
     num_tensors, num_values = struct.unpack_from("<QQ", data, 8)

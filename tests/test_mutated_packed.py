@@ -26,12 +26,12 @@ WIDE = {
     "moe_intermediate_size": 32,
     "num_hidden_layers": 1,
 }
-FAMILY = {  # with experts where they are stored in a way of their own
+FAMILY = {  # with experts if the format stores them in its own way
     "mlx": "hybrid",
     "fp8": "hybrid",
     "int4": "experts",
 }
-BATCH = 250  # mutants of one process: a machine may do other things
+BATCH = 250  # mutants per process, on a machine with other load
 MUTATIONS = [kind for kind in KINDS if kind[0] in (*SHARDS, "config.json")]
 MUTATIONS += [kind for kind in MUTATIONS if kind[0] == "config.json"]
 

@@ -50,7 +50,7 @@ def disturb(node: Server, meanwhile: Callable[[], Awaitable[None]]) -> list[Stre
 
 
 async def under_way(node: Server) -> None:
-    """Until both engines work, and then a little."""
+    """Waits until both engines work, and then a little longer."""
     while not all(replica["requests"] > 1 for replica in replicas_of(node)):
         await asyncio.sleep(0.01)
     await asyncio.sleep(random.uniform(0.0, 0.2))
@@ -130,7 +130,7 @@ def test_ten_times_what_fits_is_refused_at_once_and_what_was_accepted_is_served(
 def test_sigterm_under_load_lets_every_stream_end_and_refuses_the_rest(
     node: Server, undisturbed: list[StreamedReply]
 ) -> None:
-    """The last test of this node. One of its engines is killed on the way out."""
+    """The last test of this node. One of its engines is killed during shutdown."""
     engines = node.engine_pids
 
     async def terminate() -> None:

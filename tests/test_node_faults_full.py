@@ -46,7 +46,7 @@ DEATH_LINE = re.compile(r"^(\S+ \S+) ERROR .*The engine process (?:ended|hung)",
 
 
 class Crowd:
-    """64 clients that each ask the same question again and again, and know the answer."""
+    """64 clients that each send the same question repeatedly, and know the reply."""
 
     def __init__(self, node: Server, undisturbed: list[StreamedReply]) -> None:
         self.replies: list[StreamedReply] = []
@@ -136,7 +136,7 @@ def deaths_in(log_file: Path) -> list[float]:
     [(signal.SIGKILL, NUM_KILLS), (signal.SIGSTOP, NUM_STOPS)],
     ids=["kill", "stop"],
 )
-def test_engines_are_lost_again_and_again_and_nobody_notices(
+def test_no_reply_changes_while_engines_are_killed_again_and_again(
     node: Server,
     undisturbed: list[StreamedReply],
     log_file: Path,
@@ -204,8 +204,8 @@ def test_all_engines_are_replaced_under_64_streams(
 
 
 @pytest.mark.timeout(900)
-def test_whoever_comes_while_the_queue_is_full_is_refused_at_once(node: Server) -> None:
-    """The queue is filled, and then nine times as many ask, one after the other."""
+def test_requests_are_refused_at_once_while_the_queue_is_full(node: Server) -> None:
+    """The queue is filled, then nine times as many requests arrive one after the other."""
     streams = [body_of(number, MAX_TOKENS) for number in range(MAX_QUEUE)]
     refused: list[StreamedReply] = []
 
@@ -216,7 +216,7 @@ def test_whoever_comes_while_the_queue_is_full_is_refused_at_once(node: Server) 
             refused.append(await stream_one(node, body_of(number, MAX_TOKENS)))
 
     served = asyncio.run(stream_all(node, streams, ask_in_vain))
-    # A place is free a little before the client that had it has read its last token.
+    # A slot is free slightly before its client has read the last token.
     last_moment = min(one.ended_s for one in served) - 0.2
     in_time = [reply for reply in refused if reply.started_s < last_moment]
     say(

@@ -1,5 +1,5 @@
-"""A process from the nursery is what an executed one would be: our child, with its streams, its
-session, its command line and its exit code.
+"""A process from the nursery equals an executed one: our child, with its own streams, session,
+command line and exit code.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_engines_are_children_of_their_server_with_a_session_of_their_own() -> N
 
 
 def test_another_environment_is_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")  # read by torch when it is imported
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")  # torch reads it on import
     assert start_forked([sys.executable, "-c", ""], None) is None
 
 

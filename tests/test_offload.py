@@ -54,7 +54,7 @@ def some_requests() -> list[Request]:
 
 
 def all_logprobs(engine: Engine) -> dict[str, Any]:
-    """Together and, with their prefixes in the cache, again."""
+    """Runs them together, then again with their prefixes in the cache."""
     first, again = (run(engine, *some_requests()) for _ in range(2))
     return {
         f"{one.id} {time}": logprobs_of(deltas[one.id])
@@ -80,7 +80,7 @@ def assert_same(seen: dict[str, Any], expected: dict[str, Any], *, to_the_bit: b
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 def test_slots_change_no_token_and_no_bit(quantization: str, deterministic: bool) -> None:
-    """Small slots, chunks, batches and restored prefixes: as if all experts were resident."""
+    """Small slots, chunks, batches and restored prefixes give the results of resident experts."""
     given: dict[str, Any] = {"quantization": quantization, "deterministic": deterministic}
     resident = all_logprobs(make_engine(HYBRID_MOE, **given))
     for size in (FEW, SOME, MOST):
@@ -111,8 +111,8 @@ def convert(model: Path, output: Path, made_for: str = "cpu") -> Path:
 
 @pytest.mark.parametrize("name", some_formats("fp8", "int4", "gptq", "nvfp4", "mlx"))
 def test_files_say_what_the_resident_model_says(name: str, tmp_path: Path) -> None:
-    """Converted files, with and without RAM of their own, and with room for all experts; and the
-    checkpoint's own files.
+    """Converted files, with and without RAM, and with slots for all experts; and the checkpoint's
+    own files.
     """
     format = FORMATS[name]
     packed, _ = pack_state(plain_state(HYBRID_MOE), format)
@@ -144,7 +144,7 @@ def test_fused_experts_are_read_in_place(tmp_path: Path) -> None:
 @pytest.mark.bitwise
 @pytest.mark.slow
 def test_a_gguf_file_is_converted_too(tmp_path: Path) -> None:
-    """The embedded model, whose routing was trained, with its tokenizer."""
+    """The embedded model, which has trained routing, with its tokenizer."""
     file = write_embedded(tmp_path / "model.gguf", "Q8_0")
     output = convert(file, tmp_path / "converted")
     assert (output / "tokenizer.json").is_file()
@@ -172,18 +172,18 @@ def test_batches_prefixes_and_chunks_of_a_converted_checkpoint(
 
 
 def test_on_a_cpu_slots_are_part_of_the_ram_for_experts(checkpoint: Path, converted: Path) -> None:
-    """Without a size of their own."""
+    """If they have no size of their own."""
     one = request("one", prompt(40))
     said = logprobs_of(run(open_engine(checkpoint), one)["one"])
     for path in (checkpoint, converted):
         engine = open_engine(path, expert_ram="600kB")
         assert store_of(engine).num_bytes <= 300_000
         assert logprobs_of(run(engine, one)["one"]) == said
-        assert open_engine(path, expert_ram="1MB").expert_store is None  # which holds all
+        assert open_engine(path, expert_ram="1MB").expert_store is None  # enough for all
 
 
 def test_a_prompt_fetches_each_expert_once_a_chunk(converted: Path) -> None:
-    """Eight experts in four layers, four slots: two passes, and no expert twice."""
+    """Eight experts in four layers, four slots: two passes, and no expert is fetched twice."""
     engine = open_engine(converted, expert_cache="100kB", max_step_tokens=512)
     run(engine, request("one", prompt(400), max_tokens=1))
     assert store_of(engine).stats()["misses"] <= 4 * 8
@@ -252,7 +252,9 @@ def test_verify_finds_a_flipped_bit_in_dense_weights(checkpoint: Path, tmp_path:
 
 
 def test_verify_refuses_a_model_of_other_layers(checkpoint: Path, tmp_path: Path) -> None:
-    """One has all layers of the other: with equal weights, only their number tells."""
+    """One model's layers start with all of the other's: as weights are equal, only their number
+    differs.
+    """
     config = {**HYBRID_MOE, "mtp_num_hidden_layers": 1}
     model = write(tmp_path / "model", plain_state(config), config)
     conversions = [Conversion(find_model(str(path)), "cpu") for path in (checkpoint, model)]
@@ -263,7 +265,7 @@ def test_verify_refuses_a_model_of_other_layers(checkpoint: Path, tmp_path: Path
 
 
 def test_all_files_of_a_conversion_have_the_same_permissions(converted: Path) -> None:
-    """Another user may serve it."""
+    """Another user may run the server."""
     modes = {path.stat().st_mode for path in converted.rglob("*") if path.is_file()}
     assert len(modes) == 1
 
@@ -289,7 +291,9 @@ def test_a_truncated_file_is_refused_by_name(checkpoint: Path, tmp_path: Path) -
 
 
 def test_a_failed_read_leaves_the_store_consistent(checkpoint: Path, tmp_path: Path) -> None:
-    """A slot never claims an expert that did not arrive: with the file back, all is as before."""
+    """A slot never claims an expert that was not read: when the file is back, results are as
+    before.
+    """
     output = convert(checkpoint, tmp_path / "out")
     store = store_of(open_engine(output, expert_cache=SOME))
     whole = store_of(open_engine(checkpoint, expert_cache="10MB"))
@@ -309,7 +313,7 @@ def test_a_failed_read_leaves_the_store_consistent(checkpoint: Path, tmp_path: P
 def test_a_read_that_fails_once_is_tried_again(
     converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice is an error that names the file, and leaves the engine's store as it was."""
+    """Two failures raise an error that names the file, and leave the engine's store unchanged."""
     one = request("one", prompt(40))
     said = logprobs_of(run(open_engine(converted, expert_cache=FEW), one)["one"])
     engine, read = open_engine(converted, expert_cache=FEW), os.preadv
@@ -364,7 +368,7 @@ def test_a_replaced_file_does_not_disturb(checkpoint: Path, tmp_path: Path) -> N
 
 
 def test_a_checkpoint_that_is_replaced_does_not_disturb_reads_in_place(tmp_path: Path) -> None:
-    """More experts than RAM stages, so that most are read again and again."""
+    """More experts than the RAM staging holds, so most are read repeatedly."""
     config = {**HYBRID_MOE, "num_experts": 32}
     state = {name: values.bfloat16() for name, values in plain_state(config).items()}
     model = write(tmp_path / "model", state, config)
@@ -425,7 +429,7 @@ def test_a_converted_model_without_its_dense_weights_is_refused_by_name(
         ({"expert_cache": SOME, "expert_misses": "cpu"}, ConfigError, "there is no GPU"),
     ],
 )
-def test_what_cannot_be_is_said(
+def test_impossible_settings_are_refused_with_the_reason(
     converted: Path, settings: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -440,7 +444,7 @@ def test_random_experts_go_to_temporary_files(
     resident = all_logprobs(make_engine(HYBRID_MOE, quantization=quantization))
     given = {"quantization": quantization, "expert_cache": SOME, "expert_ram": "1MB"}
     engine = make_engine(HYBRID_MOE, **given)
-    assert not list(tmp_path.iterdir())  # without names: nothing stays, even if it is killed
+    assert not list(tmp_path.iterdir())  # unnamed: they disappear even if the process is killed
     assert all_logprobs(engine) == resident
     assert store_of(engine).stats()["disk_reads"] > 0
 
@@ -481,7 +485,7 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(checkpoint: Path, tmp_path
 def test_a_disk_that_is_full_for_dense_weights_is_said(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library has its own class for that, and makes files that only their owner reads."""
+    """The library has an exception class of its own for that, and creates files with mode 600."""
 
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
@@ -508,7 +512,7 @@ def test_a_folder_that_cannot_be_made_is_said(checkpoint: Path, tmp_path: Path, 
 
 
 def stopped(checkpoint: Path, output: Path) -> Conversion:
-    """A conversion that ended before its last layer."""
+    """A conversion that stopped before its last layer."""
 
     def stop(phase: Any) -> None:
         if phase.detail == "layers.3.mlp":
@@ -661,7 +665,7 @@ def test_a_drafting_head_has_its_experts_in_slots_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_records_for_a_gpu_hold_the_same_numbers(name: str, tmp_path: Path) -> None:
-    """In tiles, or expanded where a GPU has none: read back from files, they are the original's."""
+    """In tiles, or dequantized if a GPU has none: read back from files, they equal the original."""
     format = FORMATS[name]
     packed, _ = pack_state(plain_state(HYBRID_MOE), format)
     given = {**HYBRID_MOE, format.key: format.quantization}

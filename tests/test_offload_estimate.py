@@ -21,7 +21,7 @@ MACHINE = Tiers(24 * GB, 64 * GB, 1000 * GB, 25 * GB, 5 * GB)
 
 
 def test_a_hand_calculation() -> None:
-    """Slots 13 of 200 GB, RAM 58, disk 129: a token reads 2.58 GB from disk."""
+    """Slots hold 13 of 200 GB, RAM 58, disk 129: a token reads 2.58 GB from disk."""
     found = estimate(NEED, MACHINE)
     on_gpu, in_ram = 24 * GB - 9 * GB - STEP_BYTES, 64 * GB - SYSTEM_BYTES
     assert found.shares == pytest.approx(
@@ -55,7 +55,7 @@ def test_what_is_missing_is_said(changes: dict[str, float | None], limit: str) -
 
 
 def test_experts_in_ram_take_room_for_two_layers_on_the_gpu() -> None:
-    """RAM holds all experts, also those on the GPU."""
+    """RAM holds all experts, including those in GPU slots."""
     machine = replace(MACHINE, ram_bytes=200 * GB + SYSTEM_BYTES, disk_speed=None)
     on_gpu = 24 * GB - 9 * GB - STEP_BYTES - 2 * NEED.layer_experts
     assert estimate(NEED, machine).shares["gpu"] == pytest.approx(on_gpu / 200e9)

@@ -54,7 +54,7 @@ def test_right_kernels_pass_with_room_to_spare(family: str, dtype: str, kv_dtype
 
 
 def put_wrong(patch: pytest.MonkeyPatch, module: ModuleType, name: str, run_wrongly: Op) -> None:
-    """As if the device had chosen `run_wrongly(right, *arguments)` for an op."""
+    """Patches dispatch: for an op, the device's choice becomes `run_wrongly(right, *arguments)`."""
     right = getattr(module, name).__wrapped__
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def spoil_the_last_row(right: Op, *args: Any, **kwargs: Any) -> Any:
 
 
 def swap_an_expert(right: Op, **given: Any) -> Any:
-    """Of one token, the least of its experts."""
+    """The least likely expert of a token."""
     ids = given["ids"].clone()
     ids[-1, -1] = next(expert for expert in range(8) if expert not in ids[-1].tolist())
     return right(**{**given, "ids": ids})
@@ -124,7 +124,7 @@ WRONG = [
 ]
 
 
-# Every fault in both precisions and in both batches: neither depends on the other.
+# Every fault in both precisions and in both batches: these are independent.
 @pytest.mark.parametrize(
     ("batch", "dtype"),
     [
@@ -142,7 +142,7 @@ def test_a_wrong_kernel_is_found_and_named(
     dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one row of the batch, in half precision too."""
+    """Also in one row of the batch, and in half precision."""
     config = (
         HYBRID_MOE if name not in ("norm_linear", "swiglu_linear") else FAMILIES["hybrid_dense"]
     )
@@ -158,7 +158,7 @@ def test_a_wrong_kernel_is_found_and_named(
 def test_no_time_is_taken_of_a_shape_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here of three rows; one is right, and timed before."""
+    """With three rows; one row is right, and is timed before."""
 
     def wrong_for_three(right: Op, *args: Any, **kwargs: Any) -> Any:
         result: Tensor = right(*args, **kwargs)

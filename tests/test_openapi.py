@@ -45,7 +45,7 @@ TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean"
 
 
 def faults(schema: dict[str, Any], value: Any, place: str = "") -> list[str]:
-    """Where a value is not as described; knows what the document uses."""
+    """The path of a value that does not match; records which schemas are used."""
     if "$ref" in schema:
         return faults(DOCUMENT["components"]["schemas"][schema["$ref"].split("/")[-1]], value)
     if "anyOf" in schema:

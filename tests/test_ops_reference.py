@@ -35,7 +35,7 @@ def assert_close(ours: Tensor, exact: Tensor, tolerance: float = 2e-6) -> None:
 
 
 def take_plain_forms(patch: pytest.MonkeyPatch) -> None:
-    """A single token goes the way of many, and so do a few."""
+    """Makes the paths for a single token and for a few take the path for many."""
     patch.setattr(few_tokens, "are_few", lambda x, deterministic: False)
     patch.setattr(decode, "is_alone", lambda x, deterministic: False)
     patch.setattr(decode, "are_few", lambda x, deterministic: False)
@@ -127,7 +127,7 @@ def test_deterministic_matmul_gives_a_row_the_same_bits_in_any_batch() -> None:
 def test_deterministic_matmul_keeps_its_bits_with_a_blas_that_rounds_by_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As OpenBLAS does with AVX2: here every other row of a tile is summed from its end."""
+    """As OpenBLAS does with AVX2: here every other row of a tile is summed in reverse order."""
     multiply = F.linear
 
     def multiply_by_place(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -181,7 +181,7 @@ def test_rope_turns_pairs_by_their_angle_and_passes_the_rest(interleaved: bool) 
     assert_close(turned, torch.cat((exact, x[..., rotary:]), dim=-1))
     assert torch.equal(keys_cache.flatten(0, 1)[kv_index], turned)
     assert torch.equal(values_cache.flatten(0, 1)[kv_index], values)
-    assert int(keys_cache.isnan().all(-1).sum()) == 8  # two heads of four unwritten places
+    assert int(keys_cache.isnan().all(-1).sum()) == 8  # two heads of four unwritten entries
 
 
 def test_rope_and_store_norms_the_heads_first() -> None:
@@ -201,9 +201,7 @@ def test_rope_and_store_norms_the_heads_first() -> None:
 
 
 class Paged:
-    """Rows of random queries over their own pages, shuffled by default; all that is not theirs is
-    NaN.
-    """
+    """Rows of random queries over their own pages, shuffled by default; all other pages are NaN."""
 
     def __init__(
         self, rows: list[tuple[int, int]], page_size: int, seed: int = 0, in_order: bool = False
@@ -281,9 +279,7 @@ def test_paged_attention_is_softmax_attention(
 def test_decode_attention_of_one_row_is_softmax_attention(
     in_order: bool, window: int, context_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over pages that lie side by side and pages that do not, in the form of its own and in that of
-    many.
-    """
+    """Over contiguous and scattered pages, in the form for one row and in that for many."""
     paged = Paged([(1, context_len)], 16, in_order=in_order)
     assert decode.is_alone(paged.q, deterministic=False)
     assert not decode.is_alone(paged.q, deterministic=True)
@@ -322,7 +318,7 @@ class Mixer:
     def last_inputs(
         self, slot: int, context_len: int, num_inputs: int
     ) -> Tensor:  # [num_inputs, C]
-        """Out of the slot's ring, in order; zero for positions before 0."""
+        """Reads the slot's ring in order; zero for positions before 0."""
         nothing = torch.zeros(self.channels)
         ring = self.conv[slot]
         positions = range(context_len - num_inputs, context_len)
@@ -359,7 +355,7 @@ class Mixer:
     def expected(
         self, mixed: Tensor, history: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs, final state, and history with inputs, in float64 from the definitions."""
+        """Outputs, final state, and history including inputs, in float64 from the definitions."""
         key_heads, value_heads, key_dim, value_dim = self.heads
         sizes = (self.channels, value_heads * value_dim, value_heads, value_heads)
         inputs, z, b, a = mixed.double().split(sizes, dim=-1)
@@ -405,8 +401,8 @@ def test_delta_net_is_the_recurrence(
     ring_width: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In blocks or token by token, from nothing or from a state in another slot: outputs, and what
-    is left behind, which is a whole ring whatever the step itself wrote of it.
+    """In blocks or token by token, from zero or from a state in another slot: outputs, states, and
+    rings, which are complete even if the step wrote only a part.
     """
     mixer = Mixer(*heads, ring_width)
     mixer.start(3)
@@ -415,7 +411,7 @@ def test_delta_net_is_the_recurrence(
     if not start:
         state = torch.zeros_like(state)
     mixed = randn(length, mixer.width, seed=start)
-    initial = 3 if start else 9  # 9 holds NaN: a row that starts at 0 must not look
+    initial = 3 if start else 9  # 9 holds NaN: a row that starts at 0 must not read it
     if form == "tokens":
         take_plain_forms(monkeypatch)
     if form != "blocks":
@@ -427,7 +423,7 @@ def test_delta_net_is_the_recurrence(
     else:
         out = mixer.run(mixed, [RowSpan(length, start + length)], [7], [initial])
     exact_out, exact_state, exact_inputs = mixer.expected(mixed, history, state)
-    assert_close(out, exact_out, 1e-4)  # of an output whose norm may divide by almost nothing
+    assert_close(out, exact_out, 1e-4)  # for an output whose norm may divide by almost zero
     assert (out.double() - exact_out).abs().median() <= 1e-6
     assert_close(mixer.recurrent[7], exact_state, 5e-6)
     assert torch.equal(
@@ -452,7 +448,9 @@ def test_a_step_writes_its_own_entries_of_a_ring_and_no_other(length: int, ring_
 @pytest.mark.parametrize("start", [0, 2, 6])
 @pytest.mark.parametrize("after", [1, 2, 6, 64])
 def test_a_checkpoint_holds_the_ring_of_its_moment(start: int, after: int) -> None:
-    """The last inputs before the checkpoint, of this step or older ones; the row itself goes on."""
+    """The last inputs before the checkpoint, from this step or older ones; the row itself
+    continues.
+    """
     mixer = Mixer(*MIXERS[0], ring_width=7)
     mixer.start(3)
     history = mixer.last_inputs(3, start, 7)
@@ -466,7 +464,7 @@ def test_a_checkpoint_holds_the_ring_of_its_moment(start: int, after: int) -> No
 @pytest.mark.bitwise
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_delta_net_rows_do_not_meet_and_touch_only_their_slots(deterministic: bool) -> None:
-    """Decodes around prefills, an empty row, a fresh row of one token, a state read from a
+    """Decodes around prefills, an empty row, a new row of one token, a state read from a
     checkpoint.
     """
     spans = [

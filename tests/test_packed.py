@@ -50,7 +50,7 @@ def some(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 64, 65])
 @pytest.mark.parametrize(("N", "M"), [(1100, 520), (520, 1100)])
 def test_products_are_those_of_float64(N: int, M: int, num_tokens: int, dtype: torch.dtype) -> None:
-    """Packed where it is a gain, with a bias and a residual, and in fixed tiles as well."""
+    """Packed if that is faster, with a bias and a residual, and also in fixed tiles."""
     x, weight = some(num_tokens, M, dtype=dtype), some(N, M, dtype=dtype, seed=1)
     bias, residual = some(N, dtype=dtype, seed=2), some(num_tokens, N, dtype=dtype, seed=3)
     kept = ops.Weight(weight)
@@ -170,7 +170,7 @@ def test_what_bf16_would_round_stays_as_it_is() -> None:
 def test_a_quantized_model_takes_hardly_more_memory_than_its_files(
     is_tied: bool, tmp_path: Path
 ) -> None:
-    """Its embedding and head are in bf16 there, and half of it."""
+    """Its embedding and head are in bf16 in the files, and make half of their size."""
     config = {**LLAMA, "vocab_size": 4096, "tie_word_embeddings": is_tied, "hidden_size": 128}
     stored, _ = pack_state(plain_state(config), FORMATS["int4"])
     stored = {

@@ -30,7 +30,7 @@ WEB = REPOSITORY / "web"
 SOURCE = WEB / "source"
 OURS = sorted(path.name for path in SOURCE.iterdir() if path.is_file())
 WATCHER = Request({"type": "http", "method": "GET"})
-MAX_BYTES, MAX_SENT_BYTES = 300_000, 110_000  # all files; the latter as they are sent, compressed
+MAX_BYTES, MAX_SENT_BYTES = 300_000, 110_000  # all files; the second as sent, compressed
 needs_node = pytest.mark.skipif(
     shutil.which("node") is None or not (WEB / "node_modules").is_dir(),
     reason="make page installs what builds the page, where Node is",
@@ -99,7 +99,7 @@ def test_a_browser_that_has_a_file_is_not_sent_it_again(app: Any) -> None:
         assert call(app, path, {**HTML, "if-none-match": '"other"'}).status == 200
 
 
-def test_files_are_compressed_for_those_who_can_read_that_and_small_together(app: Any) -> None:
+def test_files_are_compressed_for_clients_that_accept_it_and_small_in_sum(app: Any) -> None:
     sent = 0
     for name in file_names():
         answer = call(app, PREFIX + name, {"accept-encoding": "gzip, br"})
@@ -226,7 +226,7 @@ def test_every_file_that_is_referred_to_exists_and_what_opens_the_page_is_asked_
     assert len(eager) <= 3  # few requests
 
 
-# Source and what is built of it
+# Source and build
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -252,7 +252,7 @@ def test_building_again_gives_the_same_bytes(tmp_path: Path) -> None:
 
 @needs_node
 def test_formulas_are_what_the_published_library_makes_of_them() -> None:
-    """Ours is built from its parts, with some of its names shortened."""
+    """Our copy is built from its parts, with some names shortened."""
     formulas = (REPOSITORY / "tests" / "data" / "formulas.txt").read_text().splitlines()
     assert len(formulas) > 100
     program = f"""

@@ -31,7 +31,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServeConfig]]:
-    """Servers that only say where they listen, and end."""
+    """Servers that only report where they listen, then end."""
     configs: list[tuple[EngineConfig, ServeConfig]] = []
 
     def run(engine: EngineConfig, serve: ServeConfig, on_phase: OnPhase) -> None:

@@ -148,7 +148,7 @@ def by_hand(model: Any) -> ByHand:
 
 
 def generate(model: nn.Module, prompt: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
-    """Prompt and greedy tokens, and the logits at every one of them."""
+    """A prompt with greedy tokens, and the logits at each of its positions."""
     hand = by_hand(model)
     tokens, logits = list(prompt), [hand.prefill(prompt)]
     for _ in range(num_tokens):
@@ -176,7 +176,9 @@ def test_float32_logits_and_greedy_tokens_are_those_of_transformers(saved: Saved
 
 
 def test_bfloat16_logits_are_no_further_off_than_those_of_transformers(saved: Saved) -> None:
-    """Neither on average nor at the worst logit of a prompt.
+    """Neither on average nor at a prompt's worst logit. The worst is averaged over prompts: that of
+    one prompt is a single draw from a tail, and the same code gives between 0.5 and 1.4 times that
+    of transformers, depending on the seed.
 
     The worst is averaged over prompts: of one prompt it is a single draw from a tail, and the same
     code gives between 0.5 and 1.4 times that of transformers, depending on the seed.
@@ -201,7 +203,7 @@ def errors(logits: list[Tensor], exact: list[Tensor]) -> list[Tensor]:
     "saved", ["llama3", "llama_linear_rope_and_bias", "mistral", "qwen2_windowed"], indirect=True
 )
 def test_without_its_window_or_rope_scaling_a_model_says_something_else(saved: Saved) -> None:
-    """Parity would not notice a feature that makes no difference; these must make one."""
+    """Parity would not reveal a feature without effect; these must have one."""
     source = find_model(str(saved.folder))
     rope_parameters = {
         "rope_type": "default",
@@ -274,9 +276,7 @@ def test_stories260k_repeats_its_golden_tokens(golden: tuple[Path, list[int], li
 
 
 def read_llama2c(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """llama2.c's own file: seven numbers, then every matrix as float32, one kind after the
-    other.
-    """
+    """llama2.c's format: seven numbers, then all matrices as float32, kind after kind."""
     raw = path.read_bytes()
     hidden, ffn, layers, heads, kv_heads, vocab, context = struct.unpack("7i", raw[:28])
     values = torch.from_numpy(np.frombuffer(raw, dtype=np.float32, offset=28).copy())
@@ -306,7 +306,7 @@ def read_llama2c(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     state["norm.weight"] = take(hidden)
     state["lm_head.weight"] = state[
         "embed_tokens.weight"
-    ].clone()  # a vocabulary above 0 says shared
+    ].clone()  # a positive vocabulary means shared weights
     config = {
         "model_type": "tiny_llama",
         "hidden_size": hidden,

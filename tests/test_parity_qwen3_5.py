@@ -1,5 +1,5 @@
-"""Qwen3.5 against transformers: logits, greedy tokens, the drafting head, and how checkpoints are
-spelt.
+"""Qwen3.5 against transformers: logits, greedy tokens, the drafting head, and the names in
+checkpoints.
 
 Small random models with unequal dimensions; every parameter is random, norms and decays included,
 because a default of zero or one hides mistakes. The weights go through safetensors and the real
@@ -116,9 +116,9 @@ def randomize(module: torch.nn.Module, seed: int) -> None:
             values.copy_(1 + 0.3 * noise)
         elif name.endswith(
             "dt_bias"
-        ):  # steps of 0.01 and so: the state remembers, as trained ones do
+        ):  # step sizes near 0.01: the state remembers, as in trained models
             values.copy_(noise - 4)
-        elif values.dim() == 1:  # norms, stored as what is added to one
+        elif values.dim() == 1:  # norms, stored as the difference from one
             values.copy_(0.3 * noise)
         else:
             values.copy_(noise * values.shape[-1] ** -0.5)
@@ -158,7 +158,7 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 
 class Pair:
-    """The same weights in transformers and in ours."""
+    """The same weights in transformers and in our model."""
 
     def __init__(self, config: dict[str, Any], path: Path) -> None:
         self.config = config
@@ -199,7 +199,7 @@ def test_prefill_logits_are_those_of_transformers(pair: Pair, length: int) -> No
 
 @pytest.mark.parametrize("length", [5, 200])
 def test_both_are_near_the_exact_logits(pair: Pair, length: int) -> None:
-    """A third implementation, token by token in float64: no mistake is shared with it."""
+    """A third implementation, token by token in float64, shares no mistake with it."""
     ids = tokens(length, seed=length)
     exact = ExactModel(pair.config, pair.checkpoint).logits(ids)
     assert_close(ByHand(pair.ours).prefill(ids), exact)
@@ -224,8 +224,10 @@ def test_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair, tmp_path: Path) -> None:
-    """Both start from the same rounded weights; A_log and the gated norm too, as Qwen3.6 stores
-    them.
+    """Both start from the same rounded weights, including A_log and the gated norm, as Qwen3.6
+    stores them. Compared on average, and at a prompt's worst logit, averaged over prompts: that of
+    one prompt is a single draw from a tail, and the same code gives between 0.4 and 1.6 times that
+    of transformers, depending on the seed.
 
     On average, and at the worst logit of a prompt, averaged over prompts: of one prompt it is a
     single draw from a tail, and the same code gives between 0.4 and 1.6 times that of transformers
@@ -271,7 +273,7 @@ def test_decode_equals_prefill(pair: Pair) -> None:
 
 @pytest.mark.bitwise
 def test_any_batch_equals_alone_bit_for_bit(pair: Pair) -> None:
-    """A step of prefills and decodes in any order; neighbours come and go."""
+    """A step of prefills and decodes in any order, with changing neighbours."""
     # By step: (sequence, first token, end).
     steps = [
         [(1, 0, 60)],
@@ -298,7 +300,7 @@ def test_any_batch_equals_alone_bit_for_bit(pair: Pair) -> None:
 
 
 def test_any_batch_is_close_to_alone(pair: Pair) -> None:
-    """The batched decode, with padding rows on page 0 and slot 0 as graphs have them."""
+    """The batched decode, with padding rows on page 0 and slot 0 as in graphs."""
     prompts = [tokens(length, seed=length) for length in (3, 70, 130)]
     by_hand = ByHand(pair.ours)
     by_hand.run(*(by_hand.row(i, prompt[:-1]) for i, prompt in enumerate(prompts)))
@@ -340,14 +342,14 @@ def test_checkpoint_anywhere_equals_the_state_of_a_shorter_prompt(pair: Pair, af
     for cache in by_hand.caches[:3]:
         assert isinstance(cache, StateCache)
         torch.testing.assert_close(cache.recurrent[slot], cache.recurrent[2], rtol=2e-5, atol=2e-5)
-        # After fewer tokens than the ring has entries, nobody wrote the rest of it: NaN in both.
+        # If there were fewer tokens than the ring has entries, the rest of it is NaN in both.
         torch.testing.assert_close(
             cache.conv[slot], cache.conv[2], rtol=2e-5, atol=2e-5, equal_nan=True
         )
 
 
 def published(pair: Pair, *, one_by_one: bool) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
-    """The pair's weights as a release spells them, with a random drafting head; the head in
+    """The pair's weights under a release's names, with a random drafting head; the head in
     transformers.
     """
     config = {
@@ -489,7 +491,7 @@ def test_rope_settings_may_lie_beside_the_others() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 20])
 def test_a_layer_may_keep_its_experts_in_any_slots(tmp_path: Path, num_tokens: int) -> None:
-    """In stacks of another order that have more places than experts."""
+    """In stacks with another order and more slots than experts."""
     model = Pair(CONFIGS["moe"], tmp_path / "model").ours
     expected = ByHand(model).prefill(tokens(num_tokens))
     for layer in model.layers:

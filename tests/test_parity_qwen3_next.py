@@ -1,4 +1,4 @@
-"""Qwen3-Next against transformers: logits, greedy tokens, and how its checkpoints are spelt.
+"""Qwen3-Next against transformers: logits, greedy tokens, and the names in its checkpoints.
 
 The layers are those of Qwen3.5, whose tests say how they batch and split. These say what differs:
 the fused projections, dense layers among sparse ones, and the defaults of config.json.
@@ -27,7 +27,7 @@ from test_parity_qwen3_5 import assert_close, load, logits_of, randomize, separa
 pytest.importorskip("transformers")
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-# Keys and kinds as the published file has them: flat, with null for what is not set.
+# Keys and types as in the published file: flat, with null for what is not set.
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3_next",
     "vocab_size": 211,
@@ -75,7 +75,7 @@ NUM_DECODES = 12
 
 
 class Pair:
-    """The same weights in transformers and in ours, which reads them from safetensors."""
+    """The same weights in transformers and in our model, which reads them from safetensors."""
 
     def __init__(self, config: dict[str, Any], path: Path) -> None:
         self.config = config
@@ -123,7 +123,7 @@ def test_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
 
 
 def test_a_checkpoint_may_be_spelt_as_the_published_one_is(tmp_path: Path) -> None:
-    """Experts one by one, and a drafting head, which is loaded if it is wanted."""
+    """Separate experts, and a drafting head, which is loaded on request."""
     pair = Pair(SHAPE, tmp_path / "fused")
     tensors = dict(pair.checkpoint)
     head = build_model(SHAPE, torch.float32, torch.device("cpu")).placements()  # type: ignore[operator]

@@ -55,7 +55,7 @@ def measured(file: str, **wanted: object) -> dict[str, dict[str, float]]:
 
 
 def means(run: NodeRun) -> tuple[float, float, float]:
-    """Tokens of replies per second, milliseconds to the first one, and between others."""
+    """Reply tokens per second, milliseconds to the first token, and between others."""
     num_tokens = sum(reply.num_generated for reply in run.replies)
     return (
         num_tokens / run.end_s,

@@ -12,7 +12,7 @@ from serving import FREE, MESSAGES, Server, assert_refused, start_server
 from two_layers import two_layers
 
 POISON = [77, 78, 79] * 30
-# Read by every Python that starts here; only engines have something to patch.
+# Every Python started here runs this; it patches only engines.
 SITE = f"""
 import sys
 if "penstock.engine.worker" in sys.orig_argv:
@@ -33,7 +33,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         yield running
 
 
-def test_a_request_that_no_engine_survives_costs_two_and_nobody_else_loses_anything(
+def test_a_request_that_no_engine_survives_costs_two_and_others_lose_nothing(
     server: Server,
 ) -> None:
     chat = {"messages": MESSAGES, "max_tokens": 120, **FREE}

@@ -1,4 +1,4 @@
-"""The boundary of policy and device: only a plan crosses it, and it contains nothing that only the
+"""The boundary between policy and device: only a plan crosses it, and it has nothing that only the
 device knows.
 """
 
@@ -79,7 +79,7 @@ def test_a_plan_sent_to_another_runner_gives_the_same_tokens_there(
 def test_one_decode_plan_serves_every_step_because_the_device_knows_where_it_starts(
     config: dict[str, Any], captured: bool
 ) -> None:
-    """It says row and slots, no position; across a page boundary, alone or padded."""
+    """It has row and slots but no position; tested across a page boundary, alone or padded."""
     token_ids, num_steps = prompt(60, 1), 10
     asked = request("a", token_ids, max_tokens=num_steps + 1, logprobs=None)
     expected = tokens_of(run(make_engine(config), asked)["a"])
@@ -99,7 +99,7 @@ def test_one_decode_plan_serves_every_step_because_the_device_knows_where_it_sta
 
 
 class EagerGraphs:
-    """What `DecodeGraphs` is on a GPU, without the graph."""
+    """Replaces `DecodeGraphs` without the graph."""
 
     size_for = DecodeGraphs.size_for
 

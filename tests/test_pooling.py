@@ -142,7 +142,7 @@ def test_replies_beside_vectors_are_the_same_as_alone(family: str) -> None:
 
 
 def test_a_preempted_prompt_is_pooled_from_its_start() -> None:
-    """A reply grows until it takes the pages of means that are half summed."""
+    """A reply grows until it takes the pages of prompts whose means are half computed."""
     requests = [pooled(f"p{i}", prompt(190, i), Pooling(kind="mean")) for i in range(4)]
     replies = [
         Request(id=f"r{i}", token_ids=prompt(60, i), sampling=SamplingParams(max_tokens=150))
@@ -165,8 +165,8 @@ def test_a_preempted_prompt_is_pooled_from_its_start() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("num_slots", [0, 9])
 def test_any_history_gives_vectors_of_exactly_their_prompts(depth: int, num_slots: int) -> None:
-    """With replies beside them, clients that leave and memory for few, on a runner made of token
-    ids.
+    """With replies beside them, clients that disconnect and little memory, on a runner made of
+    token ids.
     """
     num_preemptions = 0
     for seed in range(60):

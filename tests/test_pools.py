@@ -128,7 +128,7 @@ def test_a_budget_too_small_for_one_sequence_is_refused_with_numbers() -> None:
 
 
 def test_the_budget_that_is_asked_for_is_enough_even_for_a_tiny_model() -> None:
-    """Its state takes kilobytes, which two decimals of a gigabyte do not show."""
+    """Its state takes kilobytes, less than two decimals of a gigabyte show."""
     tiny = [StateSpec(num_value_heads=1, key_dim=16, value_dim=16, conv_channels=48, conv_width=4)]
     with pytest.raises(CapacityError) as raised:
         pools(tiny, 1e-6)

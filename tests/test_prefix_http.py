@@ -34,9 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def cold() -> Iterator[Server]:
-    """The same model, which remembers nothing; and it guards against loops unless it is told
-    otherwise.
-    """
+    """The same model without a prefix cache; it guards against loops by default."""
     with start_server({"prefix_cache": False}, {"loop_guard": True}) as server:
         yield server
 
@@ -80,7 +78,7 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
 
 
 def flood(server: Server, seed: int) -> None:
-    """More prompts of others than there are checkpoints."""
+    """Sends more other prompts than there are checkpoints."""
     complete(server, [prompt(PAGE + 1, 1000 * seed + number) for number in range(72)])
 
 
@@ -124,7 +122,7 @@ def test_a_conversation_hits_up_to_its_last_turn_and_answers_as_without_a_cache(
         assert num_cached(answer) >= before // PAGE * PAGE
         start_id = tokens_of(server, messages)[
             0
-        ]  # of every turn; the last is the one the model answers in
+        ]  # of every turn; the model answers in the last one
         before = (
             len(tokens_of(server, messages)) - 1 - tokens_of(server, messages)[::-1].index(start_id)
         )
@@ -178,8 +176,8 @@ def as_raw_prompt(text: str) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(("ask", "n"), [(as_chat, 1), (as_chat, 2), (as_raw_prompt, 1)])
 def test_the_third_question_about_a_document_reuses_it(server: Server, ask: Any, n: int) -> None:
-    """One message with a document and a question, as people send it: no message begins in
-    between.
+    """One message with a document and a question, as people send it: no message starts between
+    them.
     """
     text = f"{ask.__name__} {n} {document(seed=n)}"
     about = server.post({"prompt": text}, "/tokenize").json()["count"]
@@ -247,7 +245,7 @@ def test_every_api_takes_the_header_and_sessions_are_shown_and_deleted(server: S
         )
         assert answer.status_code == 200, answer.text
     with server.stream({"messages": [user("Hi")], "stream": True, "session_id": "stream"}):
-        pass  # a client that leaves
+        pass  # a client that disconnects
     expected = {f"of {path}" for path in bodies} | {"stream"}
     assert eventually(lambda: sessions(server).keys() == expected)
     assert metric(server, 'penstock_sessions{replica="0"}') == len(expected)

@@ -46,7 +46,7 @@ def ask(name: str, token_ids: tuple[int, ...], max_tokens: int = 2, **fields: ob
 
 
 def run(world: World, *requests: Request) -> list[int]:
-    """Together. Returns what each has reused; replies are those of the requests alone."""
+    """Runs them together. Returns what each has reused; replies are those of the requests alone."""
     sequences = [world.submit(request) for request in requests]
     world.run()
     for request in requests:
@@ -55,9 +55,7 @@ def run(world: World, *requests: Request) -> list[int]:
 
 
 def parted(prefix: tuple[int, ...], number: int, num_tokens: int = 350) -> tuple[int, ...]:
-    """A prompt behind this prefix; those with other numbers, of twelve, differ from the next token
-    on.
-    """
+    """A prompt behind this prefix; each of twelve numbers gives another next token."""
     return (*prefix, number % VOCAB_SIZE, *tokens(num_tokens - 1, seed=1000 + number))
 
 
@@ -83,9 +81,7 @@ def test_requests_that_come_at_once_compute_what_they_share_once(
 
 @pytest.mark.parametrize("num_steps", range(6))
 def test_whenever_the_second_comes_the_third_reuses_what_all_share(num_steps: int) -> None:
-    """In every step of the first one, which has not reached the place yet or has passed it
-    already.
-    """
+    """In every step of the first one, which has not reached the place yet or has passed it."""
     world, prefix = World(replace(HYBRID, max_step_tokens=512, depth=1)), tokens(1500, seed=1)
     world.submit(ask("0", parted(prefix, 0, 900)))
     for _ in range(num_steps):
@@ -95,7 +91,7 @@ def test_whenever_the_second_comes_the_third_reuses_what_all_share(num_steps: in
 
 
 def test_a_follower_computes_when_its_leader_would_take_longer() -> None:
-    """It has found half of the prefix; the leader began before that was there."""
+    """It has found half of the prefix in the cache; the leader started before that was stored."""
     world, prefix = World(replace(HYBRID, max_step_tokens=256)), tokens(2048, seed=1)
     leader = world.submit(ask("leader", parted(prefix, 0)))
     world.step()
@@ -108,7 +104,7 @@ def test_a_follower_computes_when_its_leader_would_take_longer() -> None:
 
 
 def test_a_follower_waits_less_than_computing_takes() -> None:
-    """Steps until its first token, beside a leader that has three quarters of what they share."""
+    """Steps until its first token, beside a leader that has three quarters of the shared prefix."""
 
     def steps_until_reply(is_shared: bool) -> int:
         world, prefix = World(replace(HYBRID, max_step_tokens=256)), tokens(2048, seed=1)
@@ -162,9 +158,7 @@ def test_a_long_prompt_leaves_a_ladder_for_the_first_that_parts_from_it() -> Non
 
 
 def test_nothing_shared_costs_no_chunk_and_decodes_plan_no_checkpoints() -> None:
-    """The rows of every step are those of a model without states, and a prompt leaves few
-    states.
-    """
+    """The rows of each step equal those of a model without states, and prompts leave few states."""
     sizes = {}
     for name, setup in (("hybrid", HYBRID), ("plain", replace(HYBRID, num_slots=0))):
         world = World(setup)
@@ -239,7 +233,7 @@ def test_pinned_checkpoints_stay_whatever_comes() -> None:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**40))
 def test_the_third_reuses_whatever_the_order_and_the_sizes(seed: int) -> None:
-    """Random prefixes, tails, chunks and arrivals, a few at a time; memory suffices."""
+    """Random prefixes, tails, chunks and arrivals, a few at a time, with enough memory."""
     rng = random.Random(seed)
     page = rng.choice([2, 4, 16])
     setup = Setup(

@@ -51,8 +51,7 @@ def replay(
 
 def conversations(num_requests: int, seed: int) -> list[Arrival]:
     """Turns of conversations that grow by a few blocks, most behind one of few system prompts, some
-    asked again with another last message; beside them documents with questions, and prompts that
-    come once.
+    repeated with another last message; also documents with questions, and prompts that occur once.
     """
     rng = random.Random(seed)
     new = itertools.count(100)
@@ -72,7 +71,7 @@ def conversations(num_requests: int, seed: int) -> list[Arrival]:
         if rng.random() < 0.7:
             open_ones.append(blocks)
             open_ones = open_ones[-30:]
-        # A last block that is not full has an id of its own, which no other prompt has.
+        # A partial last block has an id of its own, which no other prompt has.
         length = len(blocks) * BLOCK_TOKENS + rng.randrange(1, BLOCK_TOKENS)
         arrivals.append(Arrival(float(number), length, 1, (*blocks, next(new))))
     return arrivals
@@ -122,7 +121,7 @@ def test_what_is_possible_is_counted_in_whole_pages_that_were_not_forgotten() ->
     assert possible_reuse([Arrival(0, 512, 0, (1,))] * 2) == [
         0,
         448,
-    ]  # one token at least is computed
+    ]  # at least one token is computed
     assert possible_reuse([first, other, first], max_tokens=1600) == [0, 0, 256]
     assert possible_reuse([Arrival(0, 100, 0), Arrival(0, 100, 0)]) == [0, 0]
     assert possible_reuse([first, Arrival(1, 1100, 0, (9, 2, 3))]) == [0, 0]

@@ -57,7 +57,7 @@ KINDS = {
     "small_talk": small_talk,
 }
 EQUATION = re.compile(r"\d[\d +*/-]*(?: = [\d +*/-]*\d)+")
-# Numbers that words stand for: twice, half, a dozen, hours, percent (a tenth, a fifth, a quarter).
+# Numbers that words mean: twice, half, a dozen, hours, percent (a tenth, a fifth, a quarter).
 SAID_IN_WORDS = {2, 3, 4, 5, 6, 10, 12, 60}
 
 
@@ -184,7 +184,7 @@ def test_articles_of_invented_tools_go_with_their_nouns() -> None:
 
 @pytest.mark.parametrize("held_out", [False, True])
 def test_every_tool_call_is_one_that_the_offered_tools_allow(held_out: bool) -> None:
-    """What no offered tool fulfils is a refusal, and refusals are a kind of their own."""
+    """A request that no offered tool fulfils is refused, and refusals are a kind of their own."""
     seen = Counter[str]()
     for conversation in draw(tool_calls, 2000, held_out):
         last = conversation.messages[-1]
@@ -259,7 +259,7 @@ def test_a_tool_is_called_as_it_is_offered_or_refused_when_it_is_not(held_out: b
 
 
 def test_every_request_comes_with_its_tool_and_without_it() -> None:
-    """Only the offer tells whether to call: words of a request never do."""
+    """Only the offer decides whether to call: the words of a request never do."""
     with_tool, without = Counter[str](), Counter[str]()
     for conversation in draw(tool_choice, 4000):
         first_word = question_of(conversation).split()[0]
@@ -271,7 +271,7 @@ def test_every_request_comes_with_its_tool_and_without_it() -> None:
 
 
 def test_sums_of_harnesses_are_right_whatever_their_wording() -> None:
-    """By the expression where one is written: Python computes it too."""
+    """Checked by the expression where one is written: Python evaluates it too."""
     num_computed = 0
     for conversation in draw(harness_sums, 3000):
         assert isinstance(conversation.check, ExactText)
@@ -397,7 +397,7 @@ def test_thoughts_are_short_closed_and_only_where_asked_for(name: str) -> None:
 def test_held_out_and_training_draws_never_meet_though_training_draws_do(
     name: str, num: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Questions from small sets, which two draws would soon share if nothing kept them apart."""
+    """Questions from small sets, which two draws would soon share if nothing separated them."""
     monkeypatch.setattr(word_problems, "SCENES", (hours_to_minutes,))
     sets = [
         {

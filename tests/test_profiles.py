@@ -15,7 +15,7 @@ from penstock.config import EngineConfig, ServeConfig
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, str | None]]:
-    """What would be served."""
+    """The settings that would be served."""
     found: list[tuple[EngineConfig, str | None]] = []
 
     def note(engine: EngineConfig, _: ServeConfig, *, profile: str | None, **__: Any) -> None:

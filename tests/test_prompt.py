@@ -17,7 +17,7 @@ from penstock.types import Pooling, PoolingKind, Request, SamplingParams
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """256 bytes, then <|im_start|> = 256 and <|im_end|> = 257, which ends replies."""
+    """Ids 0 to 255 are bytes, <|im_start|> is 256 and <|im_end|>, which ends replies, is 257."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
     library.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_refused_with_numbers(
     assert refusal.value.code == "context_length_exceeded"
 
 
-# What clients look for: litellm, pi and opencode, LangChain for Claude, tools that read the
+# Texts that clients look for: litellm, pi and opencode, LangChain for Claude, tools that parse the
 # numbers.
 OVERFLOW_WORDS = (
     r"This model's maximum context length is 100 tokens\.",

@@ -25,7 +25,7 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 def decoded_logprobs(
     config: dict[str, Any], tokens: tuple[int, ...]
 ) -> torch.Tensor:  # [T - 1, vocab]
-    """Of every token that could follow each but the last."""
+    """Log-probabilities of every token that could follow each token but the last."""
     engine = LogitsEngine(make_engine(config))
     logits = [engine.prefill(["a"], [torch.tensor(tokens[:1])])]
     logits += [engine.decode(["a"], torch.tensor([token])) for token in tokens[1:-1]]
@@ -37,7 +37,7 @@ def decoded_logprobs(
     "settings", [{"max_step_tokens": 64}, {"overlap": True, "deterministic": False}]
 )
 def test_scores_are_those_of_decoding(config: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Beside another request, in chunks, and although all of the prompt is cached."""
+    """Beside another request, in chunks, and with all of the prompt cached."""
     tokens = prompt(150, 1)
     engine = make_engine(config, **settings)
     run(engine, request("before", tokens, max_tokens=2))
@@ -67,9 +67,7 @@ def scores_of(deltas: list[TokenDelta]) -> list[TokenLogprob]:
 def test_scores_come_with_each_chunk_in_small_parts(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step has computed leaves the engine with that step: it keeps no scores of long
-    prompts.
-    """
+    """Scores leave the engine with the step that computed them: it keeps none of long prompts."""
     monkeypatch.setattr(scheduler, "DELTA_SCORES", 40)
     engine = make_engine(config, max_step_tokens=64)
     engine.submit(

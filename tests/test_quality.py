@@ -54,7 +54,7 @@ def right_letter(prompt: str) -> str:
 
 @pytest.fixture
 def knows_apples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judged server thinks in a field of its own, and then names the right choice."""
+    """The judged server thinks in a separate field, and then names the right choice."""
     import judged_server as judged
 
     def think(body: dict[str, Any], faults: set[str]) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def test_the_gates_and_the_ways_of_asking_are_the_contests() -> None:
 
 
 def mmlu_folder(folder: Path) -> Path:
-    """Two subjects; the validation set has a column more than the questions."""
+    """Two subjects; the validation set has one more column than the questions."""
     folder.mkdir()
     rows = [
         {
@@ -230,7 +230,7 @@ def test_mmlu_pro_is_asked_by_subject_with_worked_examples(tmp_path: Path) -> No
     ]
     assert files.keys() == {"test", "validation"}
     assert all(names == columns[0] for names in columns)
-    assert "num_fewshot" not in written  # lm-eval's own five stand
+    assert "num_fewshot" not in written  # lm-eval's own five examples remain
     plain = mmlu_without_examples(folder / "test.jsonl")
     assert plain.changes["num_fewshot"] == 0
 
@@ -264,7 +264,7 @@ def test_mmlu_pro_through_lm_eval_has_five_examples_and_512_tokens(
 
 @pytest.mark.parametrize("task", ["mmlu_pro", "ifeval", "gpqa_diamond"])
 def test_the_example_s_questions_are_asked_to_the_end(task: str) -> None:
-    """`examples/quality` has a few of our own in the format of each set."""
+    """`examples/quality` has a few questions of our own in the format of each set."""
     if task != "gpqa_diamond":
         pytest.importorskip("lm_eval")
         pytest.importorskip("nltk")

@@ -61,7 +61,7 @@ NEXT = {
     "partial_rotary_factor": 0.25,
     "mtp_num_hidden_layers": 0,
 }
-# Large enough that norms of heads that read almost nothing do not blow roundings up.
+# Large enough that norms of heads that read almost nothing do not amplify rounding.
 FAMILIES = {
     name: {**config, "rms_norm_eps": 1e-3}
     for name, config in {
@@ -99,7 +99,7 @@ def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch
 
 
 def stacked(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts as most releases store them, which is not how compressed-tensors does."""
+    """Separate experts, as in most releases, though compressed-tensors stores them otherwise."""
     found = dict(state)
     for prefix in {name.partition("experts.")[0] for name in state if ".experts." in name}:
         parts: dict[str, list[Tensor]] = {}
@@ -142,7 +142,7 @@ def test_transformers_reads_the_same_values_and_computes_the_same(
     logits = ByHand(load_weights(tmp_path / "out")).prefill(ids)
     assert (logits - expected).abs().max() < 2e-3 * expected.abs().max()
     ours = values_of(tmp_path / "out")
-    for name, module in theirs.named_modules():  # decompressed by that forward
+    for name, module in theirs.named_modules():  # that forward pass has dequantized them
         if isinstance(module, torch.nn.Linear) and f"{name}.weight" in ours:
             assert torch.equal(module.weight.float(), ours[f"{name}.weight"]), name
 
@@ -153,7 +153,7 @@ def test_transformers_reads_the_same_values_and_computes_the_same(
 def test_our_loader_computes_what_the_report_measured(
     tmp_path: Path, family: str, method: str
 ) -> None:
-    """The perplexity of the report is that of the checkpoint as it is loaded, codes and all."""
+    """The perplexity of the report is that of the checkpoint as loaded, with its codes."""
     folder = write_model(tmp_path / "plain", FAMILIES[family])
     report = run(folder, tmp_path / "out", scheme="int8", method=method, group=32)
     model = load_weights(tmp_path / "out")
@@ -262,7 +262,7 @@ def test_gptq_has_less_output_error_than_the_nearest_codes() -> None:
 def test_scaled_inputs_change_nothing_but_what_is_rounded(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every producer is divided by what its consumers are multiplied with."""
+    """Every producer is divided by the factor with which its consumers are multiplied."""
     monkeypatch.setattr(awq, "POWERS", [0.7])
     folder = write_model(tmp_path / "plain", FAMILIES[family])
     model = LayerwiseModel(find_model(str(folder)), "cpu")

@@ -73,10 +73,10 @@ def test_values_are_those_of_the_formats_own_library(tmp_path: Path, case: str) 
     assert weight.shape == tuple(expected.shape)
     assert torch.equal(
         weight.load().view(torch.int32), expected.view(torch.int32)
-    )  # zeros' signs too
+    )  # including the signs of zeros
     for rows in (slice(0, 3), slice(3, 8), slice(5, 6), slice(2, 2)):
         assert torch.equal(weight.load(rows), expected[rows])
-    if len(expected) > 128:  # within a block of rows, and over its end
+    if len(expected) > 128:  # within a block of rows, and across its end
         for rows in (slice(100, 130), slice(128, 130), slice(0, 129)):
             assert torch.equal(weight.load(rows), expected[rows])
     assert weight.read_codes is not None
@@ -95,19 +95,19 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same(ours: nn.Module, expected: nn.Module) -> None:
-    """The same values, bit for bit, and the same logits."""
+    """Checks for the same values, bit for bit, and the same logits."""
     found, theirs = values_of(ours), values_of(expected)
     assert found.keys() == theirs.keys()
     for name, value in found.items():
         assert torch.equal(value, theirs[name]), name
     for length in (1, 5, 40):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "is_available", lambda rows: False)  # rows are expanded then
+            patch.setattr(kernels, "is_available", lambda rows: False)  # rows are dequantized then
             exact = logits_of(expected, length)
             assert exact.isfinite().all()
             assert (logits_of(ours, length) - exact).abs().max() <= 1e-5 * exact.abs().max()
         # Products with codes round their inputs to 16 bits. These small models amplify that, and a
-        # token may choose another of two equally likely experts.
+        # token may choose the other of two nearly tied experts.
         errors = (logits_of(ours, length) - exact).abs().amax(-1)
         assert (errors <= 1e-2 * exact.abs().max()).float().mean() >= 0.9
 
@@ -124,9 +124,7 @@ def logits_of(model: nn.Module, length: int) -> Tensor:
 def test_a_packed_model_is_the_one_of_its_expanded_weights(
     tmp_path: Path, name: str, family: str
 ) -> None:
-    """Of every format and family, with experts and the drafting head; in MLX's own form for its
-    own.
-    """
+    """Every format and family, with experts and the drafting head; MLX in its own form."""
     config, format = FAMILIES[family], FORMATS[name]
     packed, expanded = pack_state(plain_state(config), format)
     if name == "mlx":
@@ -141,7 +139,7 @@ def test_a_packed_model_is_the_one_of_its_expanded_weights(
 
 @pytest.mark.parametrize("name", ["fp8", "gptq", "mlx"])
 def test_names_are_those_of_the_published_files(tmp_path: Path, name: str) -> None:
-    """A text model inside one that sees, whose other tensors are no business of ours."""
+    """A text model inside a vision model, whose other tensors are skipped."""
     format, config = (
         FORMATS[name],
         {"model_type": "qwen3_5_moe", "text_config": FAMILIES["hybrid_moe"]},
@@ -206,13 +204,13 @@ def test_fused_experts_of_fp8_are_read_by_expert(tmp_path: Path) -> None:
 def test_what_the_expansion_costs_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where kernels for packed weights are missing, as they are on a GPU."""
+    """If there are no kernels for packed weights, as on a GPU."""
     monkeypatch.setattr("penstock.weights.load._weights_that_stay_quantized", lambda *_: {})
     packed, _ = pack_state(plain_state(LLAMA), FORMATS["int8"])
     load_weights(
         write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["int8"].quantization})
     )
-    # Of each of two layers: q, k, v and o have 6, 2, 2 and 6 heads of 16, and the MLP is 96 wide.
+    # In each of two layers, q, k, v and o have 6, 2, 2 and 6 heads of 16, and the MLP is 96 wide.
     weights = 2 * 64 * (16 * 16 + 3 * 96)
     assert weights == 69632
     assert (
@@ -242,7 +240,9 @@ def test_large_weights_are_expanded_some_rows_at_a_time(
 
 
 def test_groups_are_found_by_name_then_pattern_then_class(tmp_path: Path) -> None:
-    """Three schemes in one file: what a group's targets name is stored as that group says."""
+    """Three schemes in one file: the weights that a group's targets name are stored as that group
+    says.
+    """
     int4, int8, fp8 = FORMATS["int4"], FORMATS["int8"], FORMATS["fp8 rows"]
     groups = {
         "by_class": int4.quantization["config_groups"]["group_0"] | {"format": "pack-quantized"},
@@ -355,7 +355,7 @@ def test_a_bias_that_no_model_has_is_skipped_if_it_is_zero(tmp_path: Path) -> No
 
 
 def test_scales_of_activations_and_of_the_kv_cache_are_not_weights(tmp_path: Path) -> None:
-    """They stay in the model's dtype, so a scale for them changes nothing."""
+    """They stay in the model's dtype, so their scales have no effect."""
     packed, _ = pack_state(plain_state(LLAMA), FORMATS["fp8 rows"])
     config = {**LLAMA, "quantization_config": FORMATS["fp8 rows"].quantization}
     without = load_weights(write(tmp_path / "without", packed, config))

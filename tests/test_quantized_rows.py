@@ -70,7 +70,7 @@ def test_products_are_those_of_the_expanded_rows(kind: str, N: int, K: int) -> N
     expected = x.double() @ exact.double().T
     assert (wide[:, 3 : 3 + N] - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert wide[:, :3].isnan().all()
-    for begin, end in ((0, 1), (3, 5), (2, 9)):  # the same bits, whatever stands beside a token
+    for begin, end in ((0, 1), (3, 5), (2, 9)):  # the same bits, whatever the other tokens are
         alone = torch.empty(end - begin, N)
         kernels.multiply(x[begin:end], rows, alone)
         assert torch.equal(alone, wide[begin:end, 3 : 3 + N])
@@ -78,7 +78,7 @@ def test_products_are_those_of_the_expanded_rows(kind: str, N: int, K: int) -> N
 
 @NEEDS_COMPILER
 def test_coarse_scales_may_be_powers_of_two() -> None:
-    """They would fit fewer bytes, but kernels read them in one type."""
+    """They would fit into fewer bytes, but kernels read a single type."""
     codes = make_codes("Q4_K", 20, 512)
     powers = Scales(codes.scales.fine, torch.full((20, 2), 2.0**-9).half(), codes.scales.repeat)
     codes = replace(codes, scales=powers)
@@ -117,7 +117,7 @@ def test_what_is_fused_to_a_product_is_what_is_done_beside_it() -> None:
     weight.quantize(tuple(pack(one) for one in codes))
     assert kernels.can_fuse(x, weight.parts)
     gate_up[0, :3] = torch.tensor([-200.0, 200.0, 0.0])  # as far as e^x goes, and further
-    gate_up[0, 512:515] /= 200  # or other inputs would be rounded to a step of theirs
+    gate_up[0, 512:515] /= 200  # otherwise quantizing inputs would round to their own steps
     gate, up = gate_up.chunk(2, dim=-1)
     normed = F.rms_norm(x, (512,), norm, 1e-5)
 
@@ -132,7 +132,7 @@ def test_what_is_fused_to_a_product_is_what_is_done_beside_it() -> None:
     assert_near(seen[0], x @ exact.T + bias + residual)
     assert_near(seen[1], normed @ exact.T + bias)
     assert_near(seen[2], (F.silu(gate) * up) @ exact.T + residual)
-    for begin, end in ((0, 1), (3, 5)):  # the same bits, whatever stands beside a token
+    for begin, end in ((0, 1), (3, 5)):  # the same bits, whatever the other tokens are
         for some, all in zip(products(slice(begin, end)), seen, strict=True):
             assert torch.equal(some, all[begin:end])
 
@@ -213,7 +213,7 @@ def test_rows_of_a_kind_that_follow_each_other_are_one_part(tmp_path: Path) -> N
 
 
 def test_large_weights_lie_on_pages_of_their_own() -> None:
-    """At a boundary of huge pages, and given back with the tensor."""
+    """At a boundary of huge pages, returned to the system with the tensor."""
     made = new_tensor((3, 1 << 20), torch.float32, "cpu")
     assert made.data_ptr() % HUGE_PAGE == 0
     assert made.fill_(7.0).sum() == 21 << 20
@@ -223,9 +223,7 @@ def test_large_weights_lie_on_pages_of_their_own() -> None:
 def test_what_a_model_leaves_out_makes_it_no_smaller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a checkpoint with a quantized drafting head, which is not loaded, the trunk must fit
-    alone.
-    """
+    """A checkpoint has a quantized drafting head, which is not loaded: the trunk alone must fit."""
     config = {**WIDE_MOE, "mtp_num_hidden_layers": 1}
     quantized, _, _ = write_quantized(tmp_path, config, "int4")
     given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "memory_gb": 0.1}

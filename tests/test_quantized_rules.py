@@ -27,7 +27,7 @@ EXPERT_MODES = (quantized.GATE_UP, quantized.DOWN_PAIRS, quantized.DOWN_TOKEN)
 
 
 def rows_of(scheme: str, num_rows: int, num_columns: int) -> TiledRows:
-    """Only their sizes matter."""
+    """Rows without data: only their sizes matter."""
     one = tile(pack(round_to(torch.ones(128, 256), scheme.split()[0])))
     group = 32 if scheme.endswith("32") else one.group
     return dataclasses.replace(one, num_rows=num_rows, num_columns=num_columns, group=group)
@@ -99,7 +99,7 @@ def test_more_pairs_of_an_expert_have_more_of_them_in_a_block() -> None:
 
 
 def test_a_card_with_clusters_shares_the_columns_of_its_rows() -> None:
-    """Else every multiprocessor would read all tokens for a few rows."""
+    """Otherwise every multiprocessor would read all tokens for a few rows."""
     rows = rows_of("int4", 12288, 2048)
     assert quantized_gemm.gemm_rule(rows, 64, CARDS[90])["CLUSTER"] > 1
     assert quantized_gemm.gemm_rule(rows, 64, CARDS[80])["CLUSTER"] == 1
@@ -108,7 +108,7 @@ def test_a_card_with_clusters_shares_the_columns_of_its_rows() -> None:
 @pytest.mark.skipif(nvrtc() is None, reason="there is no NVRTC")
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_the_widest_norm_that_is_staged_compiles(num_tokens: int) -> None:
-    """Llama 70B's gate and up: what the compiler counts is what the rule counts."""
+    """Llama 70B's gate and up: the compiler's count equals the rule's."""
     rows = rows_of("int4", 57344, 8192)
     staged = staged_bytes(num_tokens, 8192, rows.group)
     assert staged
@@ -164,7 +164,7 @@ def test_tiles_to_try_compile(mode: int) -> None:
 def test_a_measured_tile_is_used_and_one_that_does_not_fit_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A shape with a norm may have been measured without: then staged tokens need room too."""
+    """A shape with a norm may have been measured without one: then staged tokens need room too."""
     launched: list[Tile] = []
     monkeypatch.setattr(quantized, "_launch", lambda *given: launched.append(given[4]))
     monkeypatch.setattr(quantized, "num_processors", lambda _: PROCESSORS)
@@ -187,7 +187,7 @@ def test_a_measured_tile_is_used_and_one_that_does_not_fit_is_not(
 def test_tiles_to_try_for_many_tokens_are_those_of_their_shape(
     capability: int, scheme: str, num_rows: int, num_columns: int
 ) -> None:
-    """A shape is all that a table knows: it says how many token tiles are needed."""
+    """A table is indexed by shape alone, which determines the number of token tiles."""
     rows, card = rows_of(scheme, num_rows, num_columns), CARDS[capability]
     for num_tokens in (17, 40, 48, 49, 64):
         shape = quantized_gemm.gemm_shape(rows, num_tokens, num_plain=64)

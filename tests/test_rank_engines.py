@@ -28,7 +28,7 @@ def alone(config: dict[str, Any], **settings: Any) -> Engine:
 
 
 def everything() -> list[Request]:
-    """One request for each part of sampling, and for what needs more than the last state."""
+    """One request for each sampling option, and for features that need more than the last state."""
     shared = prompt(130, 5)
     return [
         request("greedy", prompt(70)),

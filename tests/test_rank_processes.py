@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where processes make their sockets."""
+    """The folder in which processes create their sockets."""
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setenv("TMPDIR", name)
         yield Path(name)
@@ -99,7 +99,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def test_a_server_replaces_an_engine_whose_rank_died(server: Server, folder: Path) -> None:
-    """And removes the sockets of the dead engine's ranks, whichever of them was killed."""
+    """It also removes the sockets of the dead engine's ranks, whichever of them was killed."""
 
     def has_folders_of(num_engines: int) -> bool:
         return len(list(folder.glob(f"{RANKS_PREFIX}*"))) == num_engines

@@ -26,7 +26,7 @@ from penstock.planning.step_times import Tables
 from penstock.types import KVSpec, StateSpec
 from small_models import HYBRID_MOE, prompt, request, run, tokens_of
 
-# Query, KV, key and value heads and expert width per rank, by number of GPUs: sizes of a rank.
+# Query, KV, key and value heads and expert width per rank, by number of GPUs.
 SHARES = {
     ("Qwen3.5-35B-A3B", 2): (8, 1, 8, 16, 256),
     ("Qwen3.5-35B-A3B", 4): (4, 1, 4, 8, 128),
@@ -164,9 +164,7 @@ class _CountedLinks(NoLinks):
 
     maximize = add
 
-    def gather(
-        self, values: Tensor, out: Tensor
-    ) -> None:  # of logits, where no graph finds the token
+    def gather(self, values: Tensor, out: Tensor) -> None:  # of logits, if no graph finds the token
         self.num_calls += 1
         super().gather(values, out)
 
@@ -195,7 +193,7 @@ def test_a_greedy_step_has_as_many_collectives_as_are_counted(
 
 
 class _AloneLinks(NoLinks):
-    """Collectives among one rank, in the place of those of two: by NCCL, or through memory."""
+    """Collectives of one rank in place of those of two: by NCCL, or through memory."""
 
     def __init__(self, through_memory: bool) -> None:
         device = torch.device("cuda", 0)

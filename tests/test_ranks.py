@@ -66,7 +66,7 @@ GROUPED = ("fp8", "int4", "gptq", "mxfp4", "mlx")
 def test_ranks_keep_the_numbers_of_a_packed_checkpoint(
     tmp_path: Path, name: str, size: int
 ) -> None:
-    """Also where a rank's columns end inside a group: 4 ranks cut groups of 32 columns into 16."""
+    """Also if a rank's columns end inside a group: 4 ranks cut groups of 32 columns into 16."""
     form = FORMATS[name]
     state = plain_state(PACKED)
     packed, _ = pack_state(state, form)
@@ -101,13 +101,13 @@ def test_cut_blocks_mean_what_they_meant_in_the_whole(kind: str) -> None:
     for first, end in ((0, length // 2), (length // 2, length), (length // 8 * 3, length // 8 * 5)):
         part = codes.cut(slice(2, 5), slice(first, end))
         assert can_pack(part)
-        expected = whole[2:5, first:end].nan_to_num(nan=0.5)  # random scales may be no numbers
+        expected = whole[2:5, first:end].nan_to_num(nan=0.5)  # random scales may be NaN
         assert torch.equal(part.dequantize().nan_to_num(nan=0.5), expected)
 
 
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Of weights, by the size of each read."""
+    """Weights, by the size of each read."""
     sizes: list[int] = []
     read = os.preadv
 
@@ -140,7 +140,7 @@ def test_a_rank_reads_its_part_of_a_file_and_no_more(
 def test_codes_of_other_ranks_are_not_read(
     tmp_path: Path, bytes_read: list[int], name: str
 ) -> None:
-    """Whole are the scales of all columns, and what is not quantized and not split."""
+    """Every rank reads the scales of all columns, and what is neither quantized nor split."""
     form = FORMATS[name]
     config = {**LLAMA_4, "num_hidden_layers": 1, "intermediate_size": 32768, "vocab_size": 64}
     packed, _ = pack_state(plain_state(config), form)
@@ -153,8 +153,8 @@ def test_codes_of_other_ranks_are_not_read(
 def test_ranks_of_a_quantized_model_differ_only_by_the_rounding_of_activations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel rounds them to 16 bits by 128 columns, of which a rank has others. Dequantized
-    weights give the logits of one rank.
+    """The kernel rounds activations to 16 bits per 128 columns, and ranks have other columns.
+    Dequantized weights give the logits of one rank.
     """
     form = FORMATS["int8"]
     packed, _ = pack_state(plain_state(LLAMA_4), form)

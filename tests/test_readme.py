@@ -94,7 +94,7 @@ def test_every_path_of_the_tree_exists() -> None:
             assert (ROOT / "penstock" / name if inside else ROOT / name).exists(), name
 
 
-# Speeds: each is the rounded number of a file in results/, and none stands there without one
+# Speeds: each is the rounded number of a file in results/, and no other occurs
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -103,7 +103,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def is_rounded(said: str, value: float) -> bool:
-    """Whether a number is this value, as many digits as are said."""
+    """Whether the number rounds to this value, with the digits that are printed."""
     decimals = len(said.partition(".")[2])
     return f"{value:.{decimals}f}" == said.replace(",", "")
 
@@ -154,7 +154,7 @@ def test_the_sentences_about_prefill_and_serving_are_what_was_measured() -> None
 
 
 def test_no_speed_is_claimed_without_a_result() -> None:
-    """What others have published is said to be theirs."""
+    """Published numbers of others are marked as theirs."""
     ours = re.sub(r"Published by others:.*?\.(?=\s[A-Z])", "", README, flags=re.DOTALL)
     claims = re.findall(r"([\d,.]*\d) (?:tok/s|tokens/s|GB/s|ms a token|x faster)", ours)
     assert claims

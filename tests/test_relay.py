@@ -39,8 +39,8 @@ from thinking_template import write_thinking_template
 from two_layers import two_layers
 
 KEY = "of-the-relay"
-# Replies are equal to the last bit, wherever they are computed, only in fixed tiles and chunks.
-# With drafts, how many tokens an event has depends on which of them were tried.
+# Replies are bitwise equal on any engine only with fixed tiles and whole chunks. With drafts, the
+# tokens per event depend on which of them were tried.
 ENGINE = {"deterministic": True, "page_size": 64, "max_rows": 4, "speculate": "off"}
 FREE = {"max_tokens": 24, "ignore_eos": True, "stream": True}
 CHAT = {"messages": MESSAGES, **FREE}
@@ -92,7 +92,7 @@ def ask(server: Server, case: str, relay: str, said: bytes = b"") -> bytes:
 
 
 def without_clocks(data: bytes) -> bytes:
-    """Ollama's events say when they were made."""
+    """Ollama's events contain their time of creation."""
     lines = data.splitlines()
     if not lines[0].startswith(b"{"):
         return data
@@ -115,7 +115,7 @@ def test_a_stream_goes_on_at_another_server_as_if_nothing_had_happened(
     assert num_marks > 4
     for number in {1, 2, num_marks // 2, num_marks}:
         cut = [place for place, byte in enumerate(sent) if byte == MARK_BEGIN[0]][number - 1]
-        cut = sent.index(b"\n", cut) + 1 + 3  # and some of what follows, which is said again
+        cut = sent.index(b"\n", cut) + 1 + 3  # and some of the following text, which is sent again
         stream = MarkedStream()
         seen = stream.take(sent[:cut])
         id, said = stream.resume()
@@ -167,8 +167,8 @@ def test_streams_of_several_replies_cannot_be_resumed(server: Server) -> None:
 
 
 PROMPT, END_ID, BUDGET = (1, 2, 3), 0, 4
-# Thoughts and answers. White space around them makes no event, so several steps of an engine come
-# before one mark.
+# Thoughts and answers. White space around them makes no event, so several steps may precede one
+# mark.
 SCRIPTS = {
     "an answer without text": ("one two\n\n\n\n\n\n\n\n", "\n\n\n\n\n\n\n\n\n\n"),
     "an answer that begins late": ("one two\n\n\n\n\n\n\n\n", "\n\n\nforty two rivers\n"),
@@ -179,7 +179,7 @@ SCRIPTS = {
 
 
 class ScriptedEngine(FakeEngine):
-    """Says the script of a thought, and that of an answer once thinking was closed: by another
+    """Sends the scripted thought, and the scripted answer once thinking was closed: by another
     request or, if it `closes`, by itself.
     """
 
@@ -223,7 +223,7 @@ def own_tokenizer() -> Tokenizer:
 async def relayed(
     script: tuple[str, str], num_at_once: int, closes: bool, said: bytes = b""
 ) -> bytes:
-    """The events and marks of a reply without HTTP; `said`: of a lost server."""
+    """The events and marks of a reply without HTTP; `said` was received from a lost server."""
     scope = {"request_id": "a" * 32, "is_relayed": True, "said_bytes": len(said)}
     open_journal(scope)
     without_said(scope, said)
@@ -270,8 +270,8 @@ async def relayed(
 def test_a_stream_that_is_cut_after_any_mark_has_the_events_of_an_uncut_one(
     case: str, num_at_once: int, closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With drafts an engine says several tokens at once: the same text in other events."""
-    monkeypatch.setattr(time, "time", itertools.count(10**9).__next__)  # every look differs
+    """With drafts, an engine sends several tokens at once: the same text in other events."""
+    monkeypatch.setattr(time, "time", itertools.count(10**9).__next__)  # every step differs
     script = SCRIPTS[case]
     sent = asyncio.run(relayed(script, num_at_once, closes))
     whole = MarkedStream()

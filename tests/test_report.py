@@ -81,10 +81,10 @@ class Page(HTMLParser):
         elif "tbody" in names:
             self.cells.setdefault(section, []).append(data)
         elif last == "text" and not any(attrs.get("class") == "tick" for _, attrs in self._open):
-            self.drawn.setdefault(section, []).append(data)  # a tick is no measurement
+            self.drawn.setdefault(section, []).append(data)  # a tick is not a measurement
 
     def shown(self, section: str) -> set[str]:
-        """In tables and drawings: without matplotlib a chart's numbers are a table's."""
+        """Numbers in tables and drawings: without matplotlib, a chart becomes a table."""
         return {*self.cells.get(section, []), *self.drawn.get(section, [])}
 
 
@@ -95,8 +95,8 @@ def show(*paths: str, others: str | None = PUBLISHED) -> Page:
 
 @pytest.fixture(autouse=True)
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page of tables, whatever is installed: quick, and it holds every number that a chart
-    does.
+    """A page of tables, even if matplotlib is installed: it is fast, and has every number of the
+    charts.
     """
     for module in (charts, run_report):
         monkeypatch.setattr(module, "has_matplotlib", lambda: False)
@@ -155,7 +155,7 @@ def numbers_in(value: Any) -> list[float]:
 
 
 def derived_numbers(files: list[dict[str, Any]]) -> list[float]:
-    """What the page may compute: ms from tok/s, kernels put together, the projection."""
+    """Numbers that the page may compute: ms from tok/s, sums over kernels, the projection."""
     found: list[float] = []
     for values in files:
         for row in [*values.get("rows", []), *values.get("prefill", [])]:
@@ -182,7 +182,7 @@ def derived_numbers(files: list[dict[str, Any]]) -> list[float]:
                     for weight, tok_s in zip((1, 1, 2, 2, 4, 4, 8), together.values())
                 ]
                 found += [*together.values(), *weighted, sum(weighted)]
-    return [*found, 191151.0]  # vLLM's table, weighted: baseline/README.md says so
+    return [*found, 191151.0]  # vLLM's table, weighted, as in baseline/README.md
 
 
 def unexplained(text: str, known: list[float]) -> list[str]:
@@ -208,7 +208,7 @@ def check_numbers(by_section: dict[str, list[str]]) -> None:
     known, names = numbers_of_results(), r"(?:Qwen|Llama-)[\w.-]+|H200|vLLM [\d.]+"
     for section, texts in by_section.items():
         if section == "origin":
-            continue  # dates and versions: texts of the files, as the next test has them
+            continue  # dates and versions: strings in the files, which the next test checks
         for text in texts:
             assert not unexplained(re.sub(names, "", text), known), (section, text)
 
@@ -316,7 +316,7 @@ def test_a_page_without_matplotlib_has_every_number_in_a_table() -> None:
 
 
 def test_labels_are_drawn_as_they_are_written(tmp_path: Path, with_charts: None) -> None:
-    """No formulas, and nothing that XML cannot hold."""
+    """No formulas, and only characters that XML allows."""
     page = show(write(tmp_path, "serving.json", serving(ONE_GPU, gpu="A$_1$ #0a62b4 \\frac\0{<i>")))
     (note,) = {text for text in page.drawn["throughput"] if "A$" in text}
     assert note.replace("\N{NO-BREAK SPACE}", " ") == "1 × A$_1$ #0a62b4 \\frac {<i>"
@@ -333,7 +333,7 @@ def test_labels_are_drawn_as_they_are_written(tmp_path: Path, with_charts: None)
         ("gates.json", "Correctness"),
     ],
 )
-def test_a_missing_file_takes_its_section_along_and_that_is_said(
+def test_a_section_without_its_file_is_left_out_and_reported(
     gone: str, title: str, tmp_path: Path
 ) -> None:
     for path in MEASURED:
@@ -343,7 +343,7 @@ def test_a_missing_file_takes_its_section_along_and_that_is_said(
         "models.json",
         "deterministic.json",
         "harness_*.json",
-    ):  # which say more of the same
+    ):  # with more rows for the same section
         for file in (tmp_path / "h200").glob(name):
             file.unlink()
     assert title in show(str(tmp_path)).titles
@@ -416,7 +416,7 @@ def test_recounted_tokens_are_projected_before_the_servers_own_count(tmp_path: P
 
 
 def test_sentences_about_a_server_are_of_one_run_and_name_it(tmp_path: Path) -> None:
-    """The one that the score is projected from, whatever another file found."""
+    """The run from which the score is projected, whatever other files contain."""
     spread = dict.fromkeys(("p50", "p90", "p95", "p99", "max"), 1.25)
     faster = [
         {"concurrency": c, "verified_tok_s": 9999.0, "failed": 0, "ttft_ms": spread}

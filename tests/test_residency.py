@@ -24,7 +24,7 @@ TURN = st.tuples(
 def test_places_are_owned_once_and_hits_are_true(
     num_places: int, turns: list[tuple[int, list[int], bool]]
 ) -> None:
-    """A model of the memory itself: what a place holds is what was written there last."""
+    """Simulates the memory: a slot contains what was last written to it."""
     tier, memory = Residency(num_places, LAYERS, EXPERTS), dict[int, tuple[int, int]]()
     for layer, experts, fails in turns:
         taken = tier.take(layer, experts[:num_places])
@@ -63,7 +63,7 @@ def lru_hit_rate(num_places: int, turns: Turns) -> float:
 
 
 def routed(num_steps: int, k: int, first: int = 0, seed: int = 0) -> Turns:
-    """Steps through all layers; a layer's first experts are chosen most."""
+    """Steps through all layers; a layer's first experts are chosen most often."""
     rng = random.Random(seed)
     turns = []
     for _ in range(num_steps):
@@ -76,7 +76,7 @@ def routed(num_steps: int, k: int, first: int = 0, seed: int = 0) -> Turns:
 
 
 def test_the_cycle_through_the_layers_does_not_thrash() -> None:
-    """A step needs 24 experts: in 20 places an LRU finds nothing."""
+    """A step needs 24 experts: with 20 slots, an LRU never hits."""
     turns = routed(200, k=4)
     assert lru_hit_rate(20, turns) < 0.05
     assert hit_rate(Residency(20, LAYERS, EXPERTS), turns) > 0.5
@@ -96,7 +96,7 @@ def test_a_long_prompt_leaves_what_replies_use() -> None:
     before = hit_rate(tier, routed(20, k=3, seed=1))
     chunks: Turns = [(layer, list(range(EXPERTS))) for layer in range(LAYERS)] * 10
     hit_rate(tier, chunks)
-    hit_rate(tier, routed(2, k=3, seed=2))  # what the prompt took is fetched again
+    hit_rate(tier, routed(2, k=3, seed=2))  # experts that the prompt evicted are fetched again
     assert hit_rate(tier, routed(20, k=3, seed=3)) > before - 0.1
 
 

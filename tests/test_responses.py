@@ -76,8 +76,9 @@ def test_a_top_k_of_minus_one_is_off_as_in_chats(sent: int, used: int) -> None:
 
 
 def test_the_model_is_told_of_the_tools_that_clients_run() -> None:
-    """As agents offer them, among tools that a vendor's server would run. The response lists the
-    tools of the model: clients could not read others without all their fields."""
+    """As agents send them, among tools that a vendor's server would run. The response lists the
+    model's tools: clients could not parse others without all fields.
+    """
     tools = [
         {"type": "web_search"},
         {"type": "function", "name": "read_file", "parameters": {"type": "object"}},
@@ -145,7 +146,7 @@ def test_an_item_is_kept_once_and_goes_with_the_last_that_lists_it() -> None:
 
 
 def test_an_item_that_a_client_named_or_changed_is_another_one() -> None:
-    """An id that a client chose could be guessed by others of its tenant."""
+    """Other clients of its tenant could guess an id that a client has chosen."""
     store = ResponseStore()
     store.keep("resp_0", b"{}", [Item(role="user", content="secret", id="msg_1")], num_inputs=1)
     with pytest.raises(UnknownItemError):
@@ -179,7 +180,7 @@ def test_a_conversation_grows_and_shrinks_within_the_limits() -> None:
     assert (len(store), store.num_bytes) == (0, 0)
 
 
-def test_who_keeps_most_makes_nobody_elses_responses_go() -> None:
+def test_the_tenant_that_keeps_most_evicts_only_its_own_responses() -> None:
     small = [Item(role="user", content="x")]
     store = ResponseStore(max_records=8, max_bytes=10_000)
     for name in ("few_0", "few_1"):
@@ -196,7 +197,7 @@ def test_who_keeps_most_makes_nobody_elses_responses_go() -> None:
     with pytest.raises(UnknownResponseError):
         store.body_of("huge", "huge")
     assert store.num_bytes <= 10_000
-    for number in range(8):  # those with as much as others have lose their own
+    for number in range(8):  # tenants that keep as much as others lose their own
         store.keep(f"third_{number}", b"{}", small, tenant="third")
     assert store.body_of("few_1", "few")
 
@@ -210,7 +211,7 @@ def test_a_conversation_that_outgrows_the_store_is_said_to_be_gone() -> None:
     assert (len(store), store.num_bytes) == (0, 0)
 
 
-def test_items_that_would_hold_everybody_up_are_not_decoded() -> None:
+def test_items_that_would_delay_all_requests_are_not_decoded() -> None:
     store = ResponseStore()
     many = [Part("input_text", "x")] * 20_000
     store.keep("conv_0", b"{}", [Item(role="user", content=many) for _ in range(2)])
@@ -520,7 +521,7 @@ def test_a_stream_that_fails_says_so_and_keeps_what_was_said(
 def streamed(
     deltas: list[Delta], form: ReplyForm
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The events of a reply that comes piece by piece, and the items of its response."""
+    """The events of a reply that arrives in pieces, and the items of its response."""
     formatter = reply_format(form)
     stream = b"".join(
         formatter.encode_chunk(ReplyDelta(0, [piece])) for piece in deltas

@@ -79,7 +79,7 @@ def test_a_grammar_goes_on_where_it_was(starts_after: tuple[int, ...]) -> None:
 
 
 def test_a_grammar_begins_behind_a_thought_that_was_closed_for_the_model() -> None:
-    """In the words of the dialect, the line ends of which the grammar takes for its own."""
+    """In the dialect's words, whose line ends the grammar counts as its own."""
     one = constrained("r", with_blank_start(PERSON_GRAMMAR), grammar_starts_after=(THINK_END,))
     closing = TOKENIZER.encode(Thinking().forced_end)
     assert closing[-1] != THINK_END

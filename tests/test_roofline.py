@@ -54,8 +54,8 @@ def roofline_of(name: str, state_bytes: int = 4) -> Roofline:
 
 
 def test_decode_floor_is_the_one_computed_by_hand() -> None:
-    """GB a step and distinct experts a layer of 35B-A3B at context 1536, worked out apart from this
-    code.
+    """GB per step and distinct experts per layer of 35B-A3B at context 1536, computed
+    independently.
     """
     expected = {1: 6.05, 2: 8.16, 4: 12.2, 8: 19.6, 16: 32.1, 32: 50.1, 64: 70.1}
     distinct = {1: 8.0, 2: 15.8, 4: 30.5, 8: 57.4, 16: 102, 32: 163, 64: 222}
@@ -76,9 +76,7 @@ def test_half_states_save_half_of_their_traffic() -> None:
 
 
 def test_prefill_floor_turns_from_memory_to_compute() -> None:
-    """At 4.3 TB/s and 800 TFLOP/s one prompt of 35B-A3B is memory-bound up to about 2,450
-    tokens.
-    """
+    """At 4.3 TB/s and 800 TFLOP/s, a prompt of 35B-A3B is memory-bound up to about 2,450 tokens."""
     roofline = roofline_of("Qwen3.5-35B-A3B")
     assert roofline.prefill_bytes(1, 1024) / 1e9 == pytest.approx(68.4 - 1.56, rel=1e-3)
 
@@ -90,7 +88,7 @@ def test_prefill_floor_turns_from_memory_to_compute() -> None:
 
 
 def test_of_the_last_layer_a_prompt_needs_keys_and_values_and_one_token() -> None:
-    """35B-A3B, by hand: 2 x 2 x 256 x 2048 of a layer for all tokens; queries, gates, output,
+    """35B-A3B, by hand: 2 x 2 x 256 x 2048 per layer for all tokens; queries, gates, output,
     router, shared and eight experts for the last one, and one query's attention.
     """
     roofline, length = roofline_of("Qwen3.5-35B-A3B"), 32768

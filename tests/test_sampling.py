@@ -14,7 +14,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0, 2.5])
 
 
 def draw(num: int, logits: torch.Tensor = LOGITS, seed: int = 7, **knobs: float) -> torch.Tensor:
-    """`num` draws at as many positions of one seed, as relative frequencies."""
+    """Relative frequencies of `num` draws with one seed at as many positions."""
     settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | knobs
     tokens = ops.sample(
         logits.repeat(num, 1),
@@ -37,7 +37,7 @@ def test_draws_follow_the_softmax(seed: int, temperature: float) -> None:
     chi_square = (
         num * ((draw(num, seed=seed, temperature=temperature) - expected) ** 2 / expected).sum()
     )
-    assert chi_square < 25  # 5 degrees of freedom: one honest draw in 7,000 is above
+    assert chi_square < 25  # 5 degrees of freedom: one correct run in 7,000 is above
 
 
 def test_draws_of_neighbouring_seeds_are_independent() -> None:
@@ -91,7 +91,7 @@ def test_top_k_one_is_greedy_even_on_ties() -> None:
         ({"top_p": 0.5}, {4, 5}),  # probabilities 0.45, 0.27, 0.16, ...
         ({"top_p": 0.01}, {4}),
         ({"min_p": 0.3}, {4, 5, 0}),
-        ({"top_k": 2, "top_p": 0.6}, {4}),  # after top_k the first holds 0.62
+        ({"top_k": 2, "top_p": 0.6}, {4}),  # after top_k the first has 0.62
     ],
 )
 def test_filters_keep_exactly_the_likely_tokens(knobs: dict[str, float], kept: set[int]) -> None:

@@ -106,7 +106,7 @@ def test_preempted_equals_undisturbed(setup: Setup, depth: int) -> None:
     requests = [ask(str(i), prompt(10, seed=i), max_tokens=24) for i in range(4)]
     run_all(world, requests)
     assert (world.scheduler.num_preemptions > 0) == (num_pages > 0)
-    # Readmission is not a hit: only the first admission counts.
+    # A readmission is not a hit: only the first admission counts.
     assert [sequence.num_cached_tokens for sequence in world.sequences.values()] == [0] * 4
     assert world.cache.counters["hit"] == 0
 
@@ -128,7 +128,7 @@ def test_preemption_takes_the_latest_of_the_lowest_priority() -> None:
 
 @OVERLAP
 def test_prefills_never_hold_all_pages_between_them(depth: int) -> None:
-    """Though decodes may take the pages that an admission had counted on."""
+    """Decodes may still take pages that an admission has counted on."""
     for seed in range(30):
         rng = random.Random(seed)
         world = World(
@@ -260,7 +260,7 @@ def test_siblings_go_on_when_their_leader_is_aborted(setup: Setup, depth: int) -
     world.require_nothing_owned()
 
 
-def test_who_waits_for_a_leader_does_not_hold_up_others() -> None:
+def test_a_follower_that_waits_for_its_leader_does_not_delay_others() -> None:
     world = World(PLAIN)
     for name, tokens in (
         ("leader", prompt(39)),
@@ -275,7 +275,7 @@ def test_who_waits_for_a_leader_does_not_hold_up_others() -> None:
     assert world.sequences["other"].row is not None
 
 
-def test_who_shares_the_start_of_a_long_prompt_waits_only_for_that() -> None:
+def test_a_follower_that_shares_the_start_of_a_long_prompt_waits_only_for_that() -> None:
     world = World(Setup(max_step_tokens=10))
     leader = world.submit(ask("leader", prompt(39)))
     follower = world.submit(ask("follower", (*prompt(39)[:8], 1, 2)))
@@ -310,7 +310,7 @@ def test_a_prefill_under_way_keeps_the_pages_it_will_need() -> None:
     assert len(world.plans) == 8 + 4
 
 
-def test_admissions_leave_pages_for_those_who_decode() -> None:
+def test_admissions_leave_pages_for_rows_that_decode() -> None:
     world = World(Setup(num_pages=9))
     world.submit(ask("running", prompt(12), max_tokens=8))
     world.step()
@@ -336,8 +336,8 @@ def test_waiting_requests_are_admitted_by_priority_then_arrival() -> None:
 def test_background_work_gives_its_place_to_others(
     setup: Setup, max_tokens: int, depth: int
 ) -> None:
-    """A batch's requests fill what clients leave, and leave when one comes: for want of rows or of
-    pages.
+    """A batch's requests use the capacity that clients leave, and yield when one arrives: for lack
+    of rows or of pages.
     """
     world = World(replace(setup, depth=depth))
     batch = [ask(f"batch {i}", prompt(8, seed=i), max_tokens, priority=1000) for i in range(2)]
@@ -396,7 +396,7 @@ def test_rows_never_exceed_max_rows_and_all_are_used(depth: int) -> None:
 
 @pytest.mark.parametrize("max_step_tokens", [1, 4, 7, 16, 64])
 def test_budget_is_respected_and_prefill_goes_on(max_step_tokens: int) -> None:
-    """The driver checks every plan: the budget, or one page beside the decode rows where it is
+    """The driver checks every plan: the budget, or one page beside the decode rows if the budget is
     smaller.
     """
     world = World(Setup(num_pages=65, max_rows=6, max_step_tokens=max_step_tokens))
@@ -583,7 +583,7 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
     run_all(world, [ask("a", prompt(5))])
 
 
-def test_an_idle_scheduler_remembers_nobody() -> None:
+def test_an_idle_scheduler_holds_no_request() -> None:
     world = World(Setup(num_pages=11, max_model_len=36, depth=1))
     run_all(world, [ask(str(i), prompt(10, seed=i), max_tokens=24) for i in range(4)])
     assert world.scheduler.num_preemptions > 0
@@ -634,9 +634,7 @@ def step_blindly(scheduler: Scheduler) -> StepPlan | None:
 def test_a_plan_hashes_nothing_and_looks_few_long_prompts_up(
     num_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everybody who decodes waits for a plan, so a crowd behind one document is admitted bit by
-    bit.
-    """
+    """All decoding rows wait for a plan, so a crowd behind one document is admitted gradually."""
     scheduler, crowd = crowd_behind_a_document(
         Setup(num_pages=5000, num_slots=num_slots, max_rows=256), 300
     )
@@ -673,7 +671,7 @@ def test_a_plan_hashes_nothing_and_looks_few_long_prompts_up(
     scheduler.cache.check()
 
 
-def test_who_waits_for_a_leader_is_not_looked_up_again_until_it_has_come() -> None:
+def test_a_follower_is_not_looked_up_again_until_its_leader_has_come() -> None:
     scheduler, crowd = crowd_behind_a_document(Setup(num_pages=9000, num_slots=600, max_rows=64), 2)
     fresh = [replace(request, id=f"f{request.id}", tenant="other") for request in crowd]
     for request in fresh:
@@ -754,8 +752,8 @@ def random_request(
 
 
 def run_history(seed: int) -> World:
-    """Random arrivals (often of several alike, or of further turns), aborts and sizes, and sessions
-    that end in every way; everything is checked on the way.
+    """Random arrivals (often several similar ones, or further turns), aborts and sizes, and
+    sessions that end in every way; everything is checked in between.
     """
     rng = random.Random(seed)
     setup = random_setup(rng)
@@ -787,8 +785,8 @@ def run_history(seed: int) -> World:
         if ended:
             stems[rng.randrange(2)] = tuple(world.sequences[rng.choice(ended)].tokens)
     num_steps_alone = sum(len(r.token_ids) + (r.sampling.max_tokens or 0) for r in requests)
-    # Alone, one after the other, they take fewer steps than tokens; preemption repeats work, but
-    # not often.
+    # One after the other, they take fewer steps than tokens; preemption repeats work, but not
+    # often.
     world.run(max_steps=20 + 4 * num_steps_alone)
     for request in requests:
         if world.finishes[request.id] == "abort":
@@ -802,7 +800,7 @@ def run_history(seed: int) -> World:
 
 
 def has_learned(world: World) -> bool:
-    """Whether a hit went on from a place that only another prompt can have taught."""
+    """Whether a hit resumed from a place that only another prompt can have taught."""
     places = {
         n for s in world.sequences.values() for n, chance in s.targets.items() if chance == PROVEN
     }

@@ -36,7 +36,7 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import PromptScores, Request, SamplingParams, TokenDelta, TokenLogprob
 
 NUM_TOP = 20
-LONGEST_S = 0.1  # of this thread's own time between two turns of the loop: others do not add to it
+LONGEST_S = 0.1  # CPU time of this thread between two turns of the loop
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_packed_scores_unpack_to_what_they_were_in_any_part() -> None:
 
 @contextlib.contextmanager
 def channel_to(frames: list[bytes]) -> Iterator[wire.EngineChannel]:
-    """An engine's end of a channel; what comes out of the other is in the list afterwards."""
+    """An engine's end of a channel; the messages of the other end are in the list afterwards."""
     ours, theirs = socket.socketpair()
 
     def read() -> None:
@@ -109,7 +109,7 @@ def test_the_longest_part_of_a_chunk_is_far_from_what_a_frame_holds() -> None:
     assert len(wire.encode_frame(wire.Deltas([TokenDelta("a", prompt_scores=part)]))) < 64 * 1024
 
 
-def test_what_no_frame_can_hold_ends_its_request_and_nobody_elses(
+def test_what_no_frame_can_hold_ends_its_own_request_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 500)
@@ -155,9 +155,7 @@ def test_an_engine_that_cannot_take_a_request_refuses_it_and_lives(
 def test_a_request_that_cannot_be_read_is_refused_and_the_next_is_read(
     sampling: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Types refuse values as they are made: no server can send these, but a mistake of ours
-    could.
-    """
+    """Types validate values when they are created: no server can send these, only a bug could."""
     ours, theirs = socket.socketpair()
     bad = msgspec.msgpack.encode(
         {"type": "Submit", "request": {"id": "bad", "token_ids": [1], "sampling": sampling}}
@@ -219,7 +217,7 @@ class Answering:
             self.turns_s.append(time.thread_time() - started)
 
     async def run(self, steps: list[list[TokenDelta]]) -> bytes:
-        """An engine in a thread sends these steps; gives the body of the answer."""
+        """An engine in a thread sends these steps; returns the body of the response."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         connected: asyncio.Future[wire.ServerChannel] = loop.create_future()
@@ -246,9 +244,7 @@ class Answering:
 
 @pytest.fixture
 def _frozen() -> Iterator[None]:
-    """As the server does once it has started: collections do not look at all that pytest has
-    loaded.
-    """
+    """Freezes objects like a started server: collections do not scan all that pytest has loaded."""
     gc.collect()
     gc.freeze()
     yield
@@ -263,7 +259,7 @@ def parts_of(scores: PromptScores) -> list[TokenDelta]:
 
 @pytest.mark.usefixtures("_frozen")
 def test_a_long_scored_prompt_delays_no_other_request(tokenizer: Tokenizer) -> None:
-    """20,000 tokens with twenty alternatives each took 1.7 s in one turn of the loop."""
+    """20,000 tokens with twenty alternatives each once took 1.7 s in one turn of the loop."""
     ids = [place % 1000 for place in range(20_000)]
     last = TokenDelta("0", (5,), (TokenLogprob(5, -1.0, ((5, -1.0),)),), "length")
 
@@ -282,7 +278,7 @@ def test_a_long_scored_prompt_delays_no_other_request(tokenizer: Tokenizer) -> N
 
 @pytest.mark.usefixtures("_frozen")
 def test_many_scored_replies_that_end_together_delay_no_other_request(tokenizer: Tokenizer) -> None:
-    """A chat of n = 64 with twenty alternatives took 0.8 s in the turn in which it ended."""
+    """A chat of n = 64 with twenty alternatives once took 0.8 s in the turn in which it ended."""
     num_replies, num_tokens = 64, 200
     top = tuple((rank * 17 % 1000, -float(rank)) for rank in range(NUM_TOP))
 
@@ -310,7 +306,7 @@ def test_many_scored_replies_that_end_together_delay_no_other_request(tokenizer:
 
 
 def test_scores_are_the_same_however_they_arrive() -> None:
-    """Whole, in a stream, and with values that JSON has no word for."""
+    """Whole, in a stream, and with values that JSON cannot express."""
     tokens = [
         ReplyDelta(0, [], packed_tokens([b"a", b"\xff", b'"'])),
         ReplyDelta(0, [], packed_tokens([b"b"], float("-inf"))),
@@ -402,7 +398,7 @@ def test_a_reply_without_a_limit_has_as_many_tokens_as_may_be_scored() -> None:
 
 
 class SilentFleet:
-    """Takes requests, and says of each what the test says."""
+    """Accepts requests, and sends for each what the test has set."""
 
     def __init__(self) -> None:
         self.receivers: list[tuple[Request, Any]] = []

@@ -16,7 +16,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 def test_a_script_says_what_it_does(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, because most of them import torch."""
+    """Runs in this process, because most of them import torch."""
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(SystemExit) as end:

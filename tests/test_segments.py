@@ -36,14 +36,14 @@ OTHER_SCOPES: list[dict[str, Any]] = [
 
 
 def ask(name: str = "r", **fields: Any) -> Request:
-    """As the server builds it."""
+    """Built as the server builds it."""
     request = Request(id=name, token_ids=IDS, **{"segments": (IMAGE,), **fields})
     digests = PageDigests.of(IDS, PAGE, request.cache_scope, request.segments)
     return replace(request, page_digests=digests)
 
 
 def reused_tokens(first: Request, second: Request) -> int:
-    """Of the second's prompt, after the first was computed."""
+    """Cached tokens of the second prompt after the first was computed."""
     cache = Cache(page_size=PAGE, num_pages=20)
     sequences = [Sequence.start(request, arrival=0) for request in (first, second)]
     for sequence in sequences:

@@ -15,7 +15,7 @@ from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from serving import FREE, MAX_QUEUE, MESSAGES, TINY_ENGINE, Server, ask, assert_refused, eventually
 
-LONG_BEFORE_THE_END_S = 3.0  # of a reply that fills the context
+LONG_BEFORE_THE_END_S = 3.0  # long enough to fill the context
 
 
 def complete(api: openai.OpenAI, **fields: Any) -> Any:
@@ -159,7 +159,7 @@ def test_logprobs_spell_the_reply_and_the_greedy_token_leads(api: openai.OpenAI)
         if chunk.choices[0].logprobs is not None
         for token in chunk.choices[0].logprobs.content
     ]
-    # Drafts are verified when that pays: a step of several tokens rounds in another order.
+    # Drafts are verified if that pays: a step of several tokens rounds in another order.
     for seen, token in zip(streamed, choice.logprobs.content, strict=True):
         assert seen.token == token.token
         assert seen.logprob == pytest.approx(token.logprob, abs=1e-4)
@@ -213,7 +213,9 @@ def test_a_prompt_may_be_text_ids_or_lists_of_either(api: openai.OpenAI) -> None
 
 
 def test_an_echo_is_scored_like_the_reply(api: openai.OpenAI) -> None:
-    """As those ask who compare texts. Nothing stands before the first token: it has no score."""
+    """As clients that compare texts request it. The first token has no score, as nothing precedes
+    it.
+    """
     whole = complete(api, prompt="Once upon a time", echo=True, logprobs=2, max_tokens=3)
     choice, scores = whole.choices[0], whole.choices[0].logprobs
     num_tokens = whole.usage.prompt_tokens + whole.usage.completion_tokens
@@ -234,8 +236,7 @@ def test_an_echo_is_scored_like_the_reply(api: openai.OpenAI) -> None:
         )
     ]
     assert [token for one in streamed for token in one.logprobs.tokens] == scores.tokens
-    # The reply's tokens, offered as a prompt, have the scores that they had when they were
-    # generated.
+    # The reply's tokens, sent as a prompt, have the scores that they had when generated.
     again = (
         complete(api, prompt=choice.text, echo=True, logprobs=2, max_tokens=1).choices[0].logprobs
     )

@@ -15,7 +15,7 @@ from penstock.serve.ollama.requests import Conversation
 from serving import MESSAGES, Server, assert_refused, start_server
 from two_layers import two_layers
 
-SLOWEST_S = 15.0  # an answer on a busy machine; what hangs takes longer
+SLOWEST_S = 15.0  # for a response on a busy machine; what hangs takes longer
 TOOL = {
     "type": "function",
     "function": {
@@ -248,14 +248,14 @@ JUNK: list[Any] = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """A short context: where a limit was lost, replies end there."""
+    """A short context ends replies whose limit was removed."""
     engine = {"model": two_layers(), "max_model_len": 512}
     with start_server(engine, {"request_timeout": 10.0}) as running:
         yield running
 
 
 def confused(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The body with one of its values, at any depth, replaced by something else."""
+    """The body with one of its values, at any depth, replaced by another."""
     for path in paths_of(body):
         for junk in JUNK:
             changed = copy.deepcopy(body)
@@ -278,7 +278,7 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 
 def mutated(data: bytes, draw: random.Random) -> bytes:
-    """Some bytes changed, lost, doubled or swapped, as no JSON encoder would."""
+    """Some bytes changed, deleted, doubled or swapped, as no JSON encoder would write them."""
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 4, 16))):
         place = draw.randrange(len(changed))
@@ -300,7 +300,7 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
 
 
 def assert_all_answered(server: Server, requests: list[tuple[str, bytes]]) -> None:
-    """Each with a 2xx or a 4xx that explains itself, and in time."""
+    """Checks that each is answered in time with a 2xx, or a 4xx that explains itself."""
 
     def fault_of(request: tuple[str, bytes]) -> str:
         path, data = request
@@ -334,7 +334,7 @@ def test_the_bodies_are_good_before_they_are_spoilt(server: Server) -> None:
 
 
 def type_confusions(share: float) -> list[tuple[str, bytes]]:
-    """Of all there are, drawn alike for every route."""
+    """Draws the same sample for every route."""
     draw = random.Random(1)
     every = [
         (path, json.dumps(changed).encode())
@@ -369,7 +369,7 @@ def test_no_confusion_and_no_mutation_is_ever_a_5xx(server: Server) -> None:
     assert server.is_idle()
 
 
-# Schemas, tools and prompts made to cost more than they should
+# Schemas, tools and prompts designed to cost too much
 
 
 def schema_form(schema: Any) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Answered:
 
 
 def app_of(is_ready: bool = True, **settings: Any) -> Any:
-    """The app before engines that are ready or not, and never asked."""
+    """The app with engines that are ready or not, and receive no request."""
 
     async def report() -> list[Any]:
         return []
@@ -75,8 +75,8 @@ def call(
     method: str = "GET",
     body: bytes | None = b"",
 ) -> Answered:
-    """One request as a server hands it over, with a path that no client library has tidied up;
-    `body` None: the client leaves before it has sent one.
+    """Sends one request as a server does, with a path that no client library has normalized; `body`
+    None means that the client disconnects before it has sent one.
     """
     sent: list[dict[str, Any]] = []
 
@@ -159,7 +159,7 @@ def test_nothing_else_is(headers: dict[str, str]) -> None:
 
 
 def test_no_spelling_of_a_path_goes_round_the_key() -> None:
-    """A probe's path opens probes only: whatever else is answered without a key does not exist."""
+    """A probe's path opens probes only: every other path without a key is a 404."""
     app = app_of(api_key=KEYS)
     draw = random.Random(0)
     pick = draw.choice
@@ -378,7 +378,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_counted_as_gone() -> 
 def test_a_defect_of_ours_is_an_answer_as_any_other(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Here: a server whose engine is nothing that could be asked."""
+    """Here, a server whose engine is an object without methods."""
     app = app_of(cors_origin=("https://good.example",))
     body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
     headers = {"origin": "https://good.example", "x-request-id": "trace-me"}
@@ -430,14 +430,14 @@ NO_BODY = "/v1/responses/{id}/cancel"
 
 
 @pytest.mark.parametrize("path", [*BODY_ROUTES, *TOKEN_ROUTES])
-def test_whoever_finds_no_place_is_refused_before_any_of_its_body_is_read(path: str) -> None:
+def test_a_request_without_a_place_is_refused_before_any_of_its_body_is_read(path: str) -> None:
     app = app_of(max_queue=2, api_key=KEYS)
     intake = app.state.server.intake
     for_reply = path in BODY_ROUTES
     places = [intake.reserve(tenant_of_key(KEYS[0]), for_reply=for_reply) for _ in range(2)]
     others = call(app, path, {"x-api-key": KEYS[1]}, "POST", body=b"no JSON")
     assert others.status == 400, "another key has its share"
-    refused = call(app, path, GOOD, "POST", body=None)  # it would be a 499, had we begun to read
+    refused = call(app, path, GOOD, "POST", body=None)  # it would be a 499 if reading had begun
     assert refused.status == (529 if path.startswith("/v1/messages") else 429)
     assert (refused.headers["connection"], refused.headers["retry-after"]) == ("close", "1")
     places[0].release()

@@ -72,7 +72,7 @@ def ask_streamed(api: anthropic.Anthropic, **fields: Any) -> Any:
 
 
 def comparable(message: Any) -> dict[str, Any]:
-    """Without what differs from call to call: ids, and how much of the prompt was cached."""
+    """Without fields that differ from call to call: ids, and the number of cached tokens."""
     fields: dict[str, Any] = json.loads(re.sub(r'"(msg|call)_\w+"', '"ID"', message.to_json()))
     usage = fields["usage"]
     usage["input_tokens"] += usage.pop("cache_read_input_tokens")
@@ -80,7 +80,7 @@ def comparable(message: Any) -> dict[str, Any]:
 
 
 def ask(api: anthropic.Anthropic, **fields: Any) -> Any:
-    """Whole and streamed, which must be the same."""
+    """Sends it whole and streamed, which must give the same."""
     whole, streamed = ask_whole(api, **fields), ask_streamed(api, **fields)
     assert comparable(streamed) == comparable(whole)
     return whole
@@ -203,7 +203,7 @@ def test_tools_are_called_and_their_results_told(
     told = ask_streamed(api, messages=messages, **fields)
     assert told.stop_reason == "end_turn"
     assert texts_of(told) == ["Lena is fed; 120 grams of food are left."]
-    assert told.usage.cache_read_input_tokens > 300  # the calls came back as they were said
+    assert told.usage.cache_read_input_tokens > 300  # the calls came back unchanged
 
 
 def test_parallel_calls_are_all_given_or_only_the_first(
@@ -275,7 +275,7 @@ def test_a_thought_is_a_signed_block_before_the_answer(
 
 
 @pytest.mark.parametrize("asked", [{}, {"thinking": {"type": "disabled"}}])
-def test_nobody_gets_a_thought_unasked(api: anthropic.Anthropic, asked: Any) -> None:
+def test_a_thought_is_sent_only_on_request(api: anthropic.Anthropic, asked: Any) -> None:
     assert [block.type for block in ask_whole(api, messages=QUESTION, **asked).content] == ["text"]
 
 
@@ -500,7 +500,7 @@ def test_errors_are_what_the_sdk_raises(server: Server, api: anthropic.Anthropic
     ],
 )
 def test_a_stream_is_what_it_was(server: Server, name: str, fields: dict[str, Any]) -> None:
-    """Delete a golden file to have it written anew, and look at what changed."""
+    """Delete a golden file to have it written again, then look at the difference."""
     body = {"model": ANY_MODEL, "max_tokens": 300, "stream": True, **fields}
     stream = server.post(body, "/v1/messages").text
     assert in_order(events_in(stream))
@@ -520,7 +520,7 @@ PIECE = re.compile(
 
 
 def joined(stream: str) -> list[str]:
-    """Its events, each text in one piece: how many tokens come at once is up to drafts."""
+    """Its events, with each text merged: drafts decide how many tokens come at once."""
     events: list[str] = []
     for event in stream.split("\n\n"):
         piece = PIECE.fullmatch(event)

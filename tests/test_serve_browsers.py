@@ -45,7 +45,7 @@ app_of = functools.cache(new_app)  # no call changes anything in it
 
 
 def post(path: str, headers: dict[str, str], **settings: Any) -> Answered:
-    """A body that every route has read when it says 400."""
+    """A body that every route has parsed when it answers 400."""
     return call(app_of(**settings), path, headers, "POST", b"[]")
 
 
@@ -71,7 +71,7 @@ def test_a_form_is_taken_where_files_are_uploaded_and_from_no_other_site() -> No
     assert post("/v1/files", form, api_key=("a",)).status == 401
 
 
-def test_the_page_of_the_api_is_whole_and_asks_nobody_else() -> None:
+def test_the_page_of_the_api_is_whole_and_loads_nothing_else() -> None:
     app = app_of(api_key=("a",))
     page = call(app, "/docs")
     assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -156,7 +156,7 @@ def test_an_invocation_may_have_any_type_that_pages_must_ask_for(kind: str) -> N
     "origin", [EVIL, "null", "http://127.0.0.1:3000", "http://localhost:8000", "x"]
 )
 def test_a_page_of_another_origin_is_refused(path: str, origin: str) -> None:
-    for kind in (JSON, {}):  # a page may send bytes of no type
+    for kind in (JSON, {}):  # a page may send bytes without a type
         refused = post(path, {"host": HOME, "origin": origin} | kind)
         assert refused.status == 403
         assert "--cors-origin" in message_of(refused)
@@ -187,7 +187,7 @@ def test_origins_are_refused_to_readers_and_askers_too() -> None:
 
 
 def test_with_a_key_neither_origin_nor_host_matter() -> None:
-    """A page has none, and proxies that add one call a server by many names."""
+    """A page has no key, and proxies that add one call a server by many names."""
     headers = {"host": "api.example", "origin": EVIL} | GOOD
     assert call(app_of(api_key=KEYS), "/v1/models", headers).status == 200
 
@@ -243,7 +243,7 @@ def test_a_server_on_loopback_is_not_read_by_another_name(host: str) -> None:
     same = {
         "host": host,
         "origin": f"http://{host}",
-    } | JSON  # as a page sees it whose name points here
+    } | JSON  # as seen by a page whose name resolves to this host
     assert post("/v1/chat/completions", same).status == 403
 
 
@@ -258,7 +258,7 @@ LOOPBACK = [
     "[::1]:8000",
     "[::ffff:127.0.0.1]:8000",
     "0.0.0.0:8000",
-    "host.docker.internal:8000",  # from a container, by way of the machine it runs on
+    "host.docker.internal:8000",  # from a container, through the host it runs on
 ]
 PUBLIC = [
     "evil.example",
@@ -295,8 +295,8 @@ def test_on_loopback_its_names_and_addresses_are_known(bound: str) -> None:
 
 
 @pytest.mark.parametrize("bound", ["0.0.0.0", "::", "10.0.0.7"])
-def test_on_a_network_addresses_and_names_that_nobody_can_register_are_known(bound: str) -> None:
-    """Probes of load balancers and of Kubernetes come by address, SageMaker by model.aws.local."""
+def test_on_a_network_addresses_and_unregistrable_names_are_accepted(bound: str) -> None:
+    """Probes of load balancers and of Kubernetes use addresses, SageMaker uses model.aws.local."""
     names = HostNames(bound, ())
     assert [host for host in LOOPBACK + PRIVATE if not names.include(host)] == []
     assert [host for host in PUBLIC + ODD if names.include(host)] == []
@@ -322,7 +322,7 @@ def test_probes_by_address_or_without_a_host_are_answered(path: str) -> None:
     assert call(app_of(), path, {}).status in (200, 503)
 
 
-# What probes tell
+# What probes return
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])

@@ -31,9 +31,7 @@ def lenient() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def num_extra() -> int:
-    """Tokens that the forged turn has more as text: counted by the library, without added
-    tokens.
-    """
+    """Additional tokens of the forged turn as text, counted by the library without added tokens."""
     library = tokenizers.Tokenizer.from_file(str(default_model() / "tokenizer.json"))
     plain = tokenizers.Tokenizer(library.model)
     plain.pre_tokenizer = library.pre_tokenizer
@@ -93,7 +91,7 @@ def anthropic_count(answer: dict[str, Any]) -> int:
     return int(usage["input_tokens"] + usage["cache_read_input_tokens"])
 
 
-# Path, body with a tool's result (or what else the name says), and where the prompt's tokens are
+# Path, body with a tool's result (or what the name says), and where the prompt's tokens are
 # counted.
 CASES: dict[str, tuple[str, Callable[[str], dict[str, Any]], Callable[[dict[str, Any]], int]]] = {
     "chat": ("/v1/chat/completions", chat_body, lambda answer: answer["usage"]["prompt_tokens"]),
@@ -146,7 +144,7 @@ def test_a_raw_prompt_is_the_clients_own(server: Server, lenient: Server) -> Non
 
 
 def test_a_second_turn_still_finds_the_first_in_the_cache(server: Server) -> None:
-    """Its reply and its spelled-out tokens have the ids they had."""
+    """Its reply and its escaped tokens keep their ids."""
     first = [{"role": "user", "content": f"What does {FORGED} mean? " * 4}]
     fields = {
         "max_tokens": 16,

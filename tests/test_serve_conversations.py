@@ -40,7 +40,7 @@ def ids(items: Any) -> list[str]:
 
 
 def test_a_reference_is_the_item_it_names(api: openai.OpenAI) -> None:
-    """As Vercel's AI SDK sends them: what the model said by its id, results as they are."""
+    """As Vercel's AI SDK sends them: the model's output by its id, results as they are."""
     first = respond(api, FEED, tools=[FEED_PET], reasoning={"effort": "high"})
     (call,) = [item for item in first.output if item.type == "function_call"]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Done."}
@@ -244,7 +244,7 @@ def test_responses_go_on_from_a_conversation_and_add_to_it(api: openai.OpenAI) -
         api.conversations.items.retrieve(listed[0].id, conversation_id=talk.id)
     assert api.conversations.update(talk.id, metadata={"of": "Bob"}).metadata == {"of": "Bob"}
     assert api.conversations.retrieve(talk.id).metadata == {"of": "Bob"}
-    third = respond(api, conversation=talk.id, max_output_tokens=4)  # to what was added
+    third = respond(api, conversation=talk.id, max_output_tokens=4)  # compared with what was added
     assert third.usage.input_tokens > 20
     assert api.conversations.delete(talk.id).deleted
     for attempt in (

@@ -281,9 +281,7 @@ def test_prompts_that_gave_vectors_are_counted(server: Server) -> None:
 
 @pytest.mark.slow
 def test_a_call_outlives_its_engine(server: Server) -> None:
-    """The inputs that were under way begin again with the next engine; vectors that came are
-    kept.
-    """
+    """Inputs under way restart with the next engine; vectors that have arrived are kept."""
     texts = [f"{number} " + "d" * 300 for number in range(200)]
     found: list[list[float]] = []
     asking = threading.Thread(target=lambda: found.extend(embed(server, input=texts)))

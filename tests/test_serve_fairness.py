@@ -1,4 +1,4 @@
-"""Fairness over HTTP: who waits for whom when many use a server."""
+"""Fairness over HTTP: the order in which a server serves many clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_LONG, LONG_TOKENS = 5, 2000
 def server() -> Iterator[Server]:
     engine = {"model": two_layers(), "max_rows": 6, "prefix_cache": False, "memory_gb": 0.3}
     with start_server(engine, {"api_key": (ANN, BEN), "max_queue": MAX_QUEUE}) as server:
-        server.http.headers["authorization"] = f"Bearer {ANN}"  # /health tells who has a key more
+        server.http.headers["authorization"] = f"Bearer {ANN}"  # with a key, /health tells more
         yield server
 
 

@@ -16,7 +16,7 @@ SCHEMA = {
     "required": ["n"],
 }
 IS_SCHEMA, IS_DIGITS = r'\{\s*"n"\s*:\s*-?\d+\s*\}', r"\d{3}"
-FORMS: list[tuple[dict[str, Any], str]] = [  # and what the reply matches
+FORMS: list[tuple[dict[str, Any], str]] = [  # and a pattern that the reply matches
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, IS_SCHEMA),
     (
         {

@@ -18,7 +18,7 @@ from serving import MESSAGES, Server, start_server
 SLOW = 37  # max_tokens of requests whose first token takes long
 SILENCE_S = 0.8
 HEADERS_AFTER_S = 0.1
-# Read by every Python that starts here: the engine becomes slow, the server impatient.
+# Every Python started here runs this: the engine becomes slow, the server impatient.
 SITE = f"""
 import sys
 if "penstock.engine.worker" in sys.orig_argv:
@@ -62,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def stream(
     server: Server, path: str, body: dict[str, Any]
 ) -> tuple[httpx.Response, float, list[str]]:
-    """The answer, when its headers came, and its lines."""
+    """The response, the time of its headers, and its lines."""
     began_s = time.monotonic()
     with server.http.stream("POST", server.url + path, json=body) as answer:
         headers_s = time.monotonic() - began_s

@@ -36,7 +36,7 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where its engines' sockets are."""
+    """The folder of its engines' sockets."""
     return tmp_path_factory.mktemp("t")
 
 
@@ -62,7 +62,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def exchange(server: Server, data: bytes, *, half_closes: bool = False) -> tuple[bytes, bytes]:
-    """The head and the body of what comes back until the server closes."""
+    """The head and the body of all that the server sends until it closes."""
     with socket.create_connection(server.address) as connection:
         connection.sendall(data)
         if half_closes:
@@ -211,7 +211,7 @@ def test_half_a_request_is_none(server: Server) -> None:
         assert read_all(connection) == b""
 
 
-# More than fit
+# More connections than fit
 
 
 def is_open(connection: socket.socket) -> bool:
@@ -232,7 +232,7 @@ def test_more_connections_than_files_allow_are_told_so_and_engines_still_start(
             opened.enter_context(socket.create_connection(server.address)) for _ in range(limit - 1)
         ]
         assert len(idle) > 100
-        for connection in idle:  # which may stay for a while: a request has come
+        for connection in idle:  # which may stay open for a while, since a request has come
             connection.sendall(b"GET /ready HTTP/1.1\r\n\r\n")
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         server.http = opened.enter_context(type(server.http)(timeout=60.0))
@@ -273,7 +273,7 @@ def test_an_engine_that_cannot_start_for_want_of_files_leaves_no_folder(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with _socket_path() as path:
         Path(path).touch()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # none are left
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no descriptors are left
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
 
@@ -292,7 +292,7 @@ def test_the_operators_limit_counts_and_must_be_possible(monkeypatch: pytest.Mon
     assert caught.value.why.endswith("connections need at least 1.")
 
 
-def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody_up(server: Server) -> None:
+def test_a_client_that_does_not_read_is_cut_off_and_delays_no_other(server: Server) -> None:
     body = {
         "messages": MESSAGES,
         "n": 24,

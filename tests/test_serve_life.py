@@ -124,7 +124,7 @@ def test_a_busy_port_is_refused_with_what_to_do() -> None:
 
 
 class Listener:
-    """Receives one request; `max_deltas`: it breaks when it gets more."""
+    """Receives one request; with `max_deltas`, it fails when it gets more."""
 
     def __init__(self, max_deltas: int | None = None) -> None:
         self.deltas: list[TokenDelta] = []
@@ -181,7 +181,7 @@ def test_a_request_that_is_refused_or_a_receiver_that_breaks_ends_alone(
 
 
 async def assert_a_killed_engine_is_not_heard(client: EngineClient) -> None:
-    """Whatever it said before it died and nobody has read yet."""
+    """The messages that it sent before it died and that were not read yet."""
     client.ping()
     last = Listener()
     client.submit(
@@ -236,7 +236,7 @@ def test_without_a_folder_for_its_socket_an_engine_is_not_waited_for(
 def test_an_engine_that_cannot_start_tells_its_client_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That the path of TMPDIR is too long for a socket keeps none from starting."""
+    """A TMPDIR path that is too long for a socket must not prevent the start."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
     (tmp_path / ("x" * 100)).mkdir()
 

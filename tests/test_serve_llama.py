@@ -216,7 +216,7 @@ def test_a_client_that_leaves_ends_its_reply(server: Server) -> None:
     assert eventually(lambda: server.stats()["num_running"] == 0)
 
 
-# What is told of the server
+# Descriptions of the server
 
 
 def test_a_chat_is_rendered_as_its_prompt(server: Server) -> None:

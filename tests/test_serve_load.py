@@ -18,15 +18,16 @@ NUM_CLIENTS = 64
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    # Answers are equal bit for bit only where prefixes end on whole chunks of the delta rule: 64
-    # tokens.
+    # Responses are bitwise equal only if prefixes end on whole chunks of the delta rule: 64 tokens.
     engine = {"model": two_layers(), "deterministic": True, "page_size": 64, "max_rows": 48}
     with start_server(engine) as running:
         yield running
 
 
 def body_of(index: int) -> dict[str, Any]:
-    """Greedy and drawn, short and long; some share a system prompt, so that prefixes are found."""
+    """Greedy and sampled, short and long requests; some share a system prompt, so that prefixes are
+    found.
+    """
     system = {
         "role": "system",
         "content": "You know all rivers of the world and their names. " * (index % 4),
@@ -56,7 +57,7 @@ async def events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterat
 
 
 async def reply(client: httpx.AsyncClient, body: dict[str, Any]) -> list[Any]:
-    """Everything a client sees of the text, chunk borders and log-probabilities included."""
+    """All that a client sees of the text, including chunk borders and log-probabilities."""
     return [chunk["choices"] async for chunk in events(client, body)]
 
 

@@ -17,7 +17,7 @@ SAMPLE = re.compile(rf"^(penstock_[a-z_]+)(\{{{LABEL}(?:,{LABEL})*\}})? (\S+)$")
 
 
 def samples(text: str) -> dict[str, float]:
-    """Every line that is not a comment, by its name and its labels but for the only replica."""
+    """All samples, by name and labels without those of the only replica."""
     found = {}
     for line in text.splitlines():
         if not line.startswith(("# ", "vllm:")):
@@ -53,14 +53,14 @@ def test_totals_grow_by_what_the_replies_report(server: Server) -> None:
     tokens = (
         "penstock_prefix_tokens_reused",
         "penstock_prefix_missed_tokens",
-    )  # with why, all of them
+    )  # with their reasons, all of them
     assert sum(n for name, n in grown.items() if name.startswith(tokens)) == num_prompt_tokens
     assert grown['penstock_prefix_missed_tokens_total{reason="partial_page"}'] > 0
 
 
 def vllm_samples(text: str) -> dict[str, float]:
-    """By name and labels but for the model's, each of which must be there; read as Prometheus reads
-    it.
+    """All samples by name and labels without the model's, which each must have; parsed by
+    Prometheus' client.
     """
     parser = pytest.importorskip("prometheus_client.parser")
     found = {}

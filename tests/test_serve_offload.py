@@ -17,7 +17,7 @@ CHAT = {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "max_tokens
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[tuple[Server, Server]]:
-    """Resident; and in 12 of 32 slots, with 3 experts instead of 4."""
+    """Resident experts, and experts in 12 of 32 slots with 3 active instead of 4."""
     offloaded = {"model": two_layers(), "expert_cache": "2.4MB"}
     with (
         start_server({"model": two_layers()}) as resident,

@@ -148,8 +148,9 @@ def test_the_last_message_may_begin_the_reply(api: Any) -> None:
 
 
 def test_the_last_message_begins_the_reply_as_in_chat_completions(server: Server, api: Any) -> None:
-    """The reasoning in it counts, and that of the model ends before it; a message before it stays,
-    and a form makes it a turn of its own."""
+    """Its reasoning counts, and the model's reasoning ends before it; an earlier message stays, and
+    a format makes it a turn of its own.
+    """
     last = {"role": "assistant", "content": "4"}
     cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         ([last], {"think": True}, {"thinking": True}),
@@ -368,7 +369,7 @@ def test_what_a_server_of_one_model_cannot_do_is_refused(api: Any) -> None:
 # Errors and ends
 
 
-def test_errors_have_ollamas_form_whoever_finds_them(server: Server) -> None:
+def test_errors_have_ollamas_form_wherever_they_are_found(server: Server) -> None:
     url = f"{server.url}/api"
     answers = {
         404: server.http.get(f"{url}/nothing"),

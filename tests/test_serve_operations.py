@@ -18,7 +18,7 @@ from serving import FREE, MESSAGES, Server, assert_refused, eventually, start_se
 from two_layers import two_layers
 
 READ_TIMEOUT_S = 1.0
-SECRET = "quicksilver"  # in prompts; the log must not have it
+SECRET = "quicksilver"  # in prompts; the log must not contain it
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def log_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(log_file: Path) -> Iterator[Server]:
-    """One row: what waits can be seen to wait."""
+    """One row, so that other requests must wait."""
     settings: dict[str, Any] = {
         "read_timeout": READ_TIMEOUT_S,
         "log_format": "json",
@@ -97,7 +97,7 @@ def test_a_time_or_a_priority_that_cannot_be_is_a_400(
 # Priorities
 
 
-def test_nobody_is_more_urgent_than_the_operator_allows(server: Server) -> None:
+def test_no_request_is_more_urgent_than_the_operator_allows(server: Server) -> None:
     answer = server.post({"messages": MESSAGES, "max_tokens": 1, "priority": -11})
     assert "server accepts is -10" in answer.json()["error"]["message"]
     responses = server.post(
@@ -143,7 +143,7 @@ def test_every_request_is_one_line_of_the_log_with_its_id_and_without_its_words(
         return [line for line in found if line.get("id") == "trace-me"]
 
     assert eventually(lambda: len(lines()) >= 3)
-    # A stream's line is written after its client has read it, perhaps after the next request's.
+    # A stream's line is written after its client has read it, maybe after the next request's.
     good, wrong, missing = sorted(lines(), key=lambda line: line["status"])
     assert (good["route"], good["status"], good["completion_tokens"]) == ("/v1/completions", 200, 3)
     assert good["prompt_tokens"] > 0
@@ -199,11 +199,11 @@ def test_an_invocation_without_a_shape_is_a_400(server: Server, body: dict[str, 
     assert_refused(server.post(body, "/invocations"), 400, "prompt")
 
 
-# Rude connections
+# Abusive connections
 
 
 HEAD = b"POST %b HTTP/1.1\r\nHost: localhost\r\n"
-HALF_SENT = {  # and what such a client is told
+HALF_SENT = {  # and the response to such a client
     b"": b"408",
     b"POST /v1/chat/comp": b"408",
     HEAD % b"/v1/chat/completions" + b"X-Slow: ": b"408",
@@ -214,7 +214,7 @@ HALF_SENT = {  # and what such a client is told
 }
 
 
-def test_half_sent_requests_are_cut_off_and_hold_nobody_up(server: Server) -> None:
+def test_half_sent_requests_are_cut_off_and_delay_no_other(server: Server) -> None:
     started = time.monotonic()
     with contextlib.ExitStack() as opened:
         connections = [
@@ -287,7 +287,7 @@ def test_what_no_client_sends_is_cut_off_at_once(server: Server, name: str) -> N
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Until the server closes; it may do so before it has read all that we sent."""
+    """Reads until the server closes, which it may do before it has read all that was sent."""
     connection.settimeout(10.0)
     data = b""
     with contextlib.suppress(ConnectionError):

@@ -185,7 +185,7 @@ def test_token_ids_are_those_of_the_text_streamed_or_whole(
 def test_token_ids_of_calls_and_of_closed_thoughts_are_all_told(
     server: Server, tokenizer: Tokenizer
 ) -> None:
-    """Chunks that have no text must not lose their ids."""
+    """Chunks without text must keep their ids."""
     thinks = {"chat_template_kwargs": {"enable_thinking": True}, "thinking": {"budget_tokens": 6}}
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
     calls = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}

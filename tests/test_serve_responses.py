@@ -64,7 +64,7 @@ def calls_of(response: Response) -> list[tuple[str, Any]]:
 
 
 def events_of(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream, each of which is what the openai package says it is."""
+    """The events of a stream, each checked against the openai package's types."""
     answer = server.post({"stream": True, **body}, "/v1/responses")
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -95,7 +95,7 @@ ITEMS = {
 def test_a_stream_goes_as_recorded_and_ends_with_the_whole_response(
     server: Server, name: str
 ) -> None:
-    """Delete a recording to have it made anew, and look at what changed."""
+    """Delete a recording to have it made again, then look at the difference."""
     whole = server.post(ASKED[name], "/v1/responses").json()
     Response.model_validate(whole, strict=True)
     assert [item["type"] for item in whole["output"]] == ITEMS[name]
@@ -209,7 +209,7 @@ def test_the_choice_of_tools_is_kept(api: openai.OpenAI) -> None:
 
 
 def test_a_conversation_that_was_kept_is_the_one_that_is_sent(api: openai.OpenAI) -> None:
-    """By previous_response_id, as items, and as chat messages: one prompt, and so one reply."""
+    """By previous_response_id, as items, and as chat messages: one prompt, so one reply."""
     first = respond(api, TWO_CALLS, tools=TOOLS, reasoning=THINK)
     results: list[Any] = [
         {"type": "function_call_output", "call_id": item.call_id, "output": "12 pieces"}
@@ -366,7 +366,7 @@ def test_what_cannot_be_honoured_is_a_400_that_names_its_field(
     assert not re.search(r"messages\[|response_format|max_tokens", named), named
 
 
-def test_a_response_nobody_knows_is_a_404_in_openais_shape(server: Server) -> None:
+def test_an_unknown_response_is_a_404_in_openais_shape(server: Server) -> None:
     http: httpx.Client = server.http
     assert_refused(http.get(f"{server.url}/v1/responses/resp_x"), 404, None)
     assert_refused(http.delete(f"{server.url}/v1/responses/resp_x"), 404, None)

@@ -47,7 +47,7 @@ def servers() -> Iterator[tuple[Server, Server]]:
         yield plain, drafting
 
 
-# The others are laws of test_speculation.py too; these are what a server adds.
+# test_speculation.py also tests the others; these are the server's part.
 EVERYDAY = ("greedy", "stop string", "thinking budget", "drawn", "schema")
 
 

@@ -34,9 +34,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(template: Path) -> Iterator[Server]:
-    """As clients meet it that know nothing of thoughts, with an operator who wants varied
-    replies.
-    """
+    """Clients that know nothing of thoughts, and an operator who wants varied replies."""
     serve = {
         "chat_template": str(template),
         "reasoning": "content",

@@ -48,7 +48,7 @@ CHECK_T6D32 = ("check_stock", {"product": "t6d32"})
 
 @dataclass
 class Answer:
-    """A reply, whichever way it came."""
+    """A reply, streamed or whole."""
 
     content: str = ""
     reasoning: str = ""
@@ -98,7 +98,7 @@ def ask_streamed(api: openai.OpenAI, **fields: Any) -> Answer:
 
 
 def ask(api: openai.OpenAI, **fields: Any) -> Answer:
-    """Whole and streamed, which must be the same; no marker of the model's is in either."""
+    """Whole and streamed, which must be the same; neither contains a marker of the model."""
     whole, streamed = ask_whole(api, **fields), ask_streamed(api, **fields)
     streamed.usage.prompt_tokens_details = (
         whole.usage.prompt_tokens_details

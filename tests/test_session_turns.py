@@ -34,10 +34,10 @@ def server() -> Iterator[Server]:
 
 @dataclass(frozen=True)
 class Api:
-    """One API's words for the same things."""
+    """One API's field names."""
 
     path: str
-    messages: str  # the field that has them
+    messages: str  # the field that contains them
     max_tokens: str
 
     def body(self, messages: list[Any], **fields: Any) -> dict[str, Any]:
@@ -66,13 +66,13 @@ def post(server: Server, api: Api, body: dict[str, Any], **headers: str) -> http
 def say(
     server: Server, text: str, session: str | None, api: Api = CHAT, **fields: Any
 ) -> tuple[str | None, str]:
-    """One message in a session: how it met the session, and what was answered."""
+    """Sends one message in a session; returns how it matched the session, and the reply."""
     answer = post(server, api, api.body([user(text)], session_id=session, **fields))
     return answer.headers.get("x-session-status"), text_sent(answer)
 
 
 def text_sent(answer: httpx.Response) -> str:
-    """Streamed or whole: pieces of text, put together."""
+    """Streamed or whole: pieces of text, joined."""
     return "".join(re.findall(r'"(?:content|text|delta)":"([^"]*)"', answer.text))
 
 
@@ -145,7 +145,7 @@ def test_a_whole_history_is_the_same_prompt_in_a_session_and_without(
     assert session(server, name).json()["messages"] == 4
     again = post(
         server, api, api.body([edited[0]], session_id=name)
-    )  # as clients ask for another reply
+    )  # as clients request another reply
     assert again.headers["x-session-status"] == "history"
     assert session(server, name).json()["messages"] == 2
 
@@ -298,7 +298,7 @@ def test_an_aborted_reply_leaves_the_session_as_it_was(server: Server) -> None:
         [user("Hello!")], session_id="aborted", stream=True, ignore_eos=True, max_tokens=3000
     )
     with server.stream(endless):
-        pass  # a client that leaves
+        pass  # a client that disconnects
     assert eventually(lambda: server.stats()["num_running"] == 0)
     assert session(server, "aborted").json()["messages"] == 2
     assert "Alice" in say(server, QUESTION, "aborted")[1]
@@ -371,7 +371,7 @@ def test_session_ids_are_checked_in_every_api(server: Server) -> None:
 
 
 def test_a_session_goes_on_in_another_engine(server: Server) -> None:
-    """Runs last. What was computed is lost with the engine; what was said is not."""
+    """Runs last. The engine's cache is lost with it; the conversation is not."""
     say(server, NAME, "failover")
     lost = server.engine_pid
     os.kill(lost, signal.SIGKILL)

@@ -52,7 +52,7 @@ def run(world: World, *turn: object, **fields: object) -> Sequence:
 
 
 def flood(world: World, num_requests: int = 12) -> None:
-    """Traffic of others that wants all memory, one after the other."""
+    """Other requests that need all memory, one after the other."""
     for number in range(num_requests):
         run(world, f"flood {world.now_s} {number}", prompt(40, seed=1000 + number), None)
 
@@ -70,7 +70,7 @@ def test_the_next_turn_goes_on_where_the_last_reply_ended_whatever_came_between(
     first = run(world, "first", prompt(9), max_tokens=14)
     flood(world)
     second = run(world, "second", next_turn(first))
-    num_computed = len(first.tokens) - 1  # what was said last was never computed
+    num_computed = len(first.tokens) - 1  # the last reply token was never computed
     assert second.num_cached_tokens == num_computed // setup.page_size * setup.page_size == 20
     world.require_reply_alone(second.request)
     world.require_nothing_owned()
@@ -101,7 +101,7 @@ def test_a_session_ends_when_it_is_deleted_or_was_not_used_for_too_long(setup: S
     world.cache.check()
     assert (
         run(world, "third", next_turn(first)).num_cached_tokens == 20
-    )  # still there, but as any prefix is
+    )  # still there, but unprotected like any prefix
 
 
 @KINDS
@@ -176,7 +176,7 @@ def test_sessions_end_before_a_running_request_is_preempted(depth: int) -> None:
     world.require_reply_alone(long.request)
 
 
-def test_a_waiting_request_ends_a_session_only_when_nobody_runs() -> None:
+def test_a_waiting_request_ends_a_session_only_when_no_other_runs() -> None:
     world = World(Setup(num_pages=12, session_bytes=100, max_model_len=44))
     run(world, "a", prompt(21), "chat", max_tokens=4)  # six pages
     say(world, "runs", prompt(5, seed=1), None, max_tokens=8)
@@ -269,7 +269,7 @@ def test_only_states_of_prompts_are_kept_where_replies_would_round_otherwise() -
     assert run(world, "second", next_turn(first)).num_cached_tokens == 8
 
 
-def test_an_urgent_request_overtakes_those_of_the_last_seconds_but_nobody_for_ever() -> None:
+def test_an_urgent_request_overtakes_those_of_the_last_seconds_only() -> None:
     world = World(Setup(max_rows=1))
     patient = say(world, "patient", prompt(3), None, max_tokens=1, priority=3)
     for number in range(100):

@@ -109,7 +109,7 @@ def test_a_kernel_is_compiled_once_and_without_a_cache_folder_every_time(
 
 
 def logging_compiler(folder: Path) -> tuple[Path, Path]:
-    """A slow program that compiles nothing, and the file to which it adds a line each time."""
+    """A slow program that compiles nothing, and the file to which it appends a line each time."""
     log, compiler = folder / "log", folder / "compiler"
     compiler.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] && exit\n'

@@ -60,7 +60,7 @@ class Scripts:
         )
 
     def begin(self) -> subprocess.Popen[str]:
-        """Without waiting for it, in a process group of its own."""
+        """Starts a script without waiting for it, in a process group of its own."""
         return subprocess.Popen(
             ["env", "--default-signal=INT", "./start_server.sh", "--port", str(self.port), *FLAGS],
             cwd=REPOSITORY,
@@ -81,7 +81,7 @@ class Scripts:
 
     @property
     def server_pid(self) -> int | None:
-        """None while the supervisor has none, or sleeps before the next."""
+        """None while the supervisor has no server, or sleeps before the next one."""
         found = [pid for pid in child_pids(self.supervisor_pid) if b"penstock" in command_of(pid)]
         return found[0] if found else None
 
@@ -100,7 +100,7 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
 
 
 def start_thinker(scripts: Scripts, folder: Path, *flags: str) -> str:
-    """A model that thinks and says how it is sampled; what the script said of it."""
+    """A model that thinks and has sampling defaults; the output of the script."""
     template, model = write_thinking_template(folder), folder / "model"
     model.mkdir()
     words = ["--model", str(write_sampled_model(model)), "--chat-template", str(template)]
@@ -133,7 +133,9 @@ def test_replies_are_sampled_and_thought_about_if_the_script_is_told_so(
 def test_a_server_is_started_once_comes_back_when_killed_and_is_stopped_once(
     scripts: Scripts, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """And its replies are greedy and without thinking: a server takes seconds to start."""
+    """Also checks that its replies are greedy and without thinking: starting a server takes
+    seconds.
+    """
     said = start_thinker(scripts, tmp_path_factory.mktemp("thinker"))
     assert f"Ready at {scripts.url}" in said
     assert scripts.is_ready()
@@ -163,13 +165,13 @@ def test_a_server_is_started_once_comes_back_when_killed_and_is_stopped_once(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whoever_gives_up_waiting_leaves_no_server_behind(
+def test_a_wait_that_is_given_up_leaves_no_server_behind(
     scripts: Scripts, number: signal.Signals
 ) -> None:
     starting = scripts.begin()
     assert eventually(lambda: scripts.has_supervisor, 30.0)
     supervisor = scripts.supervisor_pid
-    os.killpg(starting.pid, number)  # as a terminal does it: what the script runs hears it too
+    os.killpg(starting.pid, number)  # as a terminal does: child processes of the script get it too
     _, said = starting.communicate(timeout=60)
     assert starting.returncode == 128 + number
     assert "Not ready yet, and stopped again" in said

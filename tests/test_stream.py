@@ -30,8 +30,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def cut_at_stop(
     tokenizer: Tokenizer, ids: list[int], stop: list[str], min_tokens: int = 0
 ) -> tuple[str, int | None]:
-    """The law by brute force: the reply up to the stop that is complete first, and after how many
-    tokens.
+    """The specification by brute force: the reply up to the stop that is complete first, and after
+    how many tokens. A stop is complete with the token after which it is final: broken UTF-8 at the
+    end does not count until no following byte can complete it.
 
     A stop is complete with the token after which it cannot be taken back: broken UTF-8 at the end
     of what has come so far does not count until it is known that nothing can mend it.
@@ -58,7 +59,7 @@ def num_tokens_behind(tokenizer: Tokenizer, ids: list[int], num_characters: int)
 
 
 def certain_text(data: bytes) -> str:
-    """The characters that stay the same whatever bytes follow."""
+    """The characters that no following bytes can change."""
     seconds = (0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF)  # the edges of what may follow any first byte
     tails = [
         b"",
@@ -81,7 +82,7 @@ def stream(decoder: StreamDecoder, ids: list[int], cuts: list[int]) -> list[str]
     return [*pieces, decoder.finish()]
 
 
-# The first 256 ids are single bytes; few distinct ones make repetitions and overlaps likely.
+# The first 256 ids are single bytes; using few of them makes repetitions and overlaps likely.
 TEXT_IDS = st.lists(st.integers(0, 1090), max_size=30)
 BYTE_IDS = st.lists(st.sampled_from([*range(64, 70), *range(120, 256)]), max_size=30)
 CUTS = st.lists(st.integers(0, 30), max_size=6)

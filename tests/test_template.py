@@ -50,7 +50,7 @@ def templates(published: str) -> dict[str, ChatTemplate | Oracle]:
 
 
 class Oracle:
-    """The same template in jinja2's sandbox, set up as transformers does."""
+    """The same template in jinja2's sandbox, configured as in transformers."""
 
     def __init__(self, source: str) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -67,7 +67,7 @@ class Oracle:
         raise jinja2.TemplateError(message)
 
     def render(self, messages: list[dict], **variables: Any) -> str | None:
-        """None for a refusal."""
+        """None if the template refuses."""
         try:
             return self._template.render(
                 messages=messages, **{"add_generation_prompt": True, **variables}
@@ -102,7 +102,7 @@ def test_our_own_template_gives_the_golden_renders(golden: list[dict]) -> None:
     for case in golden:
         expected = (
             None if case["name"] == "image_part" else case.get("rendered")
-        )  # ours reads text only
+        )  # ours accepts text only
         inputs = {
             "enable_thinking": True,
             **case["inputs"],
@@ -175,8 +175,8 @@ def test_any_conversation_renders_as_the_reference_renders_it(
 def test_our_own_template_renders_what_the_published_one_does(
     templates, messages, tools, thinking, prompt
 ) -> None:
-    """A conversation that starts with a tool's result is left out: the published one forgets its
-    header.
+    """Conversations that start with a tool's result are excluded: the published template omits
+    their header.
     """
     variables = {"tools": tools, "add_generation_prompt": prompt, **thinking}
     expected = render_or_none(templates["published"], messages, **variables)
@@ -314,7 +314,7 @@ def test_a_model_without_template_says_what_to_do(tmp_path: Path) -> None:
     assert str(tmp_path) not in str(refusal.value)
 
 
-def test_who_sends_messages_learns_which_line_failed_and_not_where_the_model_lies(
+def test_a_clients_error_has_the_line_that_failed_and_not_the_models_folder(
     tmp_path: Path,
 ) -> None:
     template = ChatTemplate.load(
@@ -392,7 +392,7 @@ TARGETS = [
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("attribute", ATTRIBUTES)
 def test_python_cannot_be_reached(target: str, attribute: str) -> None:
-    """Each is refused or undefined; nothing inside is ever found, called or not, dotted or not."""
+    """Each is refused or undefined; no attribute is ever found, called or not, dotted or not."""
     for access in (
         f"{target}.{attribute}",
         f"{target}['{attribute}']",
@@ -425,7 +425,7 @@ def test_a_chosen_file_is_used_instead_of_the_models_own(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
 def test_the_template_without_thoughts_never_opens_one(variables: dict[str, bool]) -> None:
-    """And is the tiny model's, which is of the Qwen3.5 family, in all else."""
+    """Otherwise it equals the tiny model's, which is of the Qwen3.5 family."""
     own, quiet = ChatTemplate.load(None), ChatTemplate.load(None, "no-think")
     assert quiet.variables == frozenset()
     assert quiet.render(HELLO, **variables) == own.render(HELLO, enable_thinking=False)

@@ -62,7 +62,7 @@ RUNAWAYS = [
 ]
 
 
-# Each makes a text or list twice as long, or longer, sixty times over.
+# Each makes a text or list at least twice as long, sixty times.
 DOUBLINGS = {
     "+": "x + x",
     "~": "x ~ x",
@@ -99,7 +99,7 @@ AMPLIFIERS = {
 }
 
 
-# Another operator or method with the same end as those that stay: the memory of the process.
+# Other operators and methods with the same result as those above: the memory limit of the process.
 SAME_END = {"~", "*", "format", "str.format", "str.replace", "join", "slice", "case", "list"}
 
 
@@ -114,8 +114,8 @@ SAME_END = {"~", "*", "format", "str.format", "str.replace", "join", "slice", "c
     ],
 )
 def test_runaway_templates_are_stopped_soon_and_stay_small(source: str) -> None:
-    """Soon is a second of CPU, start of a process included; small is the parent, as the child is
-    limited.
+    """The limits: a second of CPU, including the start of a process, and memory of the parent, as
+    the child is limited.
     """
     template = ChatTemplate(source)
     shared_processes.close()
@@ -133,13 +133,13 @@ def test_runaway_templates_are_stopped_soon_and_stay_small(source: str) -> None:
 
 
 def cpu_seconds_of_children() -> float:
-    """Of those that have ended."""
+    """Number of processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def child_pid() -> int:
-    """Of the one that the next task goes to."""
+    """The process that gets the next task."""
     return shared_processes.pids[-1]
 
 
@@ -200,12 +200,12 @@ def test_a_process_that_was_killed_or_stopped_is_replaced_without_a_word(
 
 
 def test_a_process_that_is_stopped_in_the_middle_is_replaced_too() -> None:
-    """Here while it computes; it would have gone on for longer than it may."""
+    """It is computing, and would go on for longer than allowed."""
     slow = ChatTemplate(AMPLIFIERS["slow copies"])
     pid = child_pid()
     stopping = threading.Timer(0.1, os.kill, (pid, signal.SIGSTOP))
     stopping.start()
-    with pytest.raises(RequestError, match="out of time"):  # what the next one said of it
+    with pytest.raises(RequestError, match="out of time"):  # the reason that the next one gave
         slow.render(HELLO)
     stopping.join()
     with pytest.raises(ProcessLookupError):
@@ -241,15 +241,13 @@ def test_when_the_next_process_fails_as_well_it_is_no_fault_of_the_request(
 def test_a_process_that_does_not_answer_is_given_up_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where nobody can see that it was stopped."""
+    """The parent cannot see that the process was stopped."""
     template = ChatTemplate("{{ messages[0].content }}")
     monkeypatch.setattr(template_process, "PATIENCE_S", 0.2)
     monkeypatch.setattr(template_process._Child, "_is_stopped", lambda self: False)
     pids = signal_all_children(signal.SIGSTOP)
     monkeypatch.setattr(template_process, "LOOK_S", 0.05)
-    with contextlib.suppress(
-        TemplateProcessError
-    ):  # a machine under load may be as slow as that itself
+    with contextlib.suppress(TemplateProcessError):  # a machine under load may be that slow itself
         assert template.render(HELLO) == "Hi"
     assert not set(pids) & set(shared_processes.pids)
 
@@ -339,7 +337,7 @@ def test_a_slow_template_does_not_hold_up_the_server() -> None:
 
 
 def test_counting_tokens_leaves_threads_to_replies() -> None:
-    """However many ask for it at the same time."""
+    """However many requests ask for it at the same time."""
     at_once: list[int] = []
     running: set[object] = set()
 

@@ -35,7 +35,7 @@ def ask(server: Server, key: str, path: str, body: dict[str, Any] | None = None)
     headers = {"authorization": f"Bearer {key}"}
     if body is None:
         return server.http.get(server.url + path, headers=headers)
-    named = body if path == "/v1/conversations" else {"model": "any", **body}  # which asks no model
+    named = body if path == "/v1/conversations" else {"model": "any", **body}  # which uses no model
     return server.http.post(server.url + path, json=named, headers=headers)
 
 
@@ -48,7 +48,7 @@ def num_cached(server: Server, key: str, prompt: str, **fields: Any) -> int:
 
 
 def test_a_prefix_is_shared_within_a_tenant_and_never_beyond(server: Server) -> None:
-    """The operator's system prompt is everybody's: it is computed for each of them."""
+    """The operator's system prompt is computed for each tenant."""
     ann, ben = KEYS
     shared = num_cached(server, ann, "Hello")
     assert shared > 0, "the system prompt"
@@ -124,7 +124,7 @@ def test_items_conversations_and_runs_are_their_tenants(server: Server) -> None:
         attempts
     )
     found = [200] * len(attempts)
-    found[4] = 400  # it was not asked for as a stream
+    found[4] = 400  # it was not requested as a stream
     assert [ask(server, ann, path, body).status_code for path, body in attempts] == found
     assert ask(server, ann, run).json()["status"] == "cancelled"
 
@@ -141,7 +141,7 @@ def test_pages_of_two_tenants_have_nothing_in_common() -> None:
 
 
 def test_texts_are_remembered_for_each_tenant_apart() -> None:
-    """Or the time that tokenising takes would tell what others have sent."""
+    """Otherwise the time of tokenizing would reveal what others have sent."""
     encoded: list[str] = []
 
     def encode(pieces: list[str]) -> list[list[int]]:

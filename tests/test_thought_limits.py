@@ -48,7 +48,7 @@ def without_limit(engine: Engine, one: Request) -> list[int]:
 
 
 def closed_by_another_request(engine: Engine, one: Request) -> list[int]:
-    """What a server does that closes thinking itself."""
+    """Closes thinking with another request, as a server does."""
     assert one.thought_limit is not None
     thought = without_limit(engine, one)[: one.thought_limit.num_tokens]
     start = [*thought, *CLOSING_IDS]
@@ -62,7 +62,7 @@ def closed_by_another_request(engine: Engine, one: Request) -> list[int]:
 def test_a_thought_is_closed_as_by_another_request_but_in_its_row(
     config: dict[str, Any], overlap: bool
 ) -> None:
-    """The limit and the closing tokens come before, at, and over the boundaries of pages."""
+    """The limit and the closing tokens lie before, at, and across page boundaries."""
     lengths = [(2, 30), (15, 16), (16, 16), (17, 31), (18, 16), (20, 9), (33, 40)]
     requests = [thinking(f"{n}-{length}", n, length) for n, length in lengths]
     engine = engine_of(config, overlap=overlap, prefix_cache=False)
@@ -90,8 +90,8 @@ def test_a_thought_that_ends_in_time_is_left_alone(config: dict[str, Any]) -> No
 @OVERLAP
 @pytest.mark.parametrize("speculate", ["mtp:2", "ngram:3"])
 def test_drafts_do_not_pass_the_limit(speculate: str, overlap: bool) -> None:
-    """What was drafted and right is in a journal until the next decode, so the last token of a
-    thought is sampled alone.
+    """Accepted drafts are in a journal until the next decode, so the last token of a thought is
+    sampled alone.
     """
     requests = [thinking(f"{n}", n, temperature=0.0) for n in range(10, 20)]
     plain = engine_of(WITH_HEAD)
@@ -142,7 +142,7 @@ def test_a_reply_that_moves_to_another_engine_keeps_its_limit(
 def test_no_request_is_stuck_at_its_limit_when_memory_is_short(
     config: dict[str, Any], overlap: bool
 ) -> None:
-    """A preempted one may be left to its server."""
+    """A preempted request may leave its limit to the server."""
     settings = {"memory_gb": tight_budget(config), "page_size": 64, "max_model_len": 192}
     engine = engine_of(config, overlap=overlap, **settings)
     plain = engine_of(config)

@@ -69,7 +69,7 @@ def test_sums_are_those_of_the_expanded_weights(
 
 
 def test_more_threads_than_cores_agree() -> None:
-    """Some come late to a call, and some are held up in the middle of one."""
+    """Some join a call late, and some are delayed within one."""
     gate_up, down = tiles(8, 256, 256, 1), tiles(8, 256, 128, 2)
     if not can_run(gate_up, down, torch.bfloat16):
         pytest.skip("there is no compiler")
@@ -124,7 +124,9 @@ def test_the_cpu_adds_what_the_device_leaves_to_it() -> None:
 
 
 def test_a_host_worker_answers_calls_in_turn() -> None:
-    """As a GPU's stream makes them: inputs, then one store that tells the call and its job."""
+    """Works like a GPU's stream: it writes the inputs, then one word that announces the call and
+    its job.
+    """
     num_experts, k, width = 6, 3, 256
     gate_up, down = tiles(num_experts, 256, width, 1), tiles(num_experts, width, 128, 2)
     if not can_run(gate_up, down, torch.bfloat16):
@@ -175,5 +177,5 @@ def test_the_share_follows_what_calls_take(monkeypatch: pytest.MonkeyPatch) -> N
     assert slower < 0.5
     assert products.adapt() is None
     monkeypatch.setattr(host_products, "TRY_AGAIN_S", 0.0)
-    assert products.adapt() == 0.5  # nobody has called since
+    assert products.adapt() == 0.5  # not called since
     assert products.adapt() is None

@@ -102,7 +102,7 @@ def test_a_q4_k_weight_takes_less_than_five_bits() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "levels"])
 def test_columns_that_are_permuted_by_heads_are_put_in_order(kind: str) -> None:
-    """A GGUF file tiles the value heads of DeltaNet: as steps in order, no kernel gathers them."""
+    """A GGUF file tiles the value heads of DeltaNet: with reordered steps, none is gathered."""
     K = 768
     heads = torch.tensor([3, 0, 5, 1, 4, 2])
     columns = (128 * heads[:, None] + torch.arange(128)).flatten()
@@ -134,22 +134,22 @@ def test_rounding_moves_a_weight_by_half_a_step_at_most(
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     codes = round_to(values, scheme)
     error = (codes.dequantize() - values).abs()
-    if scheme == "fp8":  # three bits of mantissa, or a step of the smallest numbers
+    if scheme == "fp8":  # three bits of mantissa, or one step for the smallest numbers
         blocks = codes.scales.expand().repeat_interleave(128, -1).repeat_interleave(128, -2)
         least = blocks[..., : shape[-2], : shape[-1]] * 2**-9
         assert (error <= torch.maximum(values.abs() / 16, least)).all()
     else:
         scales = codes.scales.expand().repeat_interleave(codes.block[1], -1)[..., : shape[-1]]
-        # Scales are rounded, so that the largest weight may be cut by a 256th.
+        # Scales are rounded, so the largest weight may be clipped by a 256th.
         assert (error <= scales * (0.5 + (1 << codes.bits - 1) / 256)).all()
 
 
 def test_rows_that_differ_in_bits_only_become_one_part_with_the_same_numbers() -> None:
-    """Of a GPU's layer, if what that adds is read sooner than one more launch is done."""
+    """In a GPU's layer, if reading the added bits takes less time than one more launch."""
     rows = [pack(make_codes(kind, 32, 512)) for kind in ("Q5_K", "Q4_K", "Q6_K", "Q4_K")]
     expected = torch.cat([part.dequantize() for part in rows])
     parts = join_widened([*rows])
-    assert [part.shape[0] for part in parts] == [64, 32, 32]  # Q6_K has scales of its own kind
+    assert [part.shape[0] for part in parts] == [64, 32, 32]  # Q6_K has another kind of scales
     tiled = [tile(part) for part in parts if isinstance(part, QuantizedRows)]
     assert [part.bits for part in tiled] == [8, 8, 4]
     assert torch.equal(torch.cat([part.dequantize() for part in tiled]), expected)

@@ -25,7 +25,7 @@ from penstock.text.tokenizer import Tokenizer
 
 @pytest.fixture(scope="session")
 def qwen_folder(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a Qwen3.5 folder has for its text side: the end of a turn is only in the template."""
+    """A Qwen3.5 folder's files for text: only the template contains the end of a turn."""
     folder = tmp_path_factory.mktemp("qwen3.5")
     packed = (shared_data / "qwen3.5" / "tokenizer.json.xz").read_bytes()
     (folder / "tokenizer.json").write_bytes(lzma.decompress(packed))
@@ -86,7 +86,7 @@ def test_any_ids_decode_as_the_library_decodes(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 255), max_size=12))
 def test_any_bytes_decode_as_the_library_decodes(qwen: Tokenizer, library, ids: list[int]) -> None:
-    """The first 256 ids are single bytes, so this is every kind of broken UTF-8."""
+    """The first 256 ids are single bytes, so this covers every kind of broken UTF-8."""
     assert qwen.decode(ids) == library.decode(ids)
 
 
@@ -200,7 +200,7 @@ def test_a_file_that_cuts_and_pads_texts_does_neither_to_prompts(
         assert cutting.encode(text) == plain.encode(text)
 
 
-SLOW_PATTERN = r"(?:(a+)+\1)+y"  # which the library gives up on, with a panic of Rust
+SLOW_PATTERN = r"(?:(a+)+\1)+y"  # where the library gives up with a panic of Rust
 
 
 @pytest.mark.parametrize("is_quick", [False, True])
@@ -213,7 +213,7 @@ def test_a_pattern_that_gives_up_is_a_request_error_and_spoils_nothing_else(
     part: str,
     is_quick: bool,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "fastokens", None)  # which has another idea of patterns
+    monkeypatch.setitem(sys.modules, "fastokens", None)  # whose regular expressions differ
     written = json.loads((tiny_folder / "tokenizer.json").read_text())
     written[part] = {
         "pre_tokenizer": {
@@ -247,7 +247,7 @@ def test_a_fast_encoder_that_panics_is_not_used(
     }
     written["pre_tokenizer"] = split
     (tmp_path / "tokenizer.json").write_text(json.dumps(written))
-    tokenizer = Tokenizer.load(tmp_path)  # tries both on plain text, among it many an a
+    tokenizer = Tokenizer.load(tmp_path)  # compares both on plain text, which includes the letter a
     assert tokenizer.encode("Hello")
 
 
@@ -258,7 +258,7 @@ def test_a_lone_surrogate_is_refused(tiny_folder: Path) -> None:
 
 @pytest.fixture
 def sentence_piece(tmp_path: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
-    """Llama's way: a mark for spaces, bytes as <0xXX>, one leading space dropped."""
+    """Like Llama: a mark for spaces, bytes as <0xXX>, one leading space dropped."""
     words = [
         "<unk>",
         "<s>",
@@ -302,9 +302,7 @@ class _Encoding:
 
 
 def install_fastokens(monkeypatch: pytest.MonkeyPatch, change) -> None:
-    """A stand-in encoder under fastokens' name, whose ids are the library's passed through
-    `change`.
-    """
+    """A fake encoder under fastokens' name, whose ids are the library's passed through `change`."""
 
     class Fast:
         def __init__(self, text: str) -> None:
@@ -367,8 +365,8 @@ def test_the_real_fast_encoder_gives_golden_ids(qwen: Tokenizer, shared_data: Pa
         assert qwen.encode(case["text"]) == case["ids"], case["name"]
 
 
-# Control tokens, whole and in parts, whose matches could overlap; white space and marks that bind
-# to what stands before them; and words long enough, repeated, to be remembered.
+# Control tokens, whole and in parts, whose matches could overlap; white space and marks that attach
+# to the text before them; and words long enough, and repeated, to be cached.
 PIECES = (
     *(
         "<|im_start|>",
@@ -426,7 +424,7 @@ def _embedded(folder: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
 
 
 def counting_encoder(library, max_bytes: int = 1 << 20) -> tuple[PieceEncoder, list[str]]:
-    """An encoder and the pieces that it had to have encoded."""
+    """An encoder and the pieces that it had to encode."""
     asked: list[str] = []
 
     def encode_pieces(pieces: list[str]) -> list[list[int]]:

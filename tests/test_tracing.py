@@ -44,7 +44,7 @@ def test_a_package_that_is_missing_is_said_and_the_server_goes_on(
 
 
 class Collector:
-    """An OTLP receiver; the spans it got, as plain values."""
+    """An OTLP receiver; the spans that it received, as plain values."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

@@ -59,7 +59,7 @@ ASK = 2  # ends the prompt of a copy problem
 
 
 class CopyCorpus:
-    """Say the letters again: small enough to be learned on a CPU, and more than one row length."""
+    """Repeats the letters: small enough to be learned on a CPU, with more than one row length."""
 
     kinds: tuple[str, ...] = ("short", "long")
     vocab_size = 16
@@ -93,7 +93,7 @@ def equals(wanted: list[int], reply: Sequence[int]) -> bool:
 
 
 def tiny(**changes: Any) -> ModelConfig:
-    """A small model in which no two dimensions are equal, so that none can stand in for another."""
+    """A small model in which no two dimensions are equal, so that swapping them fails."""
     given: dict[str, Any] = {
         "vocab_size": 96,
         "hidden_size": 48,
@@ -210,7 +210,7 @@ def test_block_doubling_inverse_equals_triangular_solve(size: int) -> None:
 
 
 def test_inverse_survives_repeated_keys() -> None:
-    # The worst rows: all keys alike, no decay. A plain power series would need 20 digits here.
+    # The worst rows: all keys equal, no decay. A plain power series would need 20 digits here.
     strict = torch.ones(64, 64).tril(-1)
     wanted = torch.eye(64) - torch.diag(torch.ones(63), -1)
     torch.testing.assert_close(invert_unit_lower(strict), wanted)
@@ -220,7 +220,7 @@ def test_inverse_has_the_right_gradient() -> None:
     strict = (
         torch.randn(2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.5
     ).tril(-1)
-    # The inverse only promises a gradient for what lies below the diagonal.
+    # The inverse guarantees a gradient only below the diagonal.
     assert torch.autograd.gradcheck(
         lambda x: invert_unit_lower(x.tril(-1)), strict.requires_grad_()
     )
@@ -613,7 +613,7 @@ def test_a_stop_signal_saves_the_run(tmp_path: Path) -> None:
 
 
 class StoppingCorpus(CopyCorpus):
-    """Sends this process the signal that ends it while data is drawn."""
+    """Sends this process the termination signal while data is generated."""
 
     def __init__(self) -> None:
         self.num_drawn = 0
@@ -676,7 +676,7 @@ def embedded() -> tuple[Qwen35Moe, ConversationCorpus]:
 def test_replies_come_in_the_order_of_the_questions(
     embedded: tuple[Qwen35Moe, ConversationCorpus],
 ) -> None:
-    """Long and short prompts are asked together by length, and each alone answers the same."""
+    """Long and short prompts are batched by length, and each one gets the reply it gets alone."""
     rng = Random("order")
     asked = [
         sample(rng, True, False)

@@ -41,7 +41,7 @@ def test_the_first_depth_is_the_head_as_it_was_trained(model: Qwen35Moe, token_i
 
 @torch.no_grad()
 def test_each_depth_is_what_a_cache_of_keys_gives(model: Qwen35Moe, token_ids: Tensor) -> None:
-    """From every place: the model's hidden states up to there, then the head's own, one by one."""
+    """From each position: the model's hidden states up to there, then the head's own."""
     counted = torch.ones(token_ids.shape)
     hidden, _ = model(token_ids, counted)
     states, _ = draft_all_depths(model, hidden, token_ids, counted, DEPTHS)
@@ -104,7 +104,7 @@ def test_rows_of_a_batch_are_of_about_one_length() -> None:
 
 
 def test_the_head_of_the_embedded_model_drafts_several_tokens() -> None:
-    """Of answers to word problems, most drafts are right, also behind others."""
+    """Most drafts of answers to word problems are right, also those after others."""
     from training.config import ModelConfig
     from training.start import start_weights
 

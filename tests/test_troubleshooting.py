@@ -12,12 +12,12 @@ from penstock.config import EngineConfig, ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-FEWEST_WORDS = 8  # characters that a pattern must say itself, or it would match anything
+FEWEST_WORDS = 8  # characters that a pattern must contain itself, or it would match anything
 
 
 @cache
 def messages() -> list[re.Pattern[str]]:
-    """Every string of the product; what is filled in may be anything."""
+    """Every string of the product as a pattern, with any text for its placeholders."""
     patterns = set()
     for path in (ROOT / "penstock").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -57,6 +57,6 @@ def test_there_are_ten_and_each_is_quoted() -> None:
 
 
 def test_every_flag_on_the_page_exists() -> None:
-    elsewhere = {"--debug", "--gpus", "--local-dir"}  # of any command, of docker, of hf
+    elsewhere = {"--debug", "--gpus", "--local-dir"}  # flags of any command, of docker and of hf
     known = {flag.name for settings in (EngineConfig, ServeConfig) for flag in flags_of(settings)}
     assert not set(re.findall(r"--[a-z][a-z-]+", PAGE)) - known - elsewhere

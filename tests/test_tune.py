@@ -83,7 +83,7 @@ def test_a_cut_model_keeps_its_widths() -> None:
 
 
 def test_there_is_nothing_to_tune_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """Which is said before a model is loaded, or found too large to be."""
+    """It is refused before a model is loaded, or found to be too large."""
     words = ("tune", "-m", "Qwen3.5-35B-A3B", "--device", "cpu", "--batch", "1,2,4")
     exit_code, said = fails(capsys, *words)
     assert exit_code == 1
@@ -120,7 +120,7 @@ TILE = {"block_n": 4}
 
 @pytest.fixture
 def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache folder, and a GPU that has a table of the package too."""
+    """The user's cache folder, and a GPU for which the package has a table too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "table_name", lambda device: "nvidia-h200")
     return tmp_path / "penstock" / "tiles"
@@ -161,7 +161,7 @@ def test_measured_tiles_lie_in_the_user_s_folder_and_beat_those_of_the_package(
 def test_an_unusable_table_is_left_alone_and_named(
     own_tables: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those of the package are used instead: a tile of other kernels may not fit these."""
+    """The package's tables are used instead: a tile for other kernels may not fit these."""
     path = tuning.own_table_path(torch.device("cuda"))
     path.parent.mkdir(parents=True)
     path.write_text(text.replace("KERNELS", tuning.kernels_digest()))

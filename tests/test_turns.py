@@ -15,7 +15,7 @@ EXPENSIVE = 10 * CHEAP
 
 
 class World:
-    """Coroutines that wait for turns and hold them until they are told to end."""
+    """Coroutines that wait for turns and hold them until the test ends them."""
 
     def __init__(self, max_at_once: int) -> None:
         self.now = 0.0
@@ -104,7 +104,7 @@ def test_expensive_work_leaves_a_place_to_cheap_work() -> None:
 
 
 @pytest.mark.parametrize("is_granted", [False, True])
-def test_whoever_gives_up_takes_no_place(is_granted: bool) -> None:
+def test_a_waiter_that_gives_up_takes_no_place(is_granted: bool) -> None:
     async def scenario(world: World) -> None:
         if not is_granted:
             await world.ask("first", 1)

@@ -35,7 +35,7 @@ def engine_over(world: World, tokenizer: Tokenizer) -> VectorEngine:
 
 
 def answer(engine: FakeEngine, num_requests: int) -> None:
-    """The oldest requests get their vectors: their own tokens."""
+    """Sends vectors to the oldest requests: their own tokens."""
     for id, (request, receiver, _) in list(engine.rows.items())[:num_requests]:
         del engine.rows[id]
         vector = array("f", request.token_ids).tobytes()

@@ -51,7 +51,7 @@ META = torch.device("meta")
 def make_state(
     config: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Random tensors under the names and shapes a checkpoint of this config has."""
+    """Random tensors with the names and shapes of a checkpoint with this config."""
     generator = torch.Generator().manual_seed(5)
     placements = build_model(config, torch.float32, META).placements()  # type: ignore[operator]
     return {
@@ -176,9 +176,7 @@ def test_large_tensors_are_read_in_pieces_and_whole(
     not Path("/proc/self/status").exists(), reason="needs /proc to see the peak memory"
 )
 def test_loading_never_holds_much_more_than_one_tensor(tmp_path: Path) -> None:
-    """On the meta device a model takes no memory, so the growth of the process is the loader's
-    own.
-    """
+    """On the meta device, a model takes no memory: the process grows only by the loader's own."""
     config = {**CONFIG, "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096}
     config |= {"num_hidden_layers": 5, "num_key_value_heads": 4, "head_dim": 64}
     large = write_checkpoint(tmp_path / "large", make_state(config), config)
@@ -210,7 +208,7 @@ print(peak_bytes() - before)
         env={
             **os.environ,
             "MALLOC_MMAP_THRESHOLD_": "1000000",
-        },  # or malloc keeps, by chance, what was freed
+        },  # otherwise malloc may keep freed memory
     )
     largest = 1024 * 4096 * 4
     file_bytes = (large / "model.safetensors").stat().st_size
@@ -503,7 +501,7 @@ def test_a_pt_that_is_no_state_dict_is_named(
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("open_file", [open_safetensors, open_torch_file])
 def test_flipped_bytes_are_a_checkpoint_error_or_harmless(tmp_path: Path, open_file: Any) -> None:
-    """Every field of both formats gets damaged in some round; none may raise anything else."""
+    """Each field of both formats is damaged in some round; no other exception may be raised."""
     path = tmp_path / "weights"
     state = {"a.weight": torch.ones(3, 2), "b": torch.zeros(4, dtype=torch.bfloat16)}
     if open_file is open_safetensors:

@@ -98,7 +98,7 @@ def engine_pair() -> tuple[EngineChannel, socket.socket]:
 async def receive_all(
     data: bytes, messages: list[FromEngine] | None = None, piece_bytes: int = 2**20
 ) -> list[FromEngine]:
-    """What the server's side makes of bytes that end."""
+    """What the server reads from bytes that end."""
     messages = [] if messages is None else messages
     loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
@@ -130,7 +130,7 @@ def test_every_message_from_the_engine_arrives_as_it_was_however_it_is_cut(
     assert asyncio.run(receive_all(data, piece_bytes=piece_bytes)) == FROM_ENGINE
 
 
-def test_what_the_engine_says_before_anybody_listens_is_not_lost() -> None:
+def test_what_the_engine_sends_before_a_reader_connects_is_not_lost() -> None:
     async def scenario() -> list[FromEngine]:
         messages: list[FromEngine] = []
         ours, theirs = socket.socketpair()
@@ -183,7 +183,7 @@ def test_a_frame_cut_anywhere_is_the_end_and_not_a_message() -> None:
         b"\xc1",
         msgspec.msgpack.encode({"type": "Nothing"}),
         msgspec.msgpack.encode({"type": "Abort", "request_id": 5}),
-        encode_frame(FROM_ENGINE[0])[4:],  # a message, but not one for this direction
+        encode_frame(FROM_ENGINE[0])[4:],  # a message, but not for this direction
         b"cos\nsystem\n(S'true'\ntR.",
     ],
 )
@@ -218,7 +218,7 @@ def test_a_frame_longer_than_the_limit_is_refused_before_it_is_read() -> None:
 
 
 def test_frames_of_two_threads_never_mix() -> None:
-    """The reader thread answers pings while the other one sends what a step has to say."""
+    """The reader thread answers pings while the other one sends the results of a step."""
     channel, server = engine_pair()
     deltas = Deltas([TokenDelta(f"r{i}", tuple(range(1000))) for i in range(64)])
     pong = Pong(0.5)
@@ -276,7 +276,7 @@ def test_an_unknown_error_kind_is_never_called(kind: str) -> None:
 
 
 def test_a_worker_that_fails_says_why_in_one_line_and_ends(tmp_path: Path) -> None:
-    """A config that cannot be read stands for every exception that nobody foresaw."""
+    """A config that cannot be read stands for any unexpected exception."""
     path = str(tmp_path / "engine.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)

@@ -63,6 +63,6 @@ def test_a_crowd_is_taken_in_bit_by_bit_while_replies_go_on() -> None:
 def test_an_idle_engine_takes_in_what_has_come_before_it_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker, "MAX_INTAKE_S", 60.0)  # whatever else the machine does
+    monkeypatch.setattr(worker, "MAX_INTAKE_S", 60.0)  # whatever other load the machine has
     counts = submitted_before_each_step(num_running=0, num_requests=3)
     assert counts[0] == 3

@@ -8,7 +8,7 @@ from penstock.assets import default_model
 
 
 def write_thinking_template(folder: Path) -> Path:
-    """The tiny model's own, but it thinks unless it is told not to."""
+    """The tiny model's own, but it thinks by default."""
     source = (default_model() / "chat_template.jinja").read_text()
     quiet = "if not (enable_thinking is defined and enable_thinking)"
     assert source.count(quiet) == 1

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 def on_ranks(size: int, run: Callable[[Ranks], Result]) -> list[Result]:
-    """What `run` returns on each rank."""
+    """The result of `run` on each rank."""
     store = dist.HashStore()
 
     def one(rank: int) -> Result:
@@ -41,7 +41,7 @@ def on_ranks(size: int, run: Callable[[Ranks], Result]) -> list[Result]:
 
 @contextmanager
 def ranked_engine(config: dict[str, Any], size: int, **settings: Any) -> Iterator[Engine]:
-    """An engine whose other ranks are threads, to which it sends the bytes that it would send to
+    """An engine whose other ranks are threads; it sends them the bytes that it would send to
     processes.
     """
     given = {"device": "cpu", "deterministic": True, "max_model_len": 1024, **settings}

@@ -1,5 +1,5 @@
 """The embedded model with two of its twelve layers, one of each kind: a step takes a quarter of the
-time.
+time. Its text is garbage: it is for tests of scheduling and caching.
 
 Its output is meaningless: it is for tests of scheduling and caching, not of text.
 """
@@ -22,7 +22,7 @@ PREFIX = "model.language_model.layers."
 
 @functools.cache
 def two_layers() -> str:
-    """Its folder, which is gone when this process ends."""
+    """Its folder, which is deleted when this process ends."""
     parent = tempfile.mkdtemp(prefix="penstock-two-layers-")
     atexit.register(shutil.rmtree, parent, ignore_errors=True)
     whole, folder = default_model(), Path(parent) / default_model().name
@@ -39,7 +39,7 @@ def two_layers() -> str:
 
 
 def new_name(name: str) -> str | None:
-    """Under which a tensor is kept."""
+    """The name of a tensor after layers were renumbered; None if its layer is dropped."""
     if not name.startswith(PREFIX):
         return None if name.startswith("mtp.") else name
     layer, _, rest = name.removeprefix(PREFIX).partition(".")

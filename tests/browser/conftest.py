@@ -1,4 +1,4 @@
-"""A real browser before a real server: Chromium, driven by Playwright (`make test-page`)."""
+"""Tests of the page in a real browser with a real server: Chromium, driven by Playwright."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_MS = 20_000
 
 @pytest.fixture(scope="package")  # its event loop must not outlive these tests
 def browser() -> Iterator[Any]:
-    """Debian's Chromium if it is here, or else the one that Playwright has installed."""
+    """Debian's Chromium if it is installed, otherwise the one that Playwright has installed."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="make test-page installs Playwright"
     )
@@ -37,9 +37,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens an address in a context of its own; fails a test in whose pages anything went wrong
-    unseen.
-    """
+    """Opens an address in a context of its own; fails a test if any page of it logged an error."""
     contexts: list[Any] = []
     wrong: list[str] = []
 
@@ -54,7 +52,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         )
 
         def hear(message: Any) -> None:
-            # A refused request is the browser's own line; everything else is a fault of ours.
+            # The browser logs refused requests itself; anything else is an error of the page.
             is_refusal = "Failed to load resource" in message.text
             if message.type == "error" and not (expect_errors and is_refusal):
                 wrong.append(message.text)
@@ -95,9 +93,7 @@ USAGE = {
 def script_replies(
     page: Any, *replies: list[dict[str, Any]], done: bool = True
 ) -> list[dict[str, Any]]:
-    """The model says these, one after the other, whatever is asked; returns the bodies as they
-    come.
-    """
+    """The model replies with these texts in turn; returns the request bodies as they arrive."""
     asked: list[dict[str, Any]] = []
 
     def answer(route: Any) -> None:
@@ -113,7 +109,7 @@ def script_replies(
 
 
 def reload(page: Any) -> None:
-    """Until conversations are there and the server is known, as `open_page` does."""
+    """Waits until conversations are loaded and the server is known, as `open_page` does."""
     page.reload()
     page.wait_for_selector("#state[data-kind=ok]", state="attached")
 
@@ -127,7 +123,7 @@ def say(page: Any, text: str) -> None:
 
 
 def wait_answer(page: Any, number: int = 1) -> Any:
-    """The last of so many answers, complete."""
+    """Waits for this number of answers and returns the last, when it is complete."""
     page.wait_for_function(
         "(n) => document.querySelectorAll('.message.assistant[aria-busy=false]').length >= n",
         arg=number,
@@ -136,7 +132,7 @@ def wait_answer(page: Any, number: int = 1) -> Any:
 
 
 def serve_sources(page: Any) -> None:
-    """Modules of web/source beside the files that are built of them, for a test that calls one."""
+    """Serves modules of web/source beside the built files, for a test that calls one."""
     names = "|".join(("dom", "store", "tools"))
 
     def answer(route: Any) -> None:
@@ -146,7 +142,7 @@ def serve_sources(page: Any) -> None:
 
 
 def with_fields(**fields: Any) -> Callable[[Any], None]:
-    """Goes on to the server, with these in the body."""
+    """Forwards the request to the server with these fields added to its body."""
 
     def pass_on(route: Any) -> None:
         body = json.loads(route.request.post_data)

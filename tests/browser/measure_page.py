@@ -102,7 +102,7 @@ def new_page(browser: Any, url: str, **options: Any) -> Any:
 
 
 def measure_sizes() -> dict[str, int]:
-    """Of all files, and of those that open the page; `sent`: compressed."""
+    """Sizes of all files, and of those that open the page; `sent` means compressed."""
     files = {name: (FOLDER / name).read_bytes() for name in file_names()}
     index = files[INDEX].decode()
     first = {INDEX, *re.findall(r'(?:src|href)="page/([^"]+)"', index)}
@@ -117,7 +117,7 @@ def measure_sizes() -> dict[str, int]:
 
 
 def measure_loads(browser: Any, url: str) -> dict[str, Any]:
-    """With nothing in the browser's cache, and again; until the load event, in ms."""
+    """Milliseconds until the load event, with an empty browser cache and with a full one."""
     first, again = [], []
     for _ in range(NUM_LOADS):
         page = new_page(browser, url)
@@ -130,8 +130,8 @@ def measure_loads(browser: Any, url: str) -> dict[str, Any]:
 
 
 def measure_first_token(browser: Any, url: str) -> dict[str, float]:
-    """From the arrival of the first text in the page to the end of the frame that shows it, in
-    ms.
+    """Milliseconds from the arrival of the first text in the page to the end of the frame that
+    shows it.
     """
     page = new_page(browser, url)
     page.evaluate(WATCH)
@@ -185,8 +185,8 @@ def measure_long_answer(browser: Any, url: str) -> dict[str, Any]:
 
 
 def measure_live(server: Server) -> dict[str, Any]:
-    """What watching takes from the processes of an idle server: milliseconds of CPU in a second.
-    All that it takes from an engine's steps is what the engine needs for one answer a second.
+    """CPU time that the live view takes from the processes of an idle server, in ms per second. An
+    engine's steps lose only the time of one answer per second.
     """
     pids = {"server": server.process.pid, "engine": server.engine_pid}
     found: dict[int, dict[str, list[float]]] = {n: {name: [] for name in pids} for n in WATCHERS}
@@ -213,13 +213,13 @@ def measure_live(server: Server) -> dict[str, Any]:
 
 
 def cpu_ms(pid: int) -> float:
-    """That all threads of a process have had so far."""
+    """CPU time that all threads of a process have used so far."""
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e6
 
 
 def measure_lighthouse(url: str, chromium: str | None) -> dict[str, Any] | None:
-    """By Lighthouse, if it is installed (`npm install -g lighthouse`): points of 100."""
+    """Lighthouse's scores out of 100, if it is installed (`npm install -g lighthouse`)."""
     program = shutil.which("lighthouse")
     if program is None:
         return None
@@ -265,7 +265,9 @@ def take_pictures(browser: Any, server: Server) -> None:
 
 
 def take_live_picture(browser: Any, server: Server) -> None:
-    """Of a server that drafts and does not hold all experts, so that everything is there to see."""
+    """Takes the picture from a server that drafts and offloads experts, so that every chart has
+    data.
+    """
     page = new_page(browser, f"{server.url}/#live", viewport={"width": 1280, "height": 2080})
     is_over = threading.Event()
 

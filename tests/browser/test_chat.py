@@ -81,7 +81,7 @@ def test_the_draft_says_how_much_of_the_prompt_is_cached(page: Any) -> None:
 def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
     open_settings(page)
     page.get_by_label("Max tokens").fill("4000")
-    # No control tokens, which the model would say when its answer is complete, and nobody sees.
+    # Control tokens, which the model writes when its answer is complete, are not shown.
     never = dict.fromkeys(map(str, CONTROL_IDS), -100)
     page.route("**/v1/chat/completions", with_fields(logit_bias=never))
     say(page, "Tell me about rivers.")
@@ -197,7 +197,7 @@ def test_an_answer_is_held_to_the_schema_of_the_conversation(page: Any) -> None:
     assert wait_answer(page, 2).locator(".prose pre").inner_text() == written
 
 
-def test_a_schema_that_is_no_json_is_said_before_anything_is_asked(page: Any) -> None:
+def test_a_schema_that_is_no_json_is_reported_before_the_request(page: Any) -> None:
     asked = script_replies(page, [chunk(content="no")])
     open_settings(page, "Response format")
     page.get_by_label("JSON schema", exact=True).fill('{"type":')

@@ -1,4 +1,4 @@
-"""What goes wrong is said in one sentence, with a way on; and nothing that is said can run."""
+"""Every failure is shown as one sentence with a remedy, and no shown text can run as code."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_is_said_while_the_model_loads_is_answered_when_it_is_there(
         page.wait_for_selector("#notice", state="hidden")  # the server is asked once a second
 
 
-def test_an_engine_that_dies_amid_an_answer_is_said_and_the_answer_goes_on(
+def test_the_page_reports_an_engine_that_dies_amid_an_answer_which_goes_on(
     open_page: Callable[..., Any],
 ) -> None:
     """A forked engine would be back before the page asks again, which it does once a second."""
@@ -202,7 +202,7 @@ def test_a_conversation_outgrows_a_real_context_and_goes_on_without_its_beginnin
         problem.get_by_role("button", name="Edit the message").click()
         page.locator("textarea.edit").fill("And now?")
         page.keyboard.press("Enter")
-        page.wait_for_function(  # what was left out stays so on the new branch, which has room
+        page.wait_for_function(  # messages left out stay out on the new branch
             "() => !document.querySelector('.problem') && document.querySelector("
             "'.message.assistant[aria-busy=false]:last-child .prose')?.innerText"
         )
@@ -236,7 +236,7 @@ def test_a_key_is_asked_for_once_refused_in_words_and_kept_for_the_tab(
         assert page.evaluate("Object.values(localStorage).join().includes('sk-')") is False
 
 
-# Nothing that is said can run
+# Shown text cannot run as code
 
 HOSTILE = """<script>window.pwned = 1</script>
 <img src=x onerror="window.pwned = 2">

@@ -23,13 +23,15 @@ LONG = (
     + "\n```\n\n| a | b | c | d |\n|---|---|---|---|\n| "
     + "w" * 200
 )
-# The drafting head knows well how such a sum is solved.
+# The drafting head predicts the solution of such a sum well.
 SUM = "Tom has 12 marbles and buys 7 more. Then he gives away 5. How many marbles are left?"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
 def show(page: Any, view: str) -> None:
-    """Until all of it is there: the playground's form, two seconds' numbers of the live view."""
+    """Opens a view and waits until it is drawn: the playground's form, the live view's first
+    numbers.
+    """
     page.evaluate("(view) => { location.hash = view; }", view)
     drawn = {"chat": "#composer", "playground": "#view-playground .columns", "live": ".tiles b"}
     page.locator(drawn[view]).first.wait_for()
@@ -37,7 +39,7 @@ def show(page: Any, view: str) -> None:
 
 @contextlib.contextmanager
 def asking(server: Server, num_threads: int = 1) -> Iterator[None]:
-    """The server always has something to say."""
+    """Keeps the server generating."""
     is_over = threading.Event()
 
     def ask() -> None:
@@ -221,7 +223,7 @@ def test_the_live_view_shows_drafts_and_experts_of_a_server_that_has_them(
         "Experts of engine 0",
     )
     drafts = {"speculate": "mtp:1", "expert_cache": "12MB"}
-    # Asked once the page looks: an engine stops drafting for a while where that does not pay.
+    # Read when the page is open: an engine stops drafting for a while if that does not pay.
     with start_server(drafts) as drafting, contextlib.ExitStack() as asked:
         live = open_page(f"{drafting.url}/#live")
         live.wait_for_selector(".tiles b")

@@ -38,7 +38,7 @@ RESULTS = REPOSITORY / "results" / "cpu" / "clients.json"
 PAGE = REPOSITORY / "docs" / "clients.md"
 API_KEY = "key-of-the-matrix"  # so that a client that sends none is seen
 MAX_MODEL_LEN = 65536  # agents' own prompts have up to 40,000 tokens of this model
-REQUEST_TIMEOUT_S = 300.0  # of a small model that finds no end
+REQUEST_TIMEOUT_S = 300.0  # bounds the replies of a small model that does not stop
 INSTALL_TIMEOUT_S, PROGRAM_TIMEOUT_S = 1800, 900
 PACKAGE_NAME = re.compile(r"@?[^@\[=<>]+")
 
@@ -48,7 +48,7 @@ class InstallError(Exception):
 
 
 def install(client: Client, folder: Path) -> dict[str, str]:
-    """The client's packages in its folder, unless they are there; their versions."""
+    """Installs the client's packages in its folder if they are missing; returns their versions."""
     done = folder / "packages.txt"
     wanted = "\n".join(client.packages)
     if not done.exists() or done.read_text() != wanted:
@@ -190,8 +190,8 @@ def answers_by_status(server: Server) -> dict[str, int]:
 
 @contextlib.contextmanager
 def long_model() -> Iterator[Path]:
-    """The embedded model with positions enough for an agent's prompt; beyond 8,192 it says
-    nonsense.
+    """The embedded model with enough positions for an agent's prompt; beyond 8,192 its text is
+    garbage.
     """
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "penstock-tiny")

@@ -1,4 +1,4 @@
-"""The clients of the matrix: what is installed for each, and the program that runs its features."""
+"""The clients of the matrix: what is installed for each, and the program that tests it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Client:
 
     @property
     def is_agent(self) -> bool:
-        """A program of its own, which ours starts; others are libraries, which ours imports."""
+        """Whether the client is a program of its own, which ours starts; others are libraries."""
         return self.program.startswith("agent_")
 
 

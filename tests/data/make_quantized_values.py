@@ -47,7 +47,7 @@ def scales(*shape: int) -> Tensor:
 def add_compressed(
     case: str, format: str, weights: dict[str, Any], shape: tuple[int, int] = (N, K)
 ) -> None:
-    """A random weight, compressed and read again by the library, with its scales as float32."""
+    """A random weight, compressed and read back by the library, with its scales as float32."""
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     compressor = BaseCompressor.get_value_from_registry(format)
     num_rows, num_columns = shape
@@ -77,7 +77,7 @@ def add_compressed(
     stored = compressor.compress(dict(state), scheme)
     if format.startswith(
         "nvfp4"
-    ):  # which the library reads in bfloat16, unless it is asked piece by piece
+    ):  # the library reads these in bfloat16 unless it reads part by part
         codes = unpack_fp4_from_uint8(stored["weight_packed"], num_rows, num_columns, torch.float32)
         own = stored["weight_scale"].float()
         expected = dequantize(
@@ -157,7 +157,7 @@ def random_words(*shape: int) -> Tensor:
 
 
 def add_gptq(linear: Any, bits: int, group: int, desc_act: bool) -> None:
-    """A product with the identity is the weight itself, transposed."""
+    """A product with the identity gives the weight itself, transposed."""
     num_groups = 1 if group == -1 else K // group
     parts = {
         "qweight": random_words(K * bits // 32, 32),

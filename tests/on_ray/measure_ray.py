@@ -35,7 +35,7 @@ SPACE = 240  # bytes of an event, as of a real one
 
 
 async def serve_stub(port: int, step_s: float) -> None:
-    """All streams get a token at the same moment, as rows of one step do."""
+    """Sends a token to all streams at the same moment, as the rows of one step do."""
     tick = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -72,7 +72,7 @@ def run_stub(port: int, step_s: float) -> None:
 
 
 class StubEngine(Engine):
-    """Asks the stub of this machine, which the measurement has started."""
+    """Forwards to the stub of this machine, which the measurement has started."""
 
     def __init__(self, settings: RaySettings) -> None:
         self._batch_s = settings.batch_ms / 1e3
@@ -85,7 +85,7 @@ class StubEngine(Engine):
 
 
 async def stream(port: int, num_tokens: int) -> tuple[int, list[float]]:
-    """Events that came, and when pieces with them did."""
+    """Counts events, and records when pieces with events arrived."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"max_tokens": num_tokens, "messages": []}).encode()
     writer.write(

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head without room for engines, and two nodes that have some."""
+    """A head node without room for engines, and two nodes with room."""
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20},
@@ -106,7 +106,7 @@ def test_two_engines_answer_streams_and_a_rolling_update_loses_none(cluster: Any
     assert [reply.text for reply in again] == [reply.text for reply in replies]
 
     async def under_update() -> list[StreamedReply]:
-        """Streams before, during and after the engines are replaced."""
+        """Sends streams before, during and after the engines are replaced."""
         streams = []
         update = asyncio.create_task(
             asyncio.to_thread(
@@ -126,8 +126,8 @@ def test_two_engines_answer_streams_and_a_rolling_update_loses_none(cluster: Any
 
 
 def test_a_node_that_is_killed_under_streams_costs_none_of_them(cluster: Any) -> None:
-    """Replies that were under way there go on elsewhere, and say what they would have said."""
-    # Equal to the last bit, wherever it is computed, only in fixed tiles and whole chunks.
+    """Replies under way continue on the other node with the same text."""
+    # Only fixed tiles and whole chunks make replies bitwise equal on every engine.
     deploy(min_replicas=2, max_replicas=2, flags=FLAGS + " --deterministic")
     bodies = [body_of(i, 300) for i in range(6)]
     bodies += [{**body_of(i, 300), "temperature": 1.0, "seed": i} for i in range(2)]
@@ -143,7 +143,7 @@ def test_a_node_that_is_killed_under_streams_costs_none_of_them(cluster: Any) ->
         await asyncio.sleep(3.0)
         assert not any(task.done() for task in running)
         await asyncio.to_thread(cluster.remove_node, victim, allow_graceful=False)
-        await asyncio.sleep(5.0)  # its processes end with it, not all in the same moment
+        await asyncio.sleep(5.0)  # its processes end with it, but not all in the same moment
         later = [asyncio.create_task(ask(body_of(i, 16))) for i in range(6)]
         return list(await asyncio.gather(*running)), list(await asyncio.gather(*later))
 
@@ -158,7 +158,7 @@ def test_a_node_that_is_killed_under_streams_costs_none_of_them(cluster: Any) ->
 
 
 def num_moved() -> int:
-    """Requests that the engine which answers now took over."""
+    """Number of requests that the answering engine took over from another."""
     with urllib.request.urlopen(f"{URL}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     (line,) = [one for one in lines if one.startswith("penstock_moved_requests_total ")]

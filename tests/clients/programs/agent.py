@@ -1,6 +1,4 @@
-"""What the programs of agents share: a file to read, a scripted first call, two turns, and their
-checks.
-"""
+"""Shared by all agents' programs: a file to read, a scripted first call, two turns, the checks."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ CACHED_TOKENS = r'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d+)'
 ERROR_EVENT = r'^(event: (error|response\.failed)|data: \{"error")'
 TIMEOUT_S = 400
 
-# The agent's command for a prompt, in a new conversation or in the last one, and its environment.
+# Returns the agent's command and environment for a prompt, in a new conversation or the last one.
 Command = Callable[[str, bool, str], tuple[list[str], dict[str, str]]]
 
 
@@ -70,9 +68,7 @@ def run_agent(
 
 
 def scripted_read(file: Path, tool_names: list[str]) -> ScriptedProxy:
-    """The first turn reads the file, by the first of the tools that is offered, whatever its
-    arguments.
-    """
+    """The first turn reads the file with the first tool offered, whatever its arguments are."""
     paths = dict.fromkeys(("file_path", "filePath", "absolute_path", "path"), str(file))
     commands = dict.fromkeys(("command", "cmd"), f"cat {file}")
     return ScriptedProxy(BASE_URL, tool_names, {**paths, **commands, "description": "Reads a file"})
@@ -100,7 +96,7 @@ def run(command: tuple[list[str], dict[str, str]], folder: Path) -> str:
 
 
 def assert_answered(proxy: ScriptedProxy, expected: str, said: str) -> None:
-    """The tool was called, what was expected of it reached the server, and no turn failed."""
+    """Checks that the tool was called, the server got what was expected, and no turn failed."""
     assert proxy.called, f"no turn offered one of {proxy.tool_names}; {said}"
     assert any(expected in one.body for one in turns(proxy)), f"no turn had {expected}; {said}"
     failed = [

@@ -27,7 +27,7 @@ run_agent("Messages", ["Read"], command, reads_images=True)
 
 @feature("Messages", "chat", "43")
 def _() -> str:
-    """With a prompt that the tiny model understands, and nothing scripted."""
+    """Runs an unscripted prompt that the tiny model understands."""
     words, environment = command(SUM, False, BASE_URL)
     brief = [*words, "--system-prompt", "You are brief.", "--tools", "Read"]
     return run((brief, environment), Path(os.environ["HOME"]))

@@ -22,8 +22,7 @@ def command(prompt: str, goes_on: bool, url: str) -> tuple[list[str], dict[str, 
     home = Path(os.environ["HOME"], "codex")
     home.mkdir(exist_ok=True)
     (home / "config.toml").write_text(CONFIG.format(model=MODEL, url=url))
-    # What it may do changes with the second turn, so that a developer message stands between its
-    # turns.
+    # Its permissions change with the second turn, so a developer message stands between the turns.
     mode = "read-only" if goes_on else "danger-full-access"
     flags = ["--skip-git-repo-check", "-c", f"sandbox_mode={mode}", "-c", "approval_policy=never"]
     words = ["resume", "--last", *flags, prompt] if goes_on else [*flags, prompt]

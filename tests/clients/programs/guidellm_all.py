@@ -10,7 +10,7 @@ NUM_REQUESTS = 8
 
 
 def benchmark(route, **data):
-    """Requests that two streams of the benchmark completed."""
+    """Returns how many requests two streams of the benchmark completed."""
     out = Path(os.environ["HOME"], f"{route.replace('/', '-')}-{len(data)}.json")
     backend = {"kind": "openai_http", "target": BASE_URL, "model": MODEL, "api_key": API_KEY}
     data = {"kind": "synthetic_text", "prompt_tokens": 64, "output_tokens": 16, **data}

@@ -86,7 +86,7 @@ run_features("Responses", ChatOpenAI(**responses), thinking_responses)
 run_features("Ollama", ChatOllama(**OLLAMA), ChatOllama(**OLLAMA, reasoning=True))
 CHAT = "chat completions"
 chat = ChatOpenAI(**OPENAI)
-run_features(CHAT, chat, None)  # ChatOpenAI leaves out what chat completions say of a thought
+run_features(CHAT, chat, None)  # ChatOpenAI drops the reasoning field of chat completions
 
 
 @feature(CHAT, "embeddings", "numbers")

@@ -82,7 +82,7 @@ def run_features(api, provider, base, thinking):
         assert said.reasoning_content
         return said.content
 
-    if provider == "ollama_chat":  # for which litellm knows no such error
+    if provider == "ollama_chat":  # litellm has no exception class for this one
         return
 
     @feature(api, "too long a prompt", "ContextWindowExceededError")
@@ -97,7 +97,7 @@ effort = {"reasoning_effort": "low"}
 budget = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2048}
 budget["allowed_openai_params"] = [
     "thinking"
-]  # litellm knows the models that think, and not this one
+]  # litellm keeps a list of models that think; this one is not on it
 known = {"allowed_openai_params": ["reasoning_effort"]}
 run_features("chat completions", "openai", f"{BASE_URL}/v1", {**effort, **known})
 run_features("Messages", "anthropic", BASE_URL, budget)

@@ -35,7 +35,7 @@ def get_weather(city: str) -> str:
 
 
 def feature(api: str, name: str, expected: str = "") -> Callable[[Callable[[], Any]], None]:
-    """Runs the function at once; it returns what it saw, which must have `expected` in it."""
+    """Runs the function at once; what it returns must contain `expected`."""
 
     def run(function: Callable[[], Any]) -> None:
         try:

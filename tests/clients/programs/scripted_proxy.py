@@ -42,18 +42,18 @@ class Exchange:
 
 class ScriptedProxy:
     def __init__(self, server_url: str, tool_names: list[str], values: dict[str, Any]) -> None:
-        """`values`: arguments by name; a call has those that the tool's schema knows."""
+        """`values` are arguments by name; a call gets those that the tool's schema has."""
         self.server = urlsplit(server_url)
         self.tool_names = tool_names
         self.values = values
         self.exchanges: list[Exchange] = []
-        self.called = ""  # the tool, once it was
+        self.called = ""  # the tool, once it has been called
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     def call_for(self, path: str, body: dict[str, Any]) -> list[Event] | None:
-        """The events of a scripted call, once, if this is a turn that may have one."""
+        """Returns the events of a scripted call, once, if this is a turn that may have one."""
         tools = dict(_tools(body))
         name = next((name for name in self.tool_names if name in tools), None)
         if self.called or name is None or not body.get("stream"):
@@ -133,7 +133,7 @@ def _tools(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _typed(value: Any, schema: dict[str, Any]) -> Any:
-    """A command is a text for some agents and a list for others."""
+    """A command is a string for some agents and a list for others."""
     return ["bash", "-c", value] if schema.get("type") == "array" else value
 
 

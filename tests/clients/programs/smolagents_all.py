@@ -46,7 +46,7 @@ def _():
 
 @feature(API, "tools", "get_weather")
 def _():
-    """Its own prompt is beyond the tiny model: the calls are some that its grammar allows."""
+    """The tiny model cannot follow its prompt: the calls are some that its grammar allows."""
     agent = ToolCallingAgent(
         tools=[get_weather], model=model, max_steps=2, verbosity_level=LogLevel.OFF
     )
