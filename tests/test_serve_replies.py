@@ -49,7 +49,7 @@ class FakeClient:
 
 @dataclass
 class Growing:
-    """A reply whose engine is this test."""
+    """A reply for which this test is the engine."""
 
     tokenizer: Tokenizer
     sampling: SamplingParams = SAMPLING
@@ -73,7 +73,9 @@ class Growing:
         self.stream.submit([[self.reply]])
 
     def grow(self, text: str, size: int, finish: Any = None, logprobs: bool = False) -> None:
-        """Gives the tokens of a text, so many at a time, until the reply is taken elsewhere."""
+        """Sends the tokens of a text, this many at a time, until the reply moves to another
+        request.
+        """
         ids = self.tokenizer.encode(text)
         num_submitted = len(self.client.submitted)
         for start in range(0, len(ids), size):
@@ -91,7 +93,7 @@ class Growing:
 
 
 def in_loop(test: Any) -> Any:
-    """Streams hold events, which belong to a loop."""
+    """Streams hold events, which belong to an event loop."""
 
     async def run() -> Any:
         return test()
@@ -130,13 +132,12 @@ def test_a_budget_cuts_a_thought_at_its_token_however_many_come_at_once(
 
 @pytest.mark.parametrize(
     "cuts",
-    [(1, 2, 3, 4, 7), (4, 7), (7,), (2,), (4,), ()],
-    ids=["one by one", "apart", "with the thought", "in the thought", "with the answer", "at once"],
+    [(1, 2, 3, 4, 7), (2, 4, 7, 8), (4, 7)],
 )
 def test_an_engine_that_closes_a_thought_needs_no_other_request(
     tokenizer: Tokenizer, cuts: tuple[int, ...]
 ) -> None:
-    """However its tokens come, the reply and its counts are as if the server had closed it."""
+    """However its tokens arrive, the reply and its counts are as if the server had closed it."""
     thought_ids = tuple(tokenizer.encode("one two three four five")[:4])
     closing_ids = tuple(tokenizer.encode("\n</think>\n\n"))
     answer_ids = tuple(tokenizer.encode("42"))
@@ -191,27 +192,93 @@ def test_only_a_thought_that_tokens_alone_can_end_is_left_to_the_engine(
 ) -> None:
     end_id, closing_ids = tokenizer.id_of("</think>"), (5,)
 
-    def limit(thought: Thought, in_thinking: bool = True, max_tokens: int = 9) -> object:
-        sampling = SamplingParams(max_tokens=max_tokens)
-        growing = Growing(tokenizer, sampling, {"thought": thought}, in_thinking)
+    def limit(thought: Thought, in_thinking: bool = True) -> object:
+        growing = Growing(tokenizer, options={"thought": thought}, in_thinking=in_thinking)
         return growing.client.submitted[0].thought_limit
 
     def limits() -> list[object]:
         some = Thought(end_id, 7, closing_ids)
         return [
             limit(some, in_thinking=False),
-            limit(some, max_tokens=8),
             limit(Thought(end_id, 0, closing_ids)),
             limit(Thought(end_id, None, closing_ids)),
             limit(Thought(end_id, 7)),
             limit(Thought(None, 7, closing_ids)),
-            limit(Thought(end_id, 7, closing_ids, ends_with_call=True)),
             limit(some),
         ]
 
     *without, one = in_loop(limits)
-    assert without == [None] * 7
+    assert without == [None] * 5
     assert one is not None
+
+
+def test_thinking_that_ends_without_its_token_goes_on_where_no_engine_closes_it(
+    tokenizer: Tokenizer,
+) -> None:
+    """With a call, or with an end that is spelled out: an engine would close the answer."""
+    spelled = tokenizer.encode_plain("one</think>")
+    called = tokenizer.encode(f"I call.\n{CALL}")[:-1]  # complete without its end tag
+    end_id = tokenizer.id_of("</think>")
+    assert end_id not in (*spelled, *called)
+
+    def grow(ids: list[int], is_sequential: bool) -> None:
+        thought = Thought(end_id, len(ids) + 2, (5,))
+        options = {"thought": thought, "ends_after_call": is_sequential}
+        growing = Growing(tokenizer, options=options, in_thinking=True)
+        for token_id in ids:
+            growing.reply.take(TokenDelta("r", (token_id,), (), None, 2))
+        num_more = len(growing.client.submitted) - 1
+        if is_sequential and ids is called:
+            assert (growing.parsed.reason, num_more) == ("tool_calls", 0)
+            return
+        _, second = growing.client.submitted
+        assert second.token_ids == (*PROMPT, *ids)
+        assert second.thought_limit is None
+        growing.reply.take(
+            TokenDelta(second.id, (*tokenizer.encode(" 42 and more"), 0), (), "stop")
+        )
+        assert growing.parsed.content.strip() == "42 and more"
+
+    for ids in (spelled, called):
+        for is_sequential in (False, True):
+            in_loop(lambda ids=ids, one=is_sequential: grow(ids, one))
+
+
+def test_thinking_that_ends_in_a_step_with_drafts_goes_on_after_the_end(
+    tokenizer: Tokenizer,
+) -> None:
+    """Tokens are looked at one by one; those behind the end are said again."""
+    spelled = tuple(tokenizer.encode_plain("one</think>"))
+
+    def grow() -> None:
+        thought = Thought(tokenizer.id_of("</think>"), 99, (5,))
+        options = {"thought": thought, "ends_after_call": True}
+        growing = Growing(tokenizer, options=options, in_thinking=True)
+        growing.reply.take(TokenDelta("r", (*spelled, *tokenizer.encode("two three"))))
+        _, second = growing.client.submitted
+        growing.reply.take(TokenDelta(second.id, (*tokenizer.encode("two three"), 0), (), "stop"))
+        assert second.token_ids == (*PROMPT, *spelled)
+        assert (growing.parsed.reasoning, growing.parsed.content) == ("one", "two three")
+
+    in_loop(grow)
+
+
+def test_a_draft_that_would_end_the_reply_at_its_budget_does_not(tokenizer: Tokenizer) -> None:
+    closing_ids = tuple(tokenizer.encode("\n</think>\n\n"))
+    thought_ids = tuple(tokenizer.encode("one two three four five")[:4])
+
+    def grow(num_before: int) -> None:
+        thought = Thought(tokenizer.id_of("</think>"), 4, closing_ids)
+        growing = Growing(tokenizer, options={"thought": thought}, in_thinking=True)
+        before, step = thought_ids[:num_before], (*thought_ids[num_before:], 0)
+        if before:
+            growing.reply.take(TokenDelta("r", before))
+        growing.reply.take(TokenDelta("r", step, finish="stop"))
+        _, second = growing.client.submitted
+        assert second.token_ids == (*PROMPT, *thought_ids, *closing_ids)
+
+    for num_before in range(4):
+        in_loop(lambda num=num_before: grow(num))
 
 
 def test_a_loop_in_a_thought_closes_it_and_only_a_loop_behind_it_ends_the_reply(
@@ -306,8 +373,8 @@ def test_a_reopened_thought_is_closed_again_and_nothing_said_is_lost(tokenizer: 
 
 
 def test_after_the_first_of_sequential_calls_nothing_is_said(tokenizer: Tokenizer) -> None:
-    """Nor counted, however many tokens came with the last one of the call: drafts, or a slow
-    server, bring several.
+    """Nor counted, however many tokens came with the last one of the call: drafts or a slow server
+    bring several.
     """
 
     def grow(size: int) -> int:
@@ -370,7 +437,7 @@ ANSWER = "</think>\n\nOne line.\n\nStop here."
 def test_stop_strings_end_answers_and_not_thoughts(
     tokenizer: Tokenizer, stop: str, content: str, has_end_token: bool
 ) -> None:
-    """Nor does the white space that parts the two."""
+    """Nor does the white space between the two."""
     end_id = tokenizer.id_of("</think>") if has_end_token else None
 
     def grow(size: int) -> tuple[str, str]:

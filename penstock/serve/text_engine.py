@@ -143,7 +143,6 @@ class TextEngine:
                 self._thought,
                 budget=self._thinking_budget(chat, request, prompt.is_thinking),
                 is_stoppable=self._stops_thoughts(chat.sampling.stop),
-                ends_with_call=bool(chat.tools),
             )
             return self._reply(
                 stream,
@@ -152,7 +151,7 @@ class TextEngine:
                 parser,
                 asked_at,
                 thought=thought,
-                ends_after_call=bool(chat.tools) and not chat.is_parallel,
+                ends_after_call=not chat.is_parallel,
                 form_param=form_param(chat),
                 loop_guard=self._guard(chat),
                 continues_text=prompt.continues,

@@ -1,10 +1,10 @@
 """Replies while they are generated: an engine's tokens become text, and the text becomes deltas.
 
 Stop strings end a reply here, not in the engine. A thinking budget ends thinking, and so does a
-loop in it: the model's own closing text is added. At a budget the engine adds it, if it can and if
-tokens alone tell that the reply still thinks. Otherwise another engine request continues the reply
-after that text, with the same place in the queue. If `max_tokens` leaves no room for an answer
-after that, thinking runs until the limit. Knows no HTTP and no schema.
+loop in it: the model's own closing text is added. At a budget an engine that can appends the same
+tokens, and the reply goes on in its row. Otherwise another engine request continues the reply after
+that text, with the same place in the queue. If `max_tokens` leaves no room for an answer after
+that, thinking runs until the limit. Knows no HTTP and no schema.
 
 Usage counts the tokens of a reply except the end token, which has no text, so that a client that
 tokenises the text again gets the same `completion_tokens`. Tokens that completed a stop string
@@ -125,14 +125,11 @@ class Thought:
     budget: int | None = None
     closing_ids: tuple[int, ...] = ()
     is_stoppable: bool = False  # stop strings end thinking, too
-    ends_with_call: bool = False  # a tool call ends thinking, too
 
-    def limit(self, max_tokens: int | None) -> ThoughtLimit | None:
-        """For an engine, which sees tokens only; None: it does not know when thinking ends."""
-        if self.end_id is None or self.budget is None or self.ends_with_call:
-            return None
-        has_room = max_tokens is None or self.budget + len(self.closing_ids) < max_tokens
-        if not (has_room and self.budget and self.closing_ids):
+    @property
+    def limit(self) -> ThoughtLimit | None:
+        """The budget for an engine, which sees only tokens. None: the server alone can keep it."""
+        if self.end_id is None or not (self.budget and self.closing_ids):
             return None
         return ThoughtLimit(
             num_tokens=self.budget, end_id=self.end_id, closing_ids=self.closing_ids
@@ -291,11 +288,11 @@ class Reply:
         continues_text: bool = False,  # it continues the last text of its prompt
     ) -> None:
         self._thought = thought or Thought(None)
-        if parser.is_thinking and self._thought.budget is not None:
-            limit = self._thought.limit(request.sampling.max_tokens)
-            request = replace(request, thought_limit=limit)
-        self._engine_closes = request.thought_limit is not None
-        self._awaits_closing = False  # the budget is spent, and the engine's next tokens close it
+        if parser.is_thinking and self._thought.limit is not None:
+            request = replace(request, thought_limit=self._thought.limit)
+        self._engine_closes = request.thought_limit is not None  # False again when thinking ends
+        self._awaits_closing = False  # only the engine's next tokens tell whether it has closed it
+        self._num_taken = 0  # tokens from engines, also those that were dropped
         self.request = request  # the current one
         self._asked = request
         self._began_s = time.monotonic()
@@ -337,8 +334,11 @@ class Reply:
         return self._decoder.num_tokens
 
     def take(self, delta: TokenDelta) -> None:
+        self._num_taken += len(delta.token_ids)
         if delta.prompt_scores is not None:
             self._take_scores(delta.prompt_scores)
+        elif self._awaits_closing:
+            self._take_closing(delta)
         elif self._ends_after_call and len(delta.token_ids) > 1:
             any(map(self._take_tokens, _one_by_one(delta)))  # the call may end before the delta
         else:
@@ -346,7 +346,7 @@ class Reply:
 
     def _take_tokens(self, delta: TokenDelta) -> bool:
         """Returns whether tokens after these are not part of the reply."""
-        token_ids, finish = delta.token_ids, delta.finish
+        request, token_ids, finish = self.request, delta.token_ids, delta.finish
         end_ids: tuple[int, ...] = ()  # what ended the reply, unless that is part of its text
         if finish is not None:
             self._raise_failure(delta)
@@ -363,7 +363,8 @@ class Reply:
         )
         is_closed = False  # thinking must be closed
         if self._parser.is_thinking:
-            token_ids, is_closed = self._think(token_ids, finish is not None, is_loop)
+            is_last = finish is not None and not end_ids
+            token_ids, is_closed = self._think(token_ids, is_last, is_loop)
             finish = None if is_closed else finish
         if self._thought.closing_ids and (
             self._thought.budget is not None or self._loop_guard is not None
@@ -379,13 +380,14 @@ class Reply:
         text, scored = echo + text, first + scored
         if self._decoder.stopped:
             finish, end_ids = "stop", ()
+            self.num_reasoning_tokens = min(self.num_reasoning_tokens, self.num_tokens)
         elif is_closed:
             end_ids = self._thought.closing_ids
             text += self._decode(end_ids)
             if self._decoder.stopped:
                 finish = "stop"
             else:
-                self._go_on()
+                self._close_thought()
         elif is_loop:
             finish, self._is_loop = "length", True  # as without the guard
             self._timer.count_loop()
@@ -394,13 +396,15 @@ class Reply:
         deltas, has_ended = self._parse(text, finish)
         if has_ended:
             self._timer.end("length" if finish == "length" else "stop")
+        elif self._engine_closes and not self._parser.is_thinking:
+            self._go_on()  # the engine has not seen the end: it was no token, or it was a call
         extra = None
         if self._tells_extra:
             extra = self._extra(said_ids + end_ids, prompt_scores, is_told=bool(deltas or scored))
         self._stream.take(
             self.request.id, ReplyDelta(self._index, deltas, scored, bool(echo), extra), has_ended
         )
-        return has_ended or is_closed
+        return has_ended or self.request is not request
 
     def _note_end(self, token_id: int) -> None:
         """The model's own end token is not reported, even if the client lists it too."""
@@ -501,19 +505,13 @@ class Reply:
         num_thought = token_ids.index(end_id) + 1 if has_end else len(token_ids)
         if budget is not None:
             num_left = max(0, budget - self.num_reasoning_tokens)
-            if self._engine_closes and self._is_closed_behind(token_ids, num_left):
-                self._note_closed()
-                self.num_reasoning_tokens += num_left
-                return token_ids, False
-            self._engine_closes &= not has_end
-            was_awaited, self._awaits_closing = self._awaits_closing, False
-            is_spent = num_thought == num_left and not (has_end or is_last)
-            if is_spent and self._engine_closes and not was_awaited:
-                self._awaits_closing, is_spent = True, False
-            is_over = num_thought > num_left or is_spent or was_awaited
+            is_over = num_thought > num_left or (
+                0 < num_thought == num_left and not (has_end or is_last)
+            )
             if is_over and self._has_room_behind(num_left):
                 self.num_reasoning_tokens += num_left
                 return token_ids[:num_left], True
+        self._engine_closes &= not has_end
         self.num_reasoning_tokens += num_thought
         is_closed = (
             is_loop
@@ -523,18 +521,24 @@ class Reply:
         self._has_closed_loop |= is_closed
         return token_ids, is_closed
 
-    def _is_closed_behind(self, token_ids: tuple[int, ...], num_thought: int) -> bool:
-        """Whether the engine has closed thinking after this many of the tokens."""
-        closing_ids = self._thought.closing_ids
-        is_open = self._thought.end_id not in token_ids[:num_thought]
-        return is_open and token_ids[num_thought:][: len(closing_ids)] == closing_ids
-
-    def _note_closed(self) -> None:
-        """Thinking was closed after its budget or in a loop."""
+    def _close_thought(self) -> None:
+        """The client has the closing text: the engine goes on behind it, or another request."""
         self.num_reasoning_tokens += len(self._thought.closing_ids)
-        self._engine_closes = self._awaits_closing = False
+        self._said_ids += self._thought.closing_ids
         if self._loop_guard is not None:
             self._loop_guard = LoopGuard()  # loops of the thinking do not count for the answer
+        self._awaits_closing = self._engine_closes and self._num_taken == self._thought.budget
+        self._engine_closes = False
+        if not self._awaits_closing:
+            self._go_on()
+
+    def _take_closing(self, delta: TokenDelta) -> None:
+        """The first tokens after the budget: an engine that closes thinking has no others."""
+        if delta.finish is not None:
+            self._raise_failure(delta)
+        self._awaits_closing = False
+        if delta.finish is not None or delta.token_ids != self._thought.closing_ids:
+            self._go_on()
 
     def _has_room_behind(self, num_thought: int) -> bool:
         """Whether an answer fits after this many more tokens and the end of thinking."""
@@ -543,16 +547,15 @@ class Reply:
         return self.num_tokens + num_thought + len(self._thought.closing_ids) < max_tokens
 
     def _go_on(self) -> None:
-        """Continues with another request after the closed thinking."""
-        self._note_closed()
+        """Continues with another request after the thinking."""
         self._stop_token_id = None
+        self._engine_closes = False
         closed = self.request
-        thought_ids = (*self._said_ids, *self._thought.closing_ids)
         self.request = replace(
             closed,
             id=f"{closed.id}-answer",
-            token_ids=(*closed.token_ids, *thought_ids),
-            num_resumed_tokens=closed.num_resumed_tokens + len(thought_ids),
+            token_ids=(*closed.token_ids, *self._said_ids),
+            num_resumed_tokens=closed.num_resumed_tokens + len(self._said_ids),
             num_scored_tokens=0
             if closed.sampling.prompt_logprobs is None
             else closed.num_prompt_tokens - 1,
