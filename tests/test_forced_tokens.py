@@ -36,7 +36,7 @@ def form(id: str, **sampling: Any) -> Request:
 def both(
     config: dict[str, Any], *requests: Request, **settings: Any
 ) -> tuple[dict[str, list[TokenDelta]], dict[str, list[TokenDelta]]]:
-    """What is said if every token is sampled, and if those that are certain are not."""
+    """The replies if every token is sampled, and if forced tokens are not."""
     given = {"deterministic": False, **settings}
     plain = engine_of(config, **given)
     plain.policy.appends_forced = False
@@ -69,8 +69,7 @@ WITH_HEAD = {**SHALLOW_MOE, "mtp_num_hidden_layers": 1}
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("speculate", ["mtp:2", "ngram:3"])
 def test_drafts_and_what_is_forced_take_turns(speculate: str, overlap: bool) -> None:
-    """What was drafted and right is in a journal until the next decode: nothing is appended
-    before that."""
+    """Accepted drafts are in a journal until the next decode: nothing is appended before that."""
     requests = [
         form("greedy", temperature=0.0),
         form("drawn", seed=3, token_ids=prompt(50, 2)),
@@ -90,7 +89,7 @@ def test_drafts_and_what_is_forced_take_turns(speculate: str, overlap: bool) -> 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_drafts_that_are_forced_are_not_counted_as_the_heads(overlap: bool) -> None:
-    """Also if the next step is planned before the host knows what became of them."""
+    """Also if the next step is planned before the host knows how many were accepted."""
     engine = engine_of(WITH_HEAD, speculate="mtp:3", overlap=overlap)
     engine.policy.speculator.pace = None
     run(engine, constrained("x", PERSON_GRAMMAR, seed=3))
@@ -102,7 +101,7 @@ def test_drafts_that_are_forced_are_not_counted_as_the_heads(overlap: bool) -> N
 @pytest.mark.parametrize("config", [LLAMA, SHALLOW_MOE], ids=["llama", "hybrid"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_is_said_in_fewer_steps(config: dict[str, Any], overlap: bool) -> None:
-    """Greedy and drawn, beside others without a grammar, over boundaries of pages."""
+    """Greedy and sampled, beside others without a grammar, across page boundaries."""
     requests = [
         form("greedy", temperature=0.0),
         form("drawn", seed=3, token_ids=prompt(50, 2)),
@@ -134,7 +133,7 @@ def test_every_token_that_is_appended_is_the_only_one_that_its_mask_allows() -> 
     compiler = engine.policy.constraints.compiler
     num_forced = 0
     for grammar in (FORM, SENTENCE, PERSON_GRAMMAR):
-        matcher = compiler.compile(grammar)
+        matcher = compiler.compile(grammar).new_matcher()
         random = np.random.default_rng(0)
         for _ in range(200):
             if matcher.is_stopped():
@@ -191,7 +190,7 @@ def test_preempted_replies_and_aborted_ones_return_what_they_held() -> None:
 
 
 def test_an_end_is_never_appended() -> None:
-    """A grammar that is complete forces the end: that is sampled, as every end is."""
+    """A complete grammar forces the end token, which is sampled like every end token."""
     grammar = regex_grammar("the only answer")
     plain, forced = both(LLAMA, constrained("x", grammar, logprobs=None))
     assert_same(plain, forced)

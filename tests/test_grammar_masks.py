@@ -41,6 +41,8 @@ PERSON_GRAMMAR = json_schema_grammar(PERSON)
 
 # Compiles, and exceeds what one mask may cost after a few characters.
 TOO_COSTLY = json_schema_grammar({"type": "string", "pattern": "(.*[aeiou].{50}){20}"})
+# The same for replies that start with e, and cheap for those that start with a question mark.
+COSTLY_AFTER_E = regex_grammar(r"\?[a-z ]{400,450}\.|e(.*[aeiou].{50}){20}")
 
 
 def engine_of(config: dict[str, Any] = LLAMA, **settings: Any) -> Engine:
@@ -223,9 +225,10 @@ def test_a_mask_allows_exactly_what_the_matcher_accepts(grammar: str) -> None:
     """
     tokens = tokens_of(run(engine_of(), constrained("r", grammar, max_tokens=25))["r"])
     engine = engine_of()
-    matcher = engine.policy.constraints.compiler.compile(grammar)
+    compiled = engine.policy.constraints.compiler.compile(grammar)
+    matcher = compiled.new_matcher()
     sequences = [engine.policy.scheduler.submit(constrained(id, grammar)) for id in ("a", "b")]
-    followers = [grammar_masks.Constraint(sequence, matcher.deep_copy()) for sequence in sequences]
+    followers = [grammar_masks.Constraint(sequence, compiled) for sequence in sequences]
     for token_id in tokens:
         pair, single = (
             engine.policy.constraints.fill(
@@ -296,6 +299,63 @@ def test_a_grammar_that_became_too_costly_is_compiled_anew() -> None:
     )
     assert first[-1].finish == second[-1].finish == "error"
     assert tokens_of(first) == tokens_of(second)
+
+
+def starting_with(char: str, id: str, **sampling: Any) -> Request:
+    (token_id,) = TOKENIZER.encode(char)
+    given = {"logit_bias": {token_id: 50.0}, "token_ids": prompt(40), "max_tokens": 400}
+    return constrained(id, COSTLY_AFTER_E, **{**given, **sampling})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_that_exceeds_the_limit_does_not_harm_others_of_the_same_grammar(
+    overlap: bool,
+) -> None:
+    """They share a lexer, which fails for all of them at once."""
+    cheap = [starting_with("?", f"cheap{n}", seed=n, token_ids=prompt(40, n)) for n in (1, 2)]
+    engine = engine_of(overlap=overlap)
+    together = run(engine, cheap[0], starting_with("e", "costly"), cheap[1])
+    assert together["costly"][-1].finish == "error"
+    assert "grammar" in (together["costly"][-1].error or "")
+    num_before = len(tokens_of(together["costly"]))
+    for one in cheap:
+        (alone,) = run(engine_of(), one).values()
+        assert len(tokens_of(alone)) > num_before, "it ended before the other failed"
+        assert tokens_of(together[one.id]) == tokens_of(alone)
+        assert logprobs_of(together[one.id]) == logprobs_of(alone)
+        assert together[one.id][-1].finish == "stop"
+        assert {delta.num_cached_tokens for delta in together[one.id]} == {0}
+    later = run(engine, starting_with("?", "later", seed=1, token_ids=prompt(40, 1)))
+    assert tokens_of(later["later"]) == tokens_of(together["cheap1"])
+    engine.policy.cache.check()
+    assert engine.policy.constraints.num_preparing == 0
+
+
+def test_a_request_can_be_aborted_while_its_grammar_is_compiled_for_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of()
+    compiler, may_go_on = engine.policy.constraints.compiler, threading.Event()
+    compile_anew = compiler.compile_anew
+    cheap, costly = starting_with("?", "cheap"), starting_with("e", "costly")
+    engine.submit(cheap)
+    engine.submit(costly)
+    while engine.stats().num_running < 2:
+        engine.step()
+
+    def slow(grammar: str) -> Any:
+        assert may_go_on.wait(60)
+        return compile_anew(grammar)
+
+    monkeypatch.setattr(compiler, "compile_anew", slow)
+    while engine.policy.constraints.num_preparing < 2:
+        engine.step()
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 2)
+    engine.abort("cheap")
+    may_go_on.set()
+    rest = drain(engine)
+    assert [delta.finish for delta in rest["cheap"]] == ["abort"]
+    assert rest["costly"][-1].finish == "error"
 
 
 def test_a_grammar_that_does_not_compile_for_the_vocabulary_ends_its_request_with_the_reason() -> (

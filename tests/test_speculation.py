@@ -43,7 +43,7 @@ from small_models import (
     run,
     tokens_of,
 )
-from test_grammar_masks import TOO_COSTLY, constrained, engine_of
+from test_grammar_masks import TOO_COSTLY, constrained, engine_of, starting_with
 from test_laws import tight_budget
 
 WITH_HEAD = {**SHALLOW_MOE, "mtp_num_hidden_layers": 1}
@@ -314,6 +314,24 @@ def test_a_reply_that_no_token_can_follow_ends_there_also_inside_a_draft(case: s
     assert len(drafted) < len(plain)
     assert_same({"x": plain}, {"x": drafted})
     assert drafted[-1].error == plain[-1].error
+    engine.policy.cache.check()
+
+
+def test_drafts_that_exceed_a_grammars_limit_do_not_harm_other_requests() -> None:
+    """The lexer that all share fails inside a draft, before or after the others got their masks."""
+    cheap = [starting_with("?", f"cheap{n}", seed=n, token_ids=prompt(40, n)) for n in (1, 2)]
+    requests = [cheap[0], starting_with("e", "costly"), cheap[1]]
+    alone = {one.id: run(engine_of(), one)[one.id] for one in requests}
+    replies = {id: tokens_of(deltas) for id, deltas in alone.items()}
+    engine = engine_of(speculate="ngram:7")
+    engine.policy.speculator.drafter = ScriptedDrafter(replies, EVERY_PLACE)
+    engine.policy.speculator.pace = None
+    together = run(engine, *requests)
+    assert together["costly"][-1].finish == "error"
+    assert len(replies["costly"]) < len(replies["cheap1"])
+    assert_same(
+        {one.id: alone[one.id] for one in cheap}, {one.id: together[one.id] for one in cheap}
+    )
     engine.policy.cache.check()
 
 

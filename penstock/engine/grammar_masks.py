@@ -5,10 +5,10 @@ Every constrained request has a matcher, which follows the tokens of its sequenc
 host, so a preempted request needs nothing when it returns. Grammars are compiled in a thread, so
 that an expensive one delays only its own request, and llguidance's threads fill the masks while the
 device computes the logits. The cost of a grammar is limited; one that exceeds the limit ends its
-request. Copies of a matcher share the states of their lexer, which count towards the limit: so a
-request may fail by what others of the same grammar, or its own drafts, have explored, and a grammar
-that has failed is compiled anew for the next request. The engine decides when masks are due and
-what happens to a failed request.
+request. Requests with the same grammar share the states of its lexer, which is faster, but all of
+them count towards the limit, drafts included, and fail together. So after a failure the grammar is
+compiled anew for later requests, and a request that was not alone continues with a lexer of its
+own. The engine decides when masks are due and what happens to a failed request.
 
 A row with drafts needs a mask for each of its positions: a copy of its matcher consumes the drafts.
 Tokens that a grammar forces are appended to the reply at once, or become drafts.
@@ -53,24 +53,53 @@ class StepMasks:
 
     places: list[int]  # [N] their rows of logits
     allowed: np.ndarray  # [N, words] int32
-    failures: list[tuple[str, str]]  # request ids, and why their grammars failed
+    failures: list[Failure]
     dead_ends: list[DeadEnd]
 
 
 @dataclass(frozen=True, slots=True)
-class DeadEnd:
-    """A draft that no token can follow: a reply that reaches it ends there, with an error."""
+class Failure:
+    """A sequence that has no next token, at least with this matcher."""
 
     sequence: Sequence
+    problem: str
+    is_shared: bool = False  # other requests contributed: it may go on with a lexer of its own
+
+
+@dataclass(frozen=True, slots=True)
+class DeadEnd:
+    """A draft that no token can follow: a reply that reaches it fails there."""
+
+    failure: Failure
     num_tokens: int  # of the sequence, including the draft
     draft_id: int
-    problem: str
 
     @property
     def is_reached(self) -> bool:
-        tokens = self.sequence.tokens
+        tokens = self.failure.sequence.tokens
         is_here = len(tokens) == self.num_tokens and tokens[-1] == self.draft_id
-        return is_here and self.sequence.finish is None
+        return is_here and self.failure.sequence.finish is None
+
+
+class CompiledGrammar:
+    """A matcher in its initial state. Its copies share a lexer, and fail together."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._initial = matcher
+        self.num_users = 0
+
+    def new_matcher(self) -> LLMatcher:
+        self.num_users += 1
+        return self._initial.deep_copy()
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """A request whose grammar is being compiled."""
+
+    request: Request
+    future: Future[CompiledGrammar]
+    withdrawn: Sequence | None  # it ran before, with a lexer that failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +107,8 @@ class Prepared:
     """A request whose grammar is compiled, or the error."""
 
     request: Request
-    matcher: LLMatcher | None
+    grammar: CompiledGrammar | None
+    withdrawn: Sequence | None = None
     problem: str = ""
 
 
@@ -96,17 +126,14 @@ class ConstrainedRow:
 class Constraint:
     """One sequence, its banned words, and how far its matcher, if any, has followed it."""
 
-    def __init__(self, sequence: Sequence, matcher: LLMatcher | None) -> None:
+    def __init__(self, sequence: Sequence, grammar: CompiledGrammar | None) -> None:
         self.sequence = sequence
-        self.matcher = matcher
+        self.grammar = grammar
+        self.matcher = None if grammar is None else grammar.new_matcher()
         self.banned = BannedWords(sequence.request.banned)
         self._starts_after = frozenset(sequence.request.sampling.grammar_starts_after)
         self.has_started = not self._starts_after
         self._num_followed = sequence.num_prompt_tokens
-
-    @property
-    def grammar(self) -> str | None:
-        return self.sequence.request.sampling.grammar
 
     def follow(self) -> None:
         """Consumes new tokens; a token that the grammar forbids leaves the matcher in error."""
@@ -129,6 +156,10 @@ class Constraint:
     def starts_with(self, token_id: int) -> bool:
         return token_id in self._starts_after
 
+    def failure_of(self, matcher: LLMatcher) -> Failure:
+        is_shared = self.grammar is not None and self.grammar.num_users > 1
+        return Failure(self.sequence, problem_of(matcher), is_shared)
+
 
 class GrammarCompiler:
     """A checkpoint's vocabulary for llguidance, and the grammars that were compiled for it."""
@@ -138,8 +169,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._vocabulary: LLTokenizer | None = None
         self._failure: PenstockError | None = None
-        # In their initial state, least recently used first.
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()  # oldest use first
 
     def require(self) -> None:
         """Raises an error if this engine cannot support grammars."""
@@ -182,28 +212,32 @@ class GrammarCompiler:
             )
             raise self._failure from error
 
-    def compile(self, grammar: str) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        matcher = self._compiled.pop(grammar, None)
-        if matcher is None:
-            limits = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)
-            matcher = LLMatcher(self.load_vocabulary(), grammar, log_level=0, limits=limits)
-            # The first mask is the most expensive, and fails if nothing matches the grammar.
-            matcher.compute_bitmask()
-            if matcher.is_error():
-                raise RequestError(
-                    "The grammar cannot be enforced", problem_of(matcher), param="grammar"
-                )
-        self._compiled[grammar] = matcher
+    def compile(self, grammar: str) -> CompiledGrammar:
+        compiled = self._compiled.pop(grammar, None) or self.compile_anew(grammar)
+        self._compiled[grammar] = compiled
         if len(self._compiled) > NUM_KEPT_GRAMMARS:
             self._compiled.popitem(last=False)
-        return matcher.deep_copy()
+        return compiled
+
+    def compile_anew(self, grammar: str) -> CompiledGrammar:
+        """With a lexer that no other request uses."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)
+        matcher = LLMatcher(self.load_vocabulary(), grammar, log_level=0, limits=limits)
+        # The first mask is the most expensive, and fails if nothing matches the grammar.
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise RequestError(
+                "The grammar cannot be enforced", problem_of(matcher), param="grammar"
+            )
+        return CompiledGrammar(matcher)
 
     def forget(self, constraint: Constraint) -> None:
-        """After a failure, all copies of the grammar's matcher fail."""
-        if constraint.grammar is not None:
-            self._compiled.pop(constraint.grammar, None)
+        """Its grammar has failed: later requests would fail as well."""
+        grammar = constraint.sequence.request.sampling.grammar
+        if grammar is not None and self._compiled.get(grammar) is constraint.grammar:
+            self._compiled.pop(grammar, None)
 
 
 @dataclass(slots=True)
@@ -212,7 +246,7 @@ class Constraints:
     vocab_size: int
     max_masks: int  # per step
     new_buffer: NewBuffer
-    _preparing: dict[str, tuple[Request, Future[LLMatcher]]] = field(default_factory=dict)
+    _preparing: dict[str, Preparation] = field(default_factory=dict)
     _live: list[Constraint] = field(default_factory=list)
     # One thread, so the compiler's cache needs no lock.
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar"))
@@ -226,40 +260,42 @@ class Constraints:
     def is_preparing(self, request_id: str) -> bool:
         return request_id in self._preparing
 
-    def prepare(self, request: Request) -> None:
-        """Starts to compile the request's grammar; `take_prepared` returns the request."""
+    def prepare(self, request: Request, withdrawn: Sequence | None = None) -> None:
+        """Starts to compile the request's grammar; `take_prepared` returns the request. One that
+        was withdrawn gets a lexer of its own.
+        """
         self.compiler.require()
         assert request.sampling.grammar is not None
-        future = self._thread.submit(self.compiler.compile, request.sampling.grammar)
-        self._preparing[request.id] = request, future
+        compile = self.compiler.compile if withdrawn is None else self.compiler.compile_anew
+        future = self._thread.submit(compile, request.sampling.grammar)
+        self._preparing[request.id] = Preparation(request, future, withdrawn)
 
     def drop(self, request_id: str) -> bool:
         """Forgets a request whose grammar is being compiled; returns whether there was one."""
         entry = self._preparing.pop(request_id, None)
         if entry is not None:
-            entry[1].cancel()
+            entry.future.cancel()
         return entry is not None
 
     def wait(self, timeout_s: float) -> None:
         """Waits until a grammar is compiled, for when there is nothing else to do."""
-        futures = [future for _, future in self._preparing.values()]
+        futures = [entry.future for entry in self._preparing.values()]
         concurrent.futures.wait(futures, timeout_s, concurrent.futures.FIRST_COMPLETED)
 
     def take_prepared(self) -> list[Prepared]:
-        done = [id for id, (_, future) in self._preparing.items() if future.done()]
+        done = [entry for entry in self._preparing.values() if entry.future.done()]
         prepared = []
-        for id in done:
-            request, future = self._preparing.pop(id)
+        for entry in done:
+            del self._preparing[entry.request.id]
             # Any exception: it concerns only this request, and the engine continues.
-            error = future.exception()
-            prepared.append(
-                Prepared(request, future.result() if error is None else None, str(error or ""))
-            )
+            error = entry.future.exception()
+            grammar = entry.future.result() if error is None else None
+            prepared.append(Prepared(entry.request, grammar, entry.withdrawn, str(error or "")))
         return prepared
 
-    def add(self, sequence: Sequence, matcher: LLMatcher | None = None) -> None:
-        """Without a matcher, only banned words apply."""
-        self._live.append(Constraint(sequence, matcher))
+    def add(self, sequence: Sequence, grammar: CompiledGrammar | None = None) -> None:
+        """Without a grammar, only banned words apply."""
+        self._live.append(Constraint(sequence, grammar))
 
     def rows_of(self, plan: StepPlan) -> list[ConstrainedRow]:
         """The constrained rows that sample in this step."""
@@ -316,25 +352,28 @@ class Constraints:
         for matcher, index in jobs:
             constraint = rows[index].constraint
             if matcher.is_error():
-                failures.append((constraint.sequence.id, problem_of(matcher)))
+                failures.append(constraint.failure_of(matcher))
                 self.compiler.forget(constraint)
             else:
                 self._translate_end(words[index], constraint)
         for index, row in enumerate(rows):
             if row.constraint.banned and not _forbid_words(words[index], row.constraint):
-                failures.append((row.constraint.sequence.id, NOTHING_LEFT))
+                failures.append(Failure(row.constraint.sequence, NOTHING_LEFT))
         places, first, dead_ends = [row.place for row in rows], len(rows), []
-        for row in rows:
+        for index, row in enumerate(rows):
             end = first + len(row.draft_ids)
-            dead_end = self._fill_ahead(row, words[first:end])
+            dead_end = self._fill_ahead(row, words[index], words[first:end])
             dead_ends += [] if dead_end is None else [dead_end]
             places += range(row.place + 1, row.place + 1 + len(row.draft_ids))
             first = end
         return StepMasks(places, allowed, failures, dead_ends)
 
-    def _fill_ahead(self, row: ConstrainedRow, words: np.ndarray) -> DeadEnd | None:
-        """The masks after each draft. After a draft that is forbidden or ends the reply, or that no
-        token can follow, everything is allowed: what is sampled there is never said.
+    def _fill_ahead(
+        self, row: ConstrainedRow, before: np.ndarray, words: np.ndarray
+    ) -> DeadEnd | None:
+        """The masks after each draft, given the mask before them. After a draft that is forbidden
+        or ends the reply, or that no token can follow, everything is allowed: what is sampled there
+        is never said.
         """
         constraint, sequence = row.constraint, row.constraint.sequence
         words.fill(ALL_ALLOWED)
@@ -346,25 +385,28 @@ class Constraints:
             if draft in sequence.request.end_token_ids:
                 break
             if matcher is not None and has_started:
-                if matcher.is_error() or matcher.validate_tokens([draft]) < 1:
+                # The mask knows, not the matcher: one whose lexer has failed refuses every draft.
+                if matcher.is_error() or not _allows(before, draft):
                     break
                 matcher.consume_token(draft)
             elif matcher is not None:
                 has_started = constraint.starts_with(draft)
-            problem = ""
+            failure = None
             if matcher is not None and has_started:
-                matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+                if not matcher.is_error():
+                    matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
                 if matcher.is_error():
-                    problem = problem_of(matcher)
+                    failure = constraint.failure_of(matcher)
                     self.compiler.forget(constraint)
                 self._translate_end(own, constraint)
             elif matcher is not None:
                 self._allow_all_but_ends(own, constraint)
             if constraint.banned and not _forbid_words(own, constraint, row.draft_ids[: place + 1]):
-                problem = problem or NOTHING_LEFT
-            if problem:
+                failure = failure or Failure(sequence, NOTHING_LEFT)
+            if failure is not None:
                 own.fill(ALL_ALLOWED)
-                return DeadEnd(sequence, len(sequence.tokens) + place + 1, draft, problem)
+                return DeadEnd(failure, len(sequence.tokens) + place + 1, draft)
+            before = own
         return None
 
     def _run(self, jobs: list[tuple[LLMatcher, int]], allowed: np.ndarray) -> None:
@@ -411,6 +453,10 @@ class Constraints:
             words[eos // 32] &= ~bit
             for token_id in constraint.sequence.request.end_token_ids:
                 words[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def _allows(words: np.ndarray, token_id: int) -> bool:
+    return bool(words[token_id // 32] & np.uint32(1 << token_id % 32))
 
 
 def _forbid_words(

@@ -19,6 +19,7 @@ from penstock.engine.grammar_masks import (
     ConstrainedRow,
     Constraints,
     DeadEnd,
+    Failure,
     GrammarCompiler,
     NewBuffer,
     StepMasks,
@@ -142,11 +143,12 @@ class Policy:
 
     def plan(self) -> StepPlan | None:
         for prepared in self.constraints.take_prepared():
-            if prepared.matcher is None:
+            if prepared.grammar is None:
                 delta = TokenDelta(prepared.request.id, finish="error", error=prepared.problem)
                 self._deltas.append(delta)
             else:
-                self.constraints.add(self.scheduler.submit(prepared.request), prepared.matcher)
+                sequence = self.scheduler.submit(prepared.request, prepared.withdrawn)
+                self.constraints.add(sequence, prepared.grammar)
         self.speculator.start_plan(self.scheduler.decoding, self.scheduler.expects_prompts)
         return self.scheduler.plan()
 
@@ -156,11 +158,11 @@ class Policy:
     def commit(self, output: StepOutput) -> None:
         self._expects_forced = False
         dead_ends, self._dead_ends = self._dead_ends, []
-        limits = {one.sequence.id: one.num_tokens for one in dead_ends}
+        limits = {one.failure.sequence.id: one.num_tokens for one in dead_ends}
         self._deltas += self.scheduler.commit(output, limits)
         for dead_end in dead_ends:
             if dead_end.is_reached:
-                self._fail(dead_end.sequence.id, dead_end.problem)
+                self._fail(dead_end.failure)
         if self.appends_forced:
             self._append_forced()
 
@@ -178,26 +180,33 @@ class Policy:
 
     def fill_masks(self, rows: list[ConstrainedRow]) -> StepMasks:
         """For the rows of `constraints.rows_of(plan)`; everything before that plan is committed.
-        Ends requests whose grammar failed; a step in flight that still has their rows is not
+        Requests whose grammar failed leave their rows; a step in flight that still has them is not
         affected.
         """
         masks = self.constraints.fill(rows)
         if self.appends_forced or self.speculator.decode_tokens > 1:
             self._expects_forced = self.constraints.may_force(rows, LEAST_FORCED)
-        for request_id, problem in masks.failures:
-            self._fail(request_id, problem)
+        for failure in masks.failures:
+            self._fail(failure)
         self._dead_ends = masks.dead_ends
         return masks
 
-    def _fail(self, request_id: str, problem: str) -> None:
-        """Ends a request whose grammar failed."""
-        aborted = self.scheduler.abort(request_id)
-        if aborted is not None:
-            error = f"The reply can no longer follow its grammar: {problem}"
-            num_cached = aborted.num_cached_tokens
-            self._deltas.append(
-                TokenDelta(request_id, finish="error", num_cached_tokens=num_cached, error=error)
-            )
+    def _fail(self, failure: Failure) -> None:
+        """Ends a request whose grammar failed; if others contributed, it returns to its row with
+        the grammar compiled for it alone.
+        """
+        sequence = failure.sequence
+        if sequence.finish is not None:
+            return
+        if failure.is_shared:
+            self.constraints.prepare(self.scheduler.withdraw(sequence), sequence)
+            return
+        self.scheduler.abort(sequence.id)
+        error = f"The reply can no longer follow its grammar: {failure.problem}"
+        num_cached = sequence.num_cached_tokens
+        self._deltas.append(
+            TokenDelta(sequence.id, finish="error", num_cached_tokens=num_cached, error=error)
+        )
 
     def take_deltas(self) -> list[TokenDelta]:
         deltas, self._deltas = self._deltas, []

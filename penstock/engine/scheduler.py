@@ -151,7 +151,8 @@ class Scheduler:
         """Whether the next plan should wait until the step in flight ends."""
         return self._turns.holds_planning
 
-    def submit(self, request: Request) -> Sequence:
+    def submit(self, request: Request, withdrawn: Sequence | None = None) -> Sequence:
+        """If its sequence was withdrawn, the new one takes over what was counted for it."""
         if request.id in self._sequences:
             raise RequestError(
                 f"A request with id {request.id!r} is already running or queued",
@@ -161,6 +162,9 @@ class Scheduler:
         limits = RequestLimits.of(request, self.cache, self.max_model_len)
         due_s = self._clock() - request.age_s + request.priority * PRIORITY_STEP_S
         sequence = Sequence.start(request, self._num_arrivals, due_s)
+        if withdrawn is not None:
+            sequence.num_preemptions = withdrawn.num_preemptions + 1
+            sequence.num_cached_tokens = withdrawn.num_cached_tokens
         sequence.targets = limits.targets
         if self._closes_thoughts:
             sequence.closes_at = closing_place(request, limits)
@@ -177,6 +181,20 @@ class Scheduler:
             return None
         self._end(sequence, "abort")
         return TokenDelta(request_id, finish="abort", num_cached_tokens=sequence.num_cached_tokens)
+
+    def withdraw(self, sequence: Sequence) -> Request:
+        """Ends a sequence that will be submitted again. Its request then continues after the tokens
+        so far, and is due when it was.
+        """
+        self._end(sequence, "abort")
+        request = sequence.request
+        return dataclasses.replace(
+            request,
+            token_ids=tuple(sequence.tokens),
+            num_resumed_tokens=len(sequence.tokens) - sequence.num_prompt_tokens,
+            num_scored_tokens=sequence.num_scored,
+            age_s=self._clock() - sequence.due_s + request.priority * PRIORITY_STEP_S,
+        )
 
     def plan(self) -> StepPlan | None:
         """The next step. None: nothing can run, now or before an outstanding output is
@@ -501,11 +519,11 @@ class Scheduler:
         return self._chunk(sequence, num_tokens, len(sequence.pages))
 
     def _chunk_len(self, sequence: Sequence, start: int, budget: int) -> int:
-        """All remaining tokens, or as many whole pages as the budget allows."""
+        """All remaining tokens, or as many as the budget allows up to the end of a page."""
         num_left = len(sequence.tokens) - start
         if num_left <= budget:
             return num_left
-        return budget // self.page_size * self.page_size
+        return max((start + budget) // self.page_size * self.page_size - start, 0)
 
     def _num_reserved_pages(self) -> int:
         """Pages that running sequences will need soon, to complete their prefills and to decode.
