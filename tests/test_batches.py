@@ -39,9 +39,7 @@ def api_of(server: Server, key: str = KEYS[0]) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two rows, so that batches are seen to leave one; small limits, so that they are seen to
-    hold.
-    """
+    """Two rows, so that a batch must leave one free; small limits, so that they are reached."""
     settings = {"batch_folder": str(tmp_path_factory.mktemp("state") / "batches"), "api_key": KEYS}
     settings |= {"batch_file_mb": 0.5, "batch_gb": 0.001}
     with start_server(engine={"model": two_layers(), "max_rows": 2}, serve=settings) as running:
@@ -76,7 +74,7 @@ def clean(api: openai.OpenAI) -> None:
         api.files.delete(file.id)
 
 
-# The whole way
+# The whole path
 
 
 def test_every_line_has_one_result_and_files_can_be_read_listed_and_deleted(
@@ -138,7 +136,7 @@ def test_other_endpoints_answer_batches_as_they_answer_clients(
     clean(api)
 
 
-# What is refused
+# Refusals
 
 
 def test_a_file_of_wrong_lines_fails_before_any_is_run_and_names_them(api: openai.OpenAI) -> None:
@@ -239,13 +237,11 @@ def test_a_batch_that_cannot_be_is_refused_by_the_name_of_its_field(
     clean(api)
 
 
-# Beside clients
+# Beside other requests
 
 
 def test_a_client_does_not_wait_for_a_batch(server: Server, api: openai.OpenAI) -> None:
-    """All rows are the batch's, with replies of many seconds; the client gets one of them at
-    once.
-    """
+    """The batch needs all rows for replies of many seconds; the client gets one of them at once."""
     batch = start(api, [chat_line(f"r{i}", max_tokens=2000) for i in range(6)])
     assert eventually(lambda: server.stats()["num_running"] == 2, 30.0)
     started = time.monotonic()
@@ -355,6 +351,68 @@ def test_a_file_does_not_expire_while_a_batch_reads_it(tmp_path: Path) -> None:
         folder.file("f", "t")
     assert not folder.files
     folder.close()
+
+
+def test_parts_of_a_file_can_be_downloaded(server: Server, api: openai.OpenAI) -> None:
+    data = jsonl([chat_line(f"r{i}") for i in range(3)])
+    size = len(data)
+    file = api.files.create(file=("in.jsonl", data), purpose="batch")
+    url = f"{server.url}/v1/files/{file.id}/content"
+
+    def get(asked: str, method: str = "GET", **headers: str) -> Any:
+        return server.http.request(method, url, headers={"range": asked, **headers})
+
+    parts = {
+        "bytes=0-9": data[:10],
+        "Bytes = 5-5": data[5:6],
+        f"bytes={size - 3}-{size + 99}": data[-3:],
+        "bytes=7-": data[7:],
+        "bytes=-8": data[-8:],
+        f"bytes=-{size + 1}": data,
+        f"bytes=2-3, {size}-": data[2:4],  # only one of them exists
+    }
+    for asked, part in parts.items():
+        answer = get(asked)
+        assert (answer.status_code, answer.content) == (206, part), asked
+        assert answer.headers["content-range"].endswith(f"/{size}")
+    several = get("bytes=0-3,10-12,-2")
+    assert several.status_code == 206
+    assert several.headers["content-type"].startswith("multipart/byteranges; boundary=")
+    for part in (data[:4], data[10:13], data[-2:]):
+        assert b"\r\n\r\n" + part + b"\r\n--" in several.content
+
+    etag = several.headers["etag"]
+    assert get("bytes=0-3", **{"if-range": etag}).content == data[:4]
+    many = "bytes=" + ",".join(f"{2 * n}-{2 * n}" for n in range(101))
+    for whole in (get("bytes=0-3", **{"if-range": '"other"'}), get("lines=0-3"), get(many)):
+        assert (whole.status_code, whole.content) == (200, data)
+    head = get("bytes=0-3", "HEAD")
+    assert (head.status_code, head.content) == (200, b"")
+    assert (head.headers["content-length"], head.headers["accept-ranges"]) == (str(size), "bytes")
+    clean(api)
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        *[(f"bytes={wrong}", 400) for wrong in ("", ",", "-", "x", "5-2", "0-9,x", "--5", "+1-5")],
+        ("bytes", 400),
+        (f"bytes={'9' * 5000}-", 400),
+        *[(f"bytes={beyond}", 416) for beyond in ("1000000-", "-0", "999999-9999999,-0")],
+    ],
+)
+def test_a_wrong_range_is_refused_like_any_other_error(
+    server: Server, api: openai.OpenAI, asked: str, status: int
+) -> None:
+    data = jsonl([chat_line("a")])
+    file = api.files.create(file=("in.jsonl", data), purpose="batch")
+    url = f"{server.url}/v1/files/{file.id}/content"
+    answer = server.http.get(url, headers={"range": asked})
+    assert_refused(answer, status, None)
+    length = f"bytes */{len(data)}" if status == 416 else None
+    assert answer.headers.get("content-range") == length
+    assert server.http.head(url, headers={"range": asked}).is_success
+    api.files.delete(file.id)
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/batches"])

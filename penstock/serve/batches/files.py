@@ -19,6 +19,7 @@ from starlette.routing import Route
 from penstock.errors import OverloadedError, RequestError
 from penstock.serve.admission import tenant_of
 from penstock.serve.answer import UNREAD_HEADERS, ids_of_page, json_response, list_fields
+from penstock.serve.batches.byte_ranges import keep_existing_ranges
 from penstock.serve.batches.folder import Batch, BatchFolder, FileNotHereError, StoredFile
 from penstock.serve.intake import SLOW_BYTES_PER_S
 from penstock.serve.state import ServerState
@@ -100,7 +101,12 @@ class FileRoutes:
     async def content(self, request: Request) -> Response:
         file = self._file(request)
         path = folder_of(self._state).path_of(file.id)
-        return FileResponse(path, media_type="application/jsonl", filename=file.filename)
+        found = os.stat(path)
+        response = FileResponse(
+            path, media_type="application/jsonl", filename=file.filename, stat_result=found
+        )
+        keep_existing_ranges(request, response, found.st_size)
+        return response
 
     async def delete(self, request: Request) -> Response:
         file = self._file(request)
