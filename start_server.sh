@@ -3,19 +3,19 @@
 #
 #   ./start_server.sh [--model M] [--port P] [--gpus 0,1,...] [any other flag of `penstock serve`]
 #
-# On a machine with GPUs every GPU gets an engine unless --gpus or --replicas says otherwise. Replies come
-# without thinking unless a request asks for it, or --enable-thinking (PENSTOCK_ENABLE_THINKING=1) for all, and
-# greedy unless it says a temperature, or --generation-config auto (PENSTOCK_GENERATION_CONFIG=auto) for all. A
-# server that is killed is started again; ./stop_server.sh [--port P] ends it. Its log and pid are in run/.
-# Ctrl-C while it waits stops the server again.
-# Exit code: 0 when the server is ready; 1 when it did not come up, with the end of its log, or already runs;
-# 130 or 143 when a signal ended the wait.
+# Every GPU of the machine gets an engine, unless --gpus or --replicas is set. Thinking is off unless a request
+# turns it on, or --enable-thinking (PENSTOCK_ENABLE_THINKING=1) does for all. Decoding is greedy unless a request
+# sets a temperature, or --generation-config auto (PENSTOCK_GENERATION_CONFIG=auto) sets the checkpoint's. If the
+# server is killed, it is restarted; ./stop_server.sh [--port P] stops it. Its log and pid are in run/.
+# Ctrl-C while the script waits stops the server.
+# Exit code: 0 if the server is ready; 1 if it failed to start (prints the end of its log) or already runs;
+# 130 or 143 if a signal ended the wait.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 RUN_DIR=${RUN_DIR:-run}
 RESTART_DELAY_S=0.2
-SHORT_LIFE_S=10 # a server that ends sooner of itself would only do so again
+SHORT_LIFE_S=10 # a server that exits sooner would fail again after a restart
 
 fail() {
   printf 'error: %s\n' "$1" >&2
@@ -29,7 +29,7 @@ is_running() { # PIDFILE
   pid=$(cat "$1" 2>/dev/null) && [ -n "$pid" ] && kill -0 -- "-$pid" 2>/dev/null
 }
 
-# Runs the server until it ends of itself or is told to; starts it again when it was killed.
+# Runs the server until it exits or is stopped; restarts it if it was killed.
 supervise() { # PIDFILE COMMAND...
   local pidfile=$1 server='' stopping='' code started
   shift
@@ -39,7 +39,7 @@ supervise() { # PIDFILE COMMAND...
     started=$SECONDS
     "$@" &
     server=$!
-    while true; do # a signal ends `wait` before the server has ended
+    while true; do # a signal ends `wait` before the server exits
       code=0
       wait "$server" || code=$?
       kill -0 "$server" 2>/dev/null || break
@@ -48,14 +48,14 @@ supervise() { # PIDFILE COMMAND...
     if [ "$code" -eq 0 ] || { [ "$code" -le 128 ] && [ $((SECONDS - started)) -lt $SHORT_LIFE_S ]; }; then
       break
     fi
-    [ -n "$stopping" ] || printf 'The server ended with code %s and is started again.\n' "$code"
+    [ -n "$stopping" ] || printf 'The server ended with code %s and is restarted.\n' "$code"
     sleep $RESTART_DELAY_S
   done
   rm -f "$pidfile"
   exit "$code"
 }
 
-# A wait that was given up must not leave behind a server that nobody knows of.
+# An interrupted wait must not leave a server running unnoticed.
 stop_again() { # SIGNAL PORT
   trap - INT TERM
   printf '\nNot ready yet, and stopped again:\n' >&2
@@ -68,7 +68,7 @@ wait_until_ready() { # PIDFILE LOG PORT
   until grep -q '^ready ' "$log" 2>/dev/null; do
     is_gone=''
     is_running "$pidfile" || is_gone=1
-    [ -z "$given_up" ] || stop_again "$given_up" "$port" # first: a Ctrl-C ends what looks, too
+    [ -z "$given_up" ] || stop_again "$given_up" "$port" # first: Ctrl-C also ends the commands of the check above
     if [ -n "$is_gone" ]; then
       printf 'error: The server did not come up. The end of %s:\n' "$log" >&2
       tail -n 20 "$log" | sed 's/^/  /' >&2
@@ -112,17 +112,17 @@ main() {
     gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -) || gpus=''
     [ -z "$gpus" ] || set -- "$@" --gpus "$gpus"
   fi
-  export PENSTOCK_ENABLE_THINKING=${PENSTOCK_ENABLE_THINKING:-0} # flags beat these
+  export PENSTOCK_ENABLE_THINKING=${PENSTOCK_ENABLE_THINKING:-0} # flags override these
   export PENSTOCK_GENERATION_CONFIG=${PENSTOCK_GENERATION_CONFIG:-off}
   mkdir -p "$RUN_DIR"
-  given_up='' # only noted here: what is half started could not be stopped yet
+  given_up='' # only recorded: a half-started server cannot be stopped yet
   trap 'given_up=INT' INT
   trap 'given_up=TERM' TERM
-  # A session of its own: no terminal, and one process group by which all of it can be found.
+  # A session of its own: no terminal, and one process group that contains all its processes.
   setsid bash start_server.sh --supervise "$pidfile" "$penstock" serve "$@" --port "$port" \
     >"$log" 2>&1 </dev/null &
   local supervisor=$!
-  # Until it has its group, or is gone: by that group it is known.
+  # Waits until its process group exists, or it is gone: the group identifies it.
   until kill -0 -- "-$supervisor" 2>/dev/null || ! kill -0 "$supervisor" 2>/dev/null; do sleep 0.02 || true; done
   printf '%s\n' "$supervisor" >"$pidfile"
   wait_until_ready "$pidfile" "$log" "$port"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Stops a server that ./start_server.sh has started: running answers may end, and then it is made to.
+# Stops a server that ./start_server.sh has started. Running replies may finish; after a timeout it is killed.
 #
 #   ./stop_server.sh [--port P] [--timeout SECONDS]
 #
-# Exit code 0, also when there is nothing to stop: afterwards none is running.
+# Exit code 0, also if no server runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 RUN_DIR=${RUN_DIR:-run}
 PORT=${PENSTOCK_PORT:-8000}
-TIMEOUT_S=35 # more than the server gives its running answers
+TIMEOUT_S=35 # longer than the server lets running replies finish
 
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -30,10 +30,10 @@ done
 
 PID_FILE=$RUN_DIR/server-$PORT.pid
 pid=$(cat "$PID_FILE" 2>/dev/null || true)
-# The supervisor leads a process group, in which the server is too: it is found even without its supervisor.
+# Supervisor and server share a process group, so the server is found even if the supervisor is gone.
 if [ -z "$pid" ] || ! kill -0 -- "-$pid" 2>/dev/null; then
   rm -f "$PID_FILE"
-  printf 'No server of ours runs on port %s.\n' "$PORT"
+  printf 'No server started here runs on port %s.\n' "$PORT"
   exit 0
 fi
 
@@ -45,13 +45,13 @@ wait_until_gone() { # SECONDS
   done
 }
 
-ask_to_end() { # only one of them: a server that is asked twice ends at once
+ask_to_end() { # signals only one process: a second signal would end the server at once
   kill -TERM "$pid" 2>/dev/null || kill -TERM -- "-$pid"
 }
 
 ask_to_end
 if ! wait_until_gone "$TIMEOUT_S"; then
-  printf 'It has not ended after %s s and is made to.\n' "$TIMEOUT_S"
+  printf 'The server has not stopped after %s s: killing it.\n' "$TIMEOUT_S"
   ask_to_end
   wait_until_gone 3 || kill -KILL -- "-$pid"
 fi

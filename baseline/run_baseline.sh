@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures vLLM with the harness: starts it, waits until it is ready, asks, and ends it again.
+# Measures vLLM with the harness: starts it, waits until it is ready, measures, and stops it.
 #
 #   MODEL=Qwen/Qwen3.5-35B-A3B GPUS=8 baseline/run_baseline.sh [--limit 200] [--num-requests 64]
 #

@@ -47,7 +47,7 @@ class NaiveEngine:
             del self.texts[id]
 
     def _run(self, request_ids: Sequence[Hashable], texts: list[list[int]]) -> Tensor:
-        """[R, V]. Stores the texts only after they have been run."""
+        """Returns [R, V]. Stores the texts only after they have been run."""
         self._check(request_ids, texts)
         logits = torch.cat([self.reference.logits(text, [len(text) - 1]) for text in texts])
         self.texts |= dict(zip(request_ids, texts))

@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def short_names(paths: Sequence[Path]) -> dict[Path, str]:
-    """By path the fewest of its last parts that no other one ends in."""
+    """Names each engine by the fewest last parts of its path that no other path ends in."""
     spelled = {path: path.absolute().with_suffix("").parts for path in paths}
     names = {}
     for path, parts in spelled.items():
@@ -93,7 +93,7 @@ def time_engine(
     repeats: int,
     enough_s: float = math.inf,
 ) -> tuple[list[Bench], dict[str, Any]]:
-    """What was timed, each bench for about `enough_s` at most, and the numbers."""
+    """Times each bench for about `enough_s` at most; returns what was timed, and the numbers."""
     stretches: dict[str, Bench] = {}
     seconds: dict[str, list[float]] = {}
     build_s, peak_bytes, faults = [], 0, []
@@ -123,8 +123,8 @@ def time_engine(
 
 
 def shorten(bench: Bench, stop: int) -> Bench:
-    """The stretch of its timed calls that ends there, by a name of its own: others are timed with
-    it too.
+    """The timed calls up to `stop`, under a name of their own: other engines are timed with them
+    too.
     """
     start = bench.timed[0]
     if stop == bench.timed[1]:
@@ -144,7 +144,7 @@ def describe(bench: Bench, seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def times(engine: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """How many times as fast as the other, by what both were timed with."""
+    """How many times as fast as the other engine, on the benches that both were timed with."""
     ours, theirs = engine["benches"], other["benches"]
     return {
         name: round(ours[name]["tokens_per_second"] / theirs[name]["tokens_per_second"], 2)

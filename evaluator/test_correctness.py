@@ -45,9 +45,7 @@ def main() -> int:
         said = f"{verdict.num_calls} calls, {verdict.worst:.3f} of the tolerance"
         print(f"[PASS] {case.name}: {said}" if verdict.is_passed else f"[FAIL] {verdict.fault}")
         if not verdict.is_passed:
-            player = LocalPlayer(
-                module, target
-            )  # what went wrong must not spoil the next situation
+            player = LocalPlayer(module, target)  # an error must not affect the next situation
     tolerance = f"atol = rtol = {TOLERANCE}"
     if allowed.most > 1.0:
         print(

@@ -65,7 +65,7 @@ class Result(msgspec.Struct):
 
 
 class _Delivery(msgspec.Struct):
-    """Ways to answer that a batch does not have."""
+    """Fields for other ways of delivery, which a batch does not have."""
 
     stream: bool | None = None
     background: bool | None = None
@@ -126,7 +126,7 @@ def read_line(line: bytes, max_bytes: int, endpoints: Collection[str]) -> BatchL
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """Also for a line that is not a request, if it has an id."""
+    """The line's custom_id, also if the line is not a request."""
     try:
         return msgspec.json.decode(line, type=_Named).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

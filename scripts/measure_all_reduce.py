@@ -41,7 +41,7 @@ OWN_SUM = "if (r == 0) total.add(found, true);"  # of one rank's values, not eig
 
 
 def program_that_starts_late(*given: Any) -> Program:
-    """A launch that starts early would take SMs which the other ranks need before it can go on."""
+    """Launches without early start, which would occupy SMs that the other ranks need to finish."""
     own = program(*given)
     own._num_attributes = 0
     return own
@@ -74,7 +74,7 @@ def time_streams(num_ranks: int, num_tokens: int) -> dict[str, Any]:
 
 
 def _replay_together(graphs: list[Any], streams: list[Any]) -> float:
-    """From a common start, which all streams wait for, to the end of the last one."""
+    """Microseconds from a common start, for which all streams wait, to the end of the last one."""
     start, ends = _event(), [_event() for _ in streams]
     torch.cuda._sleep(2_000_000)  # until all are launched
     start.record()
@@ -92,13 +92,13 @@ def _event() -> Any:
 
 
 class Loop(NoLinks):
-    """All-reduces in which this rank stands for all `size` of them."""
+    """All-reduces of one rank that takes the place of all `size` ranks."""
 
     def __init__(self, size: int) -> None:
         device = torch.device("cuda", 0)
         self.buffer = torch.full((buffer_words(size),), EMPTY, dtype=torch.int32, device=device)
         base = self.buffer.data_ptr()
-        # Its place in the buffer of rank r is that of rank r in its own.
+        # In the buffer of rank r, this rank writes to the place that rank r has in its own buffer.
         self.one_shot = OneShot(0, [base + rank * MOST_BYTES for rank in range(size)], device)
 
     def add(self, values: Tensor) -> None:
@@ -113,7 +113,7 @@ class Loop(NoLinks):
 
 @contextlib.contextmanager
 def summing_one_rank() -> Iterator[None]:
-    """Else each layer's values would be eight times those of the one before, and soon infinite."""
+    """Sums one rank's values only: eight times the values in each layer would soon be infinite."""
     source = all_reduce.SOURCE
     text = source.read_text()
     assert SUMS in text

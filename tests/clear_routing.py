@@ -25,8 +25,8 @@ def make_routing_clear(model: nn.Module, num_chosen: int, generator: torch.Gener
     routers = [values for name, values in parameters.items() if name.endswith("mlp.gate.weight")]
     num_experts, hidden_size = routers[0].shape
     directions = torch.linalg.qr(torch.randn(hidden_size, num_experts, generator=generator)).Q.T
-    wishes = torch.rand(len(embedding), num_experts, generator=generator)
-    is_chosen = wishes >= wishes.topk(num_chosen).values[:, -1:]
-    embedding.add_(CLARITY * is_chosen * (1 + 0.25 * wishes) @ directions)
+    preferences = torch.rand(len(embedding), num_experts, generator=generator)
+    is_chosen = preferences >= preferences.topk(num_chosen).values[:, -1:]
+    embedding.add_(CLARITY * is_chosen * (1 + 0.25 * preferences) @ directions)
     for router in routers:
         router.copy_(directions[torch.randperm(num_experts, generator=generator)])

@@ -1,12 +1,12 @@
 // Runs CUDA C++ on a CPU, one cluster of blocks at a time: every thread is a coroutine that runs
-// until it needs what others have. Instructions in PTX become calls of functions in `ptx`, named
-// after them (`cuda_emulator.py`); one that is not here does not compile. Slow, and meant for small
-// shapes.
+// until it needs data of others. Instructions in PTX become calls of functions in `ptx`, named
+// after them (`cuda_emulator.py`); one without a function here does not compile. Slow, and meant
+// for small shapes.
 
-// Two thirds of the time of a test went into compiling this header: it needs no standard library
-// but C's, and makes no system call when it goes from thread to thread.
+// Compiling this header once took two thirds of a test's time: it needs only C's standard library.
+// It makes no system call when it switches threads.
 
-#undef _FORTIFY_SOURCE // its longjmp refuses other stacks
+#undef _FORTIFY_SOURCE // its longjmp refuses to switch stacks
 #include <math.h>
 #include <sched.h>
 #include <setjmp.h>
@@ -20,7 +20,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-// One block's memory at a time is here, that of the others of its cluster elsewhere.
+// Holds the memory of one block at a time; the other blocks of its cluster are saved elsewhere.
 #define __shared__ static __attribute__((section("block_memory")))
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
@@ -42,8 +42,8 @@ struct Index {
     int x, y, z;
 };
 
-// Copies to shared memory happen when a thread waits for them, so that one who reads too early
-// reads something else.
+// Copies to shared memory happen when a thread waits for them, so that a thread which reads too
+// early reads old data.
 struct Copy {
     char* target;
     const void* source;
@@ -103,7 +103,7 @@ static long arrive(Meeting& meeting) {
     return meeting.round;
 }
 
-// Comes back after all expected threads have arrived.
+// Returns after all expected threads have arrived.
 static void wait(Meeting& meeting, long round) {
     for (;;) {
         const int of_all = &meeting == &cluster_meeting ? num_running : block->num_running;
@@ -140,7 +140,7 @@ static const word (*share(word mask, const word (&own)[COUNT])) [WORDS] {
     return values;
 }
 
-// A thread of one block is that of the next, too: its stack and its coroutine stay.
+// Threads are reused for the next block: their stacks and coroutines stay.
 static void run_thread() {
     for (;;) {
         call_kernel();
@@ -175,10 +175,10 @@ static void start_block(Block& own, Index index, int num_threads) {
     }
 }
 
-// The linker's; null if a kernel has no shared memory.
+// Defined by the linker; null if a kernel has no shared memory.
 extern "C" __attribute__((weak)) char __start_block_memory[], __stop_block_memory[];
 
-// A block runs until all its threads wait for other blocks: one that does not wait is far ahead.
+// A block runs until all its threads wait for other blocks: one that does not wait runs far ahead.
 static void run_block(Block& own, int num_threads) {
     const size_t num_bytes = __stop_block_memory - __start_block_memory;
     check(num_bytes <= SHARED_BYTES, "a block has too much shared memory");
@@ -482,7 +482,7 @@ static void multiply_matrices(float* const (&sums)[4], const u32 (&own)[6], Conv
         *sums[i] = (float)sum;
     }
 }
-// The second form begins with a constant.
+// The second form starts with a constant.
 #define MULTIPLY(name, from)                                                                       \
     static void name##_0_1_2_3(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, \
                                u32 a3, u32 b0, u32 b1) {                                           \

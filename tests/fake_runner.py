@@ -48,20 +48,25 @@ def sample_token(
     return max(allowed, key=lambda token: (scores[token] + biases.get(token, 0.0), token))
 
 
-def reply_alone(request: Request, max_model_len: int) -> tuple[list[int], str]:
-    """The request's correct reply, which must not depend on other requests: its tokens and why it
-    ends.
-    """
-    tokens, sampling = list(request.token_ids), request.sampling
-    num_prompt = len(tokens)
+def reply_alone(
+    request: Request, max_model_len: int, closes_thought: bool = False
+) -> tuple[list[int], str]:
+    """What the request must get, whoever else is served: its tokens and why it ends."""
+    tokens, sampling, limit = list(request.token_ids), request.sampling, request.thought_limit
+    num_known, num_prompt = len(tokens), request.num_prompt_tokens
+    longest = min(max_model_len, num_prompt + (sampling.max_tokens or max_model_len))
+    closes_at = 0 if limit is None or not closes_thought else num_prompt + limit.num_tokens
     while True:
         is_too_short = len(tokens) - num_prompt < sampling.min_tokens
         forbidden = request.end_token_ids if is_too_short else ()
         tokens.append(sample_token(tuple(tokens), sampling.logit_bias, forbidden))
         if tokens[-1] in request.end_token_ids:
-            return tokens[num_prompt:], "stop"
-        if len(tokens) - num_prompt == sampling.max_tokens or len(tokens) == max_model_len:
-            return tokens[num_prompt:], "length"
+            return tokens[num_known:], "stop"
+        if len(tokens) == longest:
+            return tokens[num_known:], "length"
+        is_due = limit is not None and len(tokens) == closes_at
+        if is_due and limit.end_id not in tokens[num_prompt:]:
+            tokens += limit.closing_ids if closes_at + len(limit.closing_ids) < longest else ()
 
 
 @dataclass(slots=True)
@@ -150,7 +155,7 @@ class FakeRunner:
             "one entry of a page table is written twice in a step"
         )
         for row, index, page in written:
-            assert page != 0, "page 0 belongs to nobody"
+            assert page != 0, "page 0 belongs to no sequence"
             self._rows[row].page_table[index] = page
 
     def _tokens_of(self, plan: RowPlan) -> tuple[int, ...]:
@@ -168,7 +173,9 @@ class FakeRunner:
         row.start, row.journal, row.accepted = len(row.tokens), row.accepted, ()
         if plan.token_ids:
             assert plan.start == row.start, "a row skips tokens or repeats some"
-            assert len(plan.token_ids) == 1 or plan.start % self.page_size == 0
+            assert not row.journal, "only a decode replays drafts"
+            is_appended = row.last_sample is not None  # to what was sampled before
+            assert len(plan.token_ids) == 1 or plan.start % self.page_size == 0 or is_appended
             new = plan.token_ids
             end = plan.start + len(new)
             assert list(new) == self._known_tokens(plan.row)[plan.start : end]
@@ -214,7 +221,7 @@ class FakeRunner:
             slot for row in plan.rows for slot in (row.slot, *(slot for _, slot in row.checkpoints))
         ]
         written += [row.keep.slot for row in plan.rows if row.keep.slot]
-        assert 0 not in written, "slot 0 belongs to nobody"
+        assert 0 not in written, "slot 0 belongs to no sequence"
         assert len(set(written)) == len(written), "a slot is written twice in a step"
         for row in plan.rows:
             if self._rows[row.row].start > 0 and row.initial_slot != row.slot:
@@ -347,6 +354,7 @@ class World:
         self.deltas: list[TokenDelta] = []
         self.plans: list[StepPlan] = []
         self.num_sessions = 0  # at the end of the history
+        self.num_closed = 0  # thoughts, by appended tokens
         self._pending: deque[StepOutput] = deque()
         self._sampled: list[Sequence] = []  # sequences that have sampled in their current row
 
@@ -402,8 +410,17 @@ class World:
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
 
     def require_reply_alone(self, request: Request) -> None:
-        expected = reply_alone(request, self.setup.max_model_len)
-        assert (self.replies[request.id], self.finishes[request.id]) == expected
+        found = self.replies[request.id], self.finishes[request.id]
+        assert found in self._replies_alone(request)
+
+    def require_part_of_reply(self, request: Request) -> None:
+        found = self.replies[request.id]
+        assert found in [tokens[: len(found)] for tokens, _ in self._replies_alone(request)]
+
+    def _replies_alone(self, request: Request) -> list[tuple[list[int], str]]:
+        """An engine that cannot close a thought leaves it open."""
+        ways = (False, True) if request.thought_limit else (False,)
+        return [reply_alone(request, self.setup.max_model_len, way) for way in ways]
 
     def _take(self, delta: TokenDelta) -> None:
         assert delta.request_id not in self.finishes, "news of a request that has ended"
@@ -412,12 +429,26 @@ class World:
         assert delta.num_cached_tokens == sequence.num_cached_tokens
         self._take_scores(sequence, delta)
         self.replies[delta.request_id] += delta.token_ids
-        if sequence.request.sampling.logprobs is not None:
+        if self._closes_thought(delta):
+            self.num_closed += 1
+        elif sequence.request.sampling.logprobs is not None:
             assert [logprob.token_id for logprob in delta.logprobs] == list(delta.token_ids)
         if delta.vector is not None:
             self.vectors[delta.request_id] = delta.vector
         if delta.finish is not None:
             self.finishes[delta.request_id] = delta.finish
+
+    def _closes_thought(self, delta: TokenDelta) -> bool:
+        """Whether its tokens were appended; these have no log-probabilities."""
+        request = self.sequences[delta.request_id].request
+        num_said = len(self.replies[request.id]) - len(delta.token_ids) + request.num_resumed_tokens
+        limit = request.thought_limit
+        return (
+            limit is not None
+            and num_said == limit.num_tokens
+            and delta.token_ids == limit.closing_ids
+            and not delta.logprobs
+        )
 
     def _take_scores(self, sequence: Sequence, delta: TokenDelta) -> None:
         """Checks that scores come in order, each once, before the first token, and that none comes
@@ -446,7 +477,10 @@ class World:
             one.row is not None and one.due_s <= latest_s for one in self.sequences.values()
         ):
             return False
-        return sequence.row is not None and sequence.num_tokens < self._longest(sequence)
+        if sequence.request.thought_limit is not None and sequence not in self.scheduler.decoding:
+            return False  # its closing tokens are computed like those of a prompt
+        end = sequence.closes_at or self._longest(sequence)
+        return sequence.row is not None and sequence.num_tokens < end
 
     def _may_pause(self, sequence: Sequence) -> bool:
         """Long prompts may pause for short requests."""

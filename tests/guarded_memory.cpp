@@ -2,7 +2,7 @@
 // so a kernel that goes past the end of a tensor stops at once, and so does one that uses a tensor
 // after it was freed. PyTorch allocates tensors with posix_memalign.
 //
-//   a page with their number | pages with the tensor at their end | a closed page
+//   a page with their number | pages with the tensor at their end | an inaccessible page
 
 #include <cerrno>
 #include <cstddef>

@@ -108,6 +108,6 @@ def test_a_file_or_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
     assert "The output file is also the input file" in error_in(same.stderr)
     both = penstock("batch", str(source), "--base-url", "http://127.0.0.1:9", "--max-rows", "2")
     assert "--max-rows and --base-url are both set" in error_in(both.stderr)
-    nobody = penstock("batch", str(source), "--base-url", "http://127.0.0.1:9")
-    assert nobody.returncode == 1
-    assert "Nothing answers at" in error_in(nobody.stderr)
+    silent = penstock("batch", str(source), "--base-url", "http://127.0.0.1:9")
+    assert silent.returncode == 1
+    assert "Nothing answers at" in error_in(silent.stderr)

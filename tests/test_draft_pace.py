@@ -35,7 +35,7 @@ def cheap(rows: int, tokens: int) -> float:
     return 1.0 + 0.02 * rows * tokens
 
 
-def dear(rows: int, tokens: int) -> float:
+def costly(rows: int, tokens: int) -> float:
     return 1.0 * rows * tokens
 
 
@@ -45,7 +45,7 @@ def dear(rows: int, tokens: int) -> float:
         (cheap, 0.9, 1, MOST),
         (cheap, 0.01, 1, 0),
         (cheap, 0.25, 1, 2),  # a third draft would add 0.016 tokens, and costs more
-        (dear, 0.9, 1, 0),
+        (costly, 0.9, 1, 0),
         (cheap, 0.9, 4, MOST),
         (cheap, 0.5, 256, 0),  # with so many rows, step time is proportional to tokens
     ],
@@ -59,7 +59,7 @@ def test_the_number_that_gives_the_most_tokens_a_second(
 
 
 def test_what_does_not_pay_is_tried_again_but_seldom() -> None:
-    chosen = settle(DraftPace(), dear, 0.9, 1, steps=3 * PROBE_EVERY)
+    chosen = settle(DraftPace(), costly, 0.9, 1, steps=3 * PROBE_EVERY)
     assert 0 < sum(map(bool, chosen[4:])) <= 0.02 * len(chosen)
     assert chosen[PROBE_EVERY + PLAIN_STEPS] == MOST
 
@@ -73,9 +73,9 @@ def test_times_from_before_the_first_step_need_no_trial() -> None:
     pace = DraftPace()
     pace.prime({(4, 1 + drafts): cheap(4, 1 + drafts) for drafts in range(MOST + 1)})
     assert settle(pace, cheap, 0.9, 4)[:4] == [MOST] * 4
-    dearer = DraftPace()
-    dearer.prime({(4, 1 + drafts): dear(4, 1 + drafts) for drafts in range(MOST + 1)})
-    assert settle(dearer, dear, 0.9, 4)[:60] == [0] * 60
+    costly_pace = DraftPace()
+    costly_pace.prime({(4, 1 + drafts): costly(4, 1 + drafts) for drafts in range(MOST + 1)})
+    assert settle(costly_pace, costly, 0.9, 4)[:60] == [0] * 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def some_rows(step: int) -> int:
 WORLDS = {
     "nothing is right": World(moe, lambda _: 0.0, lambda _: 1),
     "nothing is right, many rows": World(moe, lambda _: 0.0, lambda _: 64),
-    "drafts are dear": World(heavy, lambda _: 0.9, lambda _: 8),
+    "drafts are costly": World(heavy, lambda _: 0.9, lambda _: 8),
     "half are right": World(moe, lambda _: 0.5, lambda _: 8),
     "rows come and go": World(moe, lambda _: 0.3, some_rows),
     "rightness comes and goes": World(moe, lambda step: 0.9 * (step // 300 % 2), lambda _: 4),

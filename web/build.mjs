@@ -1,5 +1,5 @@
-// Makes the files that servers send (penstock/serve/page/static/) from source/: one script and one
-// style sheet to open the page with, and others that are loaded when they are first needed.
+// Builds the files that servers send (penstock/serve/page/static/) from source/: one script and one
+// style sheet that open the page, and others that are loaded on first use.
 // `make page` runs it; with a folder as its argument it builds there.
 
 import { createHash } from "node:crypto";
@@ -11,8 +11,8 @@ import * as esbuild from "esbuild";
 const here = fileURLToPath(new URL(".", import.meta.url));
 const source = join(here, "source");
 const folder = process.argv[2] ?? join(here, "../penstock/serve/page/static");
-// Long names that Temml has often, uses as nothing but properties of its own, and that no other file
-// has. A test compares what it draws with what the published one does.
+// Long names that occur often in Temml, only as its own properties, and in no other file. A test
+// compares what the result draws with what the published Temml draws.
 const INSIDE_TEMML = [
   "allowedInArgument",
   "allowedInMath",
@@ -37,8 +37,8 @@ const INSIDE_TEMML = [
 const LATER = ["maths.js", "languages.js"]; // with the first formula, and with the first code
 const BANNER = "/*! Built from web/source of Penstock. Licences of libraries: vendor/ */";
 
-/** marked makes an instance of itself when it is loaded, which has its parser and its renderers. The
- * page draws tokens itself, so only what makes tokens is kept: before that instance are classes. */
+/** marked creates an instance with its parser and renderers when it is loaded. The page draws
+ * tokens itself, so only the code that makes tokens is kept: the classes before that instance. */
 const onlyLexer = {
   name: "only marked's lexer",
   setup(build) {
@@ -82,7 +82,7 @@ await esbuild.build({
   format: "esm",
   mangleProps: new RegExp(`^(?:${INSIDE_TEMML.join("|")})$`),
 });
-// No module: its frame has an origin of its own, from which a module could not be loaded.
+// Not a module: its frame has an opaque origin, which cannot load modules.
 await esbuild.build({ ...shared, entryPoints: ["sandbox.js"] });
 for (const name of ["sandbox.html", "icon.svg"]) await cp(join(source, name), join(folder, name));
 
@@ -95,13 +95,13 @@ const index = await readFile(join(source, "index.html"), "utf8");
 const opened = index.replace("</head>", () => `${preloads.join("")}</head>`);
 await writeFile(join(folder, "index.html"), opened);
 
-// What was built of what: a test without these tools sees whether one was changed without the other.
+// Hashes of source and build: a test without these tools detects if only one of them was changed.
 if (!process.argv[2]) {
   const record = { source: await hashes(source), static: await hashes(folder) };
   await writeFile(join(here, "built.json"), `${JSON.stringify(record, null, 1)}\n`);
 }
 
-/** What an earlier build made; licences stay. */
+/** Deletes the output of an earlier build, except licences. */
 async function clear() {
   await mkdir(folder, { recursive: true });
   for (const name of await readdir(folder)) if (name !== "vendor") await rm(join(folder, name));

@@ -146,8 +146,8 @@ class EnginePlayer:
         stop: Callable[[], Any],
         is_enough: Callable[[], bool] = lambda: False,
     ) -> tuple[list[Any], dict[int, Any]]:
-        """For each call, what it raised, the shape of its answer, or None; and the kept logits.
-        Ends early, after a timed call, once `is_enough`.
+        """Returns, for each call, what it raised, the shape of its answer, or None; and the kept
+        logits. Ends early, after a timed call, once `is_enough`.
         """
         outcomes: list[Any] = []
         kept: dict[int, Any] = {}
@@ -354,7 +354,7 @@ _KINDS = {
 
 
 def kind_of_work(name: str) -> str:
-    """From the name of an operation or of a kernel."""
+    """The kind of an operation or a kernel, from its name."""
     lowered = name.lower()
     kinds = (
         kind for kind, words in _KINDS.items() if any(map(lowered.__contains__, words.split()))

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 Design = Mapping[str, str]  # decision -> alternative
 
-# A decision, with the constant of a fragment that carries its value, and what all its alternatives
-# have in common; below it these, the plain one first; below each what it consists of. `files`: the
-# fragments that define it. `needs`: what it requires of other decisions. `saves`: the share it
-# could save of a part of a profile. `value`: of the constant; a name that is a number is its own
-# value. `stand_in`: what replaces it when it no longer fits. `device`: the only device it is for.
+# A decision is a question, with the constant of a fragment that carries its value, and what all its
+# alternatives have in common; below it the alternatives, the plain one first, each with its
+# properties. `files`: the fragments that define it. `needs`: choices of other decisions that it
+# requires. `saves`: the share it could save of a part of a profile. `value`: that of the constant;
+# a name that is a number is its own value. `stand_in`: replaces it when it no longer fits.
+# `device`: the only device it is for.
 TABLE = """
 layers: What computes a layer?
   torch: torch operations
@@ -150,7 +151,7 @@ def _read_decision(text: str) -> Decision:
 
 
 def _read_entry(text: str) -> tuple[str, str, dict[str, str]]:
-    """What stands before and behind the first colon, and the words below."""
+    """Splits an entry at its first colon: name, text, and the properties on the lines below."""
     head, *lines = text.splitlines()
     name, _, says = head.partition(": ")
     return name, says, dict(word.split("=") for line in lines for word in line.split())
@@ -186,7 +187,7 @@ def plain_design() -> dict[str, str]:
 
 
 def fits(alternative: Alternative, design: Design) -> bool:
-    """Whether everything that it needs is chosen, and fits as well."""
+    """Whether every choice that it needs is made, and fits as well."""
     return all(
         design[other] == choice and not is_idle(other, design)
         for other, choice in alternative.needs.items()

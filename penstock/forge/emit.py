@@ -99,13 +99,17 @@ def keep_lines(text: str, design: Design, values: Mapping[str, str]) -> str:
 
 @functools.cache
 def _statement_starts(text: str) -> dict[int, int]:
-    """For each line on which a statement ends, its first line; of several, the innermost's."""
+    """For each line on which a statement ends, the statement's first line; the innermost one's if
+    several end there.
+    """
     found = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt))
     return dict(sorted((node.end_lineno or 0, node.lineno) for node in found))
 
 
 def _holds(condition: str, design: Design) -> bool:
-    """`cache=pages`, `graphs!=none`, `graphs=decode|all`; all of several, separated by spaces."""
+    """`cache=pages`, `graphs!=none`, `graphs=decode|all`; several, separated by spaces, must all
+    hold.
+    """
     claims = _CLAIM.findall(condition)
     assert claims, f"a directive says {condition!r}, which no design can answer"
     return all(
@@ -142,14 +146,14 @@ def _read_fragment(text: str) -> tuple[tuple[Definition, ...], tuple[Import, ...
 
 @functools.cache
 def _take(module: str, name: str) -> tuple[tuple[Definition, tuple[Import, ...]], ...]:
-    """The definition of a name in the library, after those it needs there; each with what that file
-    imports from elsewhere.
+    """The definition of a name in the library, after the definitions it needs there, each with the
+    imports of that file from elsewhere.
     """
     path = LIBRARY_FOLDER / (module.removeprefix(LIBRARY).replace(".", "/") + ".py")
     definitions, imported = _read_fragment(path.read_text())
     by_name = {each: definition for definition in definitions for each in definition.names}
     linked = {each.alias: each for each in imported if each.module.startswith(LIBRARY)}
-    if name not in by_name:  # this file has it from another one
+    if name not in by_name:  # this file imports it from another one
         return _take(linked[name].module, name)
     external = tuple(each for each in imported if each.alias not in linked)
     taken: dict[Definition, tuple[Import, ...]] = {}

@@ -27,7 +27,7 @@ KEPT_CUDA_VARIABLES = (
 
 class ForkServer:
     def __init__(self, device: str) -> None:
-        """For candidates on this device; "auto" may turn out to be a GPU."""
+        """Prepares for candidates on this device; "auto" may turn out to be a GPU."""
         self.started = time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="forge-")
         self.scratch = Path(self._folder.name)
@@ -48,10 +48,10 @@ class ForkServer:
         )
         theirs.close()
 
-    def fork(self, wishes: Mapping[str, Any]) -> tuple[socket.socket, int]:
+    def fork(self, confinement: Mapping[str, Any]) -> tuple[socket.socket, int]:
         """Forks a process with these restrictions; returns the socket to it, and its id."""
         ours, theirs = socket.socketpair()
-        socket.send_fds(self._control, [json.dumps(wishes).encode()], [theirs.fileno()])
+        socket.send_fds(self._control, [json.dumps(confinement).encode()], [theirs.fileno()])
         theirs.close()
         return ours, json.loads(self._control.recv(1 << 10))["pid"]
 

@@ -77,7 +77,7 @@ def compare(case: Case, played: Played, allowed: Distance) -> tuple[str, float]:
 
 
 def _spelled(off: Distance, allowed: Distance) -> str:
-    """The distance that is too large, in units of the tolerance."""
+    """The distance that exceeds its limit, in units of the tolerance."""
     if off.most > allowed.most:
         return f"{off.most:.2f} of the tolerance; {allowed.most:.2f} is allowed"
     return (

@@ -14,7 +14,7 @@ FEW_OPERATIONS = {  # choices that save torch operations, in prefill and decode
     "prefill": "packed",
     "decode": "grouped",
 }
-LEAST_SHARE = 0.2  # of a step's time: below it, launching is not the first thing to improve
+LEAST_SHARE = 0.2  # of a step's time: below it, launching is not worth improving first
 
 
 def first_design(machine: Machine) -> dict[str, str]:

@@ -28,8 +28,8 @@ class Machine:
     capability: str  # of a GPU, "9.0"
     memory_bytes: int
     bytes_per_second: float  # read and written by a copy
-    flops_per_second: float  # of a product in the model's type
-    launch_s: float  # of the smallest operation, from Python
+    flops_per_second: float  # for a product in the model's dtype
+    launch_s: float  # for the smallest operation, from Python
     one_thread_gain: float = 1.0  # on a CPU: one thread over all, for a few rows
     packed_gain: float = 1.0  # on a CPU: packed weights over torch's own products
 
@@ -63,7 +63,7 @@ class Machine:
 
     @contextlib.contextmanager
     def quickest_threads(self) -> Iterator[None]:
-        """Inside, torch uses the number of threads that is quickest here."""
+        """A context in which torch uses the fastest number of threads."""
         before = torch.get_num_threads()
         torch.set_num_threads(1 if self.is_quicker_with_one_thread else before)
         try:

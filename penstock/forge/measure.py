@@ -196,8 +196,8 @@ def _time(player: Player, bench: Bench, allowed: Distance) -> tuple[float, str, 
 
 
 def is_hopeless(timings: Mapping[str, Timing], to_beat: Mapping[str, Timing]) -> bool:
-    """Whether it stays clearly slower, even if the benches not yet timed gain as much as the best
-    that is.
+    """Whether the engine stays clearly slower, even if the benches not yet timed gain as much as
+    the best one so far.
 
     Checked once prompts and two sizes of decode steps are timed: one size may be an exception.
     """
@@ -215,7 +215,7 @@ def _slowest(timings: Mapping[str, Timing], to_beat: Mapping[str, Timing]) -> st
 
 
 def gains(timings: Mapping[str, Timing], before: Mapping[str, Timing]) -> dict[str, float]:
-    """The speed-up by family: the geometric mean over its benches."""
+    """The speed-up per family: the geometric mean over its benches."""
     ratios: dict[str, list[float]] = {}
     for name, timing in timings.items():
         ratios.setdefault(timing.family, []).append(before[name].seconds / timing.seconds)
@@ -223,5 +223,5 @@ def gains(timings: Mapping[str, Timing], before: Mapping[str, Timing]) -> dict[s
 
 
 def score(timings: Mapping[str, Timing], before: Mapping[str, Timing]) -> float:
-    """One number to compare by: every family counts the same."""
+    """A single number for comparisons: every family has the same weight."""
     return statistics.geometric_mean(gains(timings, before).values())

@@ -70,7 +70,7 @@ class Oracle:
     def answer(
         self, trace: Trace, calls: frozenset[int] | None = None, ids: frozenset[str] | None = None
     ) -> Case:
-        """The case with answers to these calls and requests; None: to all."""
+        """Returns the case with answers to these calls and requests; None means all."""
         answers = {
             number: torch.empty(len(call.ids), self.reference.shape.vocab_size)
             for number, call in enumerate(trace.calls)
@@ -104,7 +104,7 @@ def typical_case(cases: Sequence[Case]) -> Case:
 
 
 def distance(logits: Tensor, right: Tensor) -> Distance:
-    """Infinite where there is a NaN."""
+    """Infinite if there is a NaN."""
     units = (logits - right).abs() / (TOLERANCE + TOLERANCE * right.abs())
     most, typical = float(units.max()), float(units.square().mean().sqrt())
     return Distance(most, typical) if math.isfinite(typical) else Distance(math.inf, math.inf)
@@ -120,7 +120,9 @@ def allowed_distance(rounding: Distance, share: float = 1.0 / MARGIN) -> Distanc
 
 
 def _compute_rows(reference: Reference, case: Case) -> Iterator[tuple[int, int, Tensor]]:
-    """The rows of the case's answers: call, row, logits [V]. A text without any is not computed."""
+    """Computes the rows of the case's answers: call, row, logits [V]. A text without known rows is
+    not run.
+    """
     known = {number: case.rows(number) for number in case.answers}
     for life in _lives(case.calls):
         asked = [one for one in life.asked if one[1] in known.get(one[0], ())]

@@ -51,7 +51,7 @@ def draw_progress(rows: Sequence[Row], title: str) -> str:
 
 
 def _scale(lowest: float, highest: float, y_of: Callable[[float], float]) -> list[str]:
-    """A line for every doubling."""
+    """Draws a line for every doubling."""
     lines = []
     for power in range(math.ceil(math.log2(lowest)), math.floor(math.log2(highest)) + 1):
         y = y_of(2.0**power)

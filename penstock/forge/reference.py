@@ -93,7 +93,7 @@ class Reference:
 
 
 def read_weights(target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
-    """By bare names, without the prefix `model.` and the suffix `.weight`."""
+    """Tensors by bare names, without the prefix `model.` and the suffix `.weight`."""
     path = target.weight_dir / "model.pt"
     if not path.exists():
         raise CheckpointError(

@@ -103,7 +103,7 @@ class Sandbox:
     def life(self, seconds: float) -> Iterator[Hosted]:
         """A fresh process under the present restrictions, killed at the end."""
         limits = Limits(min(seconds, self.limits.seconds), self.limits.memory_bytes)
-        connection, pid = self.server.fork(self._wishes(limits))
+        connection, pid = self.server.fork(self._confinement(limits))
         hosted = Hosted(connection, pid, limits)
         try:
             time_limit = {"time": f"{self.limits.seconds:.0f} s at most, then killed"}
@@ -112,7 +112,7 @@ class Sandbox:
         finally:
             hosted.end()
 
-    def _wishes(self, limits: Limits) -> dict[str, Any]:
+    def _confinement(self, limits: Limits) -> dict[str, Any]:
         is_cuda = self.target.is_cuda
         return {
             "restrictions": self.restrictions,
@@ -237,7 +237,7 @@ class Hosted:
             raise self._killed_for or CandidateError(f"cannot be reached: {error}") from None
 
     def _time_left(self) -> float:
-        """Of all messages together: short answers must not add up to more."""
+        """Time left for all messages together, so that short answers cannot add up to more."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise self._out_of_time()
@@ -304,7 +304,7 @@ class Reach:
 
 
 def settle(sandbox: Sandbox) -> Reach:
-    """Sets the strongest restrictions under which the sandbox's device works."""
+    """Selects the strongest restrictions under which the sandbox's device works."""
     reached = probe(sandbox)
     if not reached.obstacle:
         return reached

@@ -284,7 +284,9 @@ class Search:
         return FADED * promise if alternative in self.disappointing else promise
 
     def _know_where_time_goes(self) -> None:
-        """Profiles the best engine if it has no profile: the first version after a bad opening."""
+        """Profiles the best engine if it has no profile, as when the first version follows a bad
+        opening.
+        """
         best = self._best()
         if not best.outcome.profile:
             profile = profile_engine(self.sandbox, best.source, self.exam, seconds=self._left_s)
@@ -312,7 +314,7 @@ class Search:
         return is_in_time and len(self.ledger.rows) < self.max_trials
 
     def _expected_s(self, num_trials: int) -> float:
-        """The time of trials that take as long as the last few."""
+        """The time that further trials need, judged by the last few."""
         return 1.2 * num_trials * statistics.median(self.judged_s[-RECENT_TRIALS:])
 
     @property

@@ -236,7 +236,7 @@ def count_slots(target: Target) -> int:
 
 
 def widest_batch(num_slots: int) -> int:
-    """For traces that may replace all requests at once: new prompts go to new slots."""
+    """The largest batch whose requests may all be replaced at once: new prompts go to new slots."""
     return next(batch for batch in (64, 32, 16, 8, 4) if 2 * batch < num_slots)
 
 

@@ -46,8 +46,8 @@ class Product:
 
     @property
     def row_strides(self) -> tuple[int, int]:
-        """Of x and the residual. A single row has the stride of a packed one: kernels are compiled
-        for it.
+        """Strides of x and the residual. A single row gets the stride of a contiguous one: kernels
+        are compiled for it.
         """
         if self.num_tokens == 1:
             return self.x.shape[1], self.shape[0]

@@ -75,7 +75,7 @@ def _node_sizes(layout: Layout, num_engines: int) -> list[int]:
 
 
 def split(arrivals: Iterable[Arrival], sizes: Sequence[int], seed: int) -> list[list[Arrival]]:
-    """By machine, at random, in proportion to their engines."""
+    """Splits the load by machine, at random, in proportion to their engines."""
     loads: list[list[Arrival]] = [[] for _ in sizes]
     owners = [node for node, size in enumerate(sizes) for _ in range(size)]
     pick = Random(f"machines-{seed}").choice
@@ -131,7 +131,7 @@ def busiest(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
 
 
 def repeated(arrivals: Sequence[Arrival], times: int) -> list[Arrival]:
-    """A trace repeated, with its mean pause between two passes."""
+    """Repeats a trace, with its mean pause between two passes."""
     if times == 1:
         return list(arrivals)
     length_s = arrivals[-1].at_s * len(arrivals) / max(1, len(arrivals) - 1)

@@ -14,7 +14,7 @@ from penstock.planning.node import NodeRun, Slo
 
 @dataclass(slots=True)
 class Outcome:
-    """Of a whole fleet. Times in seconds."""
+    """The outcome of a whole fleet. Times in seconds."""
 
     ttfts: list[float]
     tpots: list[float]
@@ -68,7 +68,9 @@ class Outcome:
         return self.num_kept / max(1, len(self.ttfts) + self.num_refused)
 
     def as_dict(self, num_engines: int) -> dict[str, Any]:
-        """Of this many engines. Durations in milliseconds, as in results of `bench serve`."""
+        """The result for this many engines, with durations in milliseconds like those of `bench
+        serve`.
+        """
         wall_s = max(self.end_s, 1e-9)
         return {
             "requests": len(self.ttfts),

@@ -12,8 +12,8 @@ from penstock.forge.fragments.rope_pairs import rotate
 def run_tokens(model: Model, tokens: Tensor, slots: list[int], positions: list[int]) -> Tensor:
     """One token for each row: tokens [R] -> logits [R, V]
 
-    The queries that share a key head are the rows of one matrix: no key is read twice. Slots that
-    follow each other are looked at where they lie, others are gathered.
+    The queries that share a key head are the rows of one matrix: no key is read twice. Adjacent
+    slots are read in place, others are gathered.
     """
     shape, cache, device = model.shape, model.cache, tokens.device
     longest = max(positions) + 1

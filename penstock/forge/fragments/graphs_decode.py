@@ -54,7 +54,7 @@ class DecodeGraphs:
         runs = [partial(step.run, is_long) for step in steps for is_long in (False, True)]
         compile_at_once([*runs, self.run_large_pass], model.rope.device)
         pool = torch.cuda.graph_pool_handle() if model.rope.is_cuda else None
-        # Largest first: the others fit into its memory.
+        # The largest size first: the others fit into its memory.
         self.captured = {
             (size, is_long): capture(partial(self.steps[size].run, is_long), pool)
             for is_long in (False, True)
@@ -62,7 +62,9 @@ class DecodeGraphs:
         }
 
     def run_large_pass(self) -> Tensor:
-        """A pass as large as any, so that later ones find libraries loaded and memory allocated."""
+        """Runs a pass as large as any, so that later ones find libraries loaded and memory
+        allocated.
+        """
         lengths = [min(PROMPT_TOKENS, self.model.shape.max_len)] * 4
         tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=self.model.rope.device)
         return run_prompts(self.model, tokens, lengths, [self.model.cache.spare] * len(lengths))

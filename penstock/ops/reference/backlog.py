@@ -6,8 +6,8 @@ each token adds is stored as it is, 1 KB per head: the state of a slot is
 
     decay (... decay (decay S + key x correction) + key x correction ...) + key x correction
 
-with S as stored and one term per token of the backlog. Whoever reads a slot must add its backlog,
-and whoever writes its state leaves none. The reference never has any of its own.
+with S as stored and one term per token of the backlog. A kernel that reads a slot adds its backlog;
+one that writes its state empties it. The reference adds backlogs, and leaves none.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class ThinkingBlock(msgspec.Struct):
 
 
 class RedactedThinkingBlock(msgspec.Struct):
-    """Reasoning that only Anthropic can read."""
+    """Encrypted reasoning, which only Anthropic can read."""
 
 
 class ToolUseBlock(msgspec.Struct):
@@ -84,7 +84,7 @@ class ToolResultBlock(msgspec.Struct):
 
 
 class SearchResultBlock(msgspec.Struct):
-    """In a tool's result, as is the next."""
+    """Occurs in a tool's result, like the next one."""
 
     title: str
     source: str

@@ -159,7 +159,7 @@ class BatchRunner:
         except (OSError, StorageFullError) as error:
             log.error("the results of batch %s could not be written: %s", batch.id, error)
             self._fail(batch, "storage", _storage_problem(error))
-            batch.reach("failed")  # only in memory: the next server tries again
+            batch.reach("failed")  # not on disk: the next server tries again
 
     def _fail(self, batch: Batch, code: str, message: str) -> None:
         batch.problems = [{"code": code, "line": None, "message": message, "param": None}]
