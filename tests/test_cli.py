@@ -330,6 +330,12 @@ def test_color_only_on_a_terminal_and_never_against_no_color(
     assert plain.getvalue() == pipe.getvalue()
 
 
+def test_every_line_of_an_error_is_indented() -> None:
+    said = io.StringIO()
+    print_error(PenstockError("what", "  one.\n  two.\nwhy"), said)
+    assert said.getvalue() == "error: what\n    one.\n    two.\n  why\n"
+
+
 def test_interrupt_exits_130(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,7 +105,7 @@ def test_what_the_gguf_package_writes_is_read(tmp_path: Path) -> None:
 
 LIST, TEXTS, BYTES = 9, u32(8), u32(0)
 DAMAGED = {
-    "empty": (b"", "it has 0 bytes"),
+    "empty": (b"", "is empty"),
     "short": (b"GGUF\3\0\0\0", "it has 8 bytes"),
     "magic": (b"GGML" + file_of([], [])[4:], "begins with b'GGML'"),
     "version 1": (file_of([], [], version=1), "of version 1"),
@@ -169,6 +169,20 @@ DAMAGED = {
 def test_a_file_that_lies_is_refused_at_once(kind: str, tmp_path: Path) -> None:
     data, expected = DAMAGED[kind]
     assert expected in read(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a Git-LFS pointer"),
+        (b"<!DOCTYPE html><p>Log in</p>", "is a web page"),
+    ],
+)
+def test_a_file_that_was_never_a_gguf_is_called_by_its_name(
+    data: bytes, said: str, tmp_path: Path
+) -> None:
+    assert said in read(tmp_path, data)
 
 
 def test_a_header_ends_before_the_memory_does(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ ALLOWED = {
     "progress": set(),
     "child_python": set(),
     "file_kinds": {"errors"},
-    "gguf": {"gguf", "errors"},
+    "gguf": {"gguf", "errors", "file_kinds"},
     "batch_lines": {"errors"},
     "ops": {"ops"},
     "parallel": {"parallel", "ops"},

@@ -146,6 +146,29 @@ def test_a_config_that_is_no_json_object_is_refused_by_name(
         find_model(str(write_config(tmp_path, text)))
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["adapter_config.json"], "is an adapter, not a whole model"),
+        (["model_index.json", "unet/config.json"], "is a diffusers pipeline"),
+        (["model.onnx", "tokenizer.json"], "is an ONNX model"),
+        (["inner/config.json"], "There is one in .*inner.\nGive .*inner."),
+        (["blobs/a", "snapshots/b/config.json"], "Give .*snapshots/b."),
+        (["a/config.json", "b/config.json"], "There is one in .*a and 1 more."),
+        (["config.json", "unfinished.json"], "`penstock convert` that has not ended"),
+        (["unfinished/progress.json"], "`penstock quantize` that has not ended"),
+    ],
+)
+def test_a_folder_that_holds_no_model_is_told_what_it_holds(
+    tmp_path: Path, names: list[str], said: str
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=said):
+        find_model(str(tmp_path))
+
+
 def test_a_config_in_another_encoding_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xff\xfe{\x00}\x00")
     with pytest.raises(CheckpointError, match=r"config.json is not JSON"):

@@ -357,12 +357,43 @@ def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
     assert "--random-weights" in text
 
 
+def test_shards_without_an_index_are_read_if_all_are_there(tmp_path: Path) -> None:
+    state = make_state()
+    whole = load(write_checkpoint(tmp_path / "single", state))
+    folder = write_shards(tmp_path / "shards", state)
+    (folder / "model.safetensors.index.json").unlink()
+    shards = sorted(folder.glob("*.safetensors"))
+    for path in (folder, shards[1]):
+        assert_same(whole, load(path))
+    shards[1].write_bytes(shards[0].read_bytes())
+    assert f"{shards[1].name} repeats model." in error_of(lambda: load(folder))
+    shards[1].unlink()
+    for path in (folder, shards[2]):
+        text = error_of(lambda path=path: load(path))  # type: ignore[misc]
+        assert "is one of 3 files, of which 1 are missing" in text
+        assert shards[1].name in text
+
+
 def test_several_files_without_an_index_are_not_guessed_at(tmp_path: Path) -> None:
-    write_shards(tmp_path, make_state())
-    (tmp_path / "model.safetensors.index.json").unlink()
+    for name in ("a", "b", "c"):
+        save_file(make_state(), write_checkpoint(tmp_path, {}) / f"{name}.safetensors")
+    (tmp_path / "model.safetensors").unlink()
     text = error_of(lambda: load(tmp_path))
     assert "has no model.safetensors.index.json" in text
     assert "It holds 3 weights files" in text
+
+
+def test_an_adapter_beside_the_weights_is_no_weights_file(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", make_state())
+    whole = load(folder)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    save_file({"a.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
+    assert_same(whole, load(folder))
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    (folder / "weights.safetensors").unlink()
+    text = error_of(lambda: load(folder))
+    assert "is an adapter, not a whole model" in text
+    assert "names 'org/base' as the model" in text
 
 
 def damage_header(content: bytes, header: object) -> bytes:

@@ -39,9 +39,8 @@ def print_error(error: BaseException, stream: TextIO | None = None) -> None:
             "Run the same command with --debug for the traceback.",
         )
     print(paint("error:", "red", stream), paint(error.what, "bold", stream), file=stream)
-    for line in (error.why, error.todo):
-        if line:
-            print(f"  {line}", file=stream)
+    for line in (*error.why.splitlines(), *error.todo.splitlines()):
+        print(f"  {line}", file=stream)
     stream.flush()
 
 

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from penstock.errors import CheckpointError
+from penstock.file_kinds import impostor
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +206,13 @@ class _Reader:
         return Header(self._path, metadata, tensors)
 
     def _check_start(self) -> None:
+        magic = self._file.read(4)
+        self._file.seek(0)
+        if magic != MAGIC and (error := impostor(self._path)):
+            raise error
         if self._size < 24:
             raise self._damaged(f"it has {self._size} bytes")
-        magic = self._take(4, "")
+        self._take(4, "")
         version = self._number("<u4")
         if magic != MAGIC:
             raise self._damaged(f"it begins with {magic!r}, not with {MAGIC!r}")

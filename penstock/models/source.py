@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CheckpointError, ModelNotFoundError, nearest
-from penstock.file_kinds import impostor
+from penstock.file_kinds import impostor, other_kind, unfinished
 from penstock.gguf.folder import find_gguf, first_file, model_name, read_model
 from penstock.gguf.header import is_gguf
 from penstock.gguf.model_config import config_of
@@ -119,6 +119,8 @@ def _open_path(path: Path) -> ModelSource:
         path = first_file(path)
         return ModelSource(model_name(path), path, config_of(read_model(path)))
     folder = path if path.is_dir() else path.parent
+    if not is_converted(folder) and (error := unfinished(folder)):
+        raise error
     if not path.is_dir() and path.suffix not in WEIGHT_SUFFIXES:
         raise ModelNotFoundError(
             f"{path} is not a model",
@@ -136,6 +138,8 @@ def _find_config(folder: Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if error := other_kind(folder):
+        raise error
     found = sorted(entry.name for entry in folder.iterdir())
     raise CheckpointError(
         f"{folder} has no config.json",

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapacityError, CheckpointError, ConfigError
+from penstock.file_kinds import UNFINISHED_CONVERSION as UNFINISHED
 from penstock.gguf.folder import FILES, read_text
 from penstock.gguf.header import is_gguf
 from penstock.layers.mlp import SparseMLP
@@ -60,7 +61,6 @@ from penstock.weights.safetensors_writer import save_atomically
 from penstock.weights.storage_report import describe_storage
 from penstock.weights.stored import StoredTensor
 
-UNFINISHED = "unfinished.json"
 DEVICES = ("cpu", "cuda")
 
 

@@ -18,10 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.file_kinds import UNFINISHED_QUANTIZATION
 from penstock.models.source import read_json_object
 from penstock.weights.safetensors_writer import save_atomically
 
-FOLDER = "unfinished"
+FOLDER, RECORD = UNFINISHED_QUANTIZATION.split("/")
 
 
 class Unfinished:
@@ -30,7 +31,7 @@ class Unfinished:
         self.output, self.folder = output, output / FOLDER
         self.settings = dict(settings)
         self.rows: list[dict[str, Any]] = []
-        record = self.folder / "progress.json"
+        record = self.folder / RECORD
         if record.is_file():
             begun = read_json_object(record)
             rows = begun.get("rows")
@@ -68,12 +69,12 @@ class Unfinished:
         (self.folder / f"stream-{stage}.safetensors").unlink(missing_ok=True)
 
     def remove(self) -> None:
-        (self.folder / "progress.json").unlink()  # first: a partial folder must not be resumed
+        (self.folder / RECORD).unlink()  # first: a partial folder must not be resumed
         shutil.rmtree(self.folder)
 
     def _record(self) -> None:
         state = {"settings": self.settings, "rows": self.rows}
-        write_atomically(json.dumps(state), self.folder / "progress.json")
+        write_atomically(json.dumps(state), self.folder / RECORD)
 
 
 def _check_same(output: Path, begun: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
