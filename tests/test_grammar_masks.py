@@ -160,9 +160,7 @@ def test_preempted_equals_undisturbed(overlap: bool, starts_after: tuple[int, ..
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_comes_before_the_start_token_is_free_but_cannot_end(overlap: bool, seed: int) -> None:
-    """The start token and the end tokens are made likely: the first comes soon, the others
-    would.
-    """
+    """The start and end tokens are made likely: the first comes soon, and the others would."""
     bias = {THINK_END: 5.0} | dict.fromkeys(ENDS, 9.0)
     one = constrained("r", seed=seed, grammar_starts_after=(THINK_END,), logit_bias=bias)
     deltas = run(engine_of(overlap=overlap), one)["r"]
@@ -219,8 +217,8 @@ def test_logprobs_are_those_of_the_model_and_not_of_the_mask() -> None:
     "grammar", [PERSON_GRAMMAR, json_object_grammar(), regex_grammar("(yes|no|[0-9]+)!?")]
 )
 def test_a_mask_allows_exactly_what_the_matcher_accepts(grammar: str) -> None:
-    """Every token of the vocabulary is asked for on its own, along a reply; but of several ways to
-    cut what must come only the tokenizer's own is allowed. Two rows take another road into
+    """Every token of the vocabulary is tried alone along a reply; where several token sequences
+    spell forced text, only the tokenizer's own is allowed. Two rows take another path into
     llguidance than one.
     """
     tokens = tokens_of(run(engine_of(), constrained("r", grammar, max_tokens=25))["r"])
@@ -256,7 +254,7 @@ def test_captured_steps_draw_what_plain_steps_draw() -> None:
     modes = set()
 
     class Eager:
-        """What `DecodeGraphs` is on a GPU, without the graph."""
+        """Replaces `DecodeGraphs` without the graph."""
 
         size_for = DecodeGraphs.size_for
         _steps = (6,)
@@ -454,7 +452,7 @@ def test_an_engine_without_a_vocabulary_serves_all_other_requests() -> None:
 
 
 def test_llguidance_is_needed_by_constrained_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)  # to import it is an error from here on
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # importing it fails from here on
     engine = engine_of()
     engine.warm_up_grammars()
     with pytest.raises(ConfigError, match="llguidance"):

@@ -79,7 +79,7 @@ def test_a_rejection_at_every_place(name: str, wrong: int) -> None:
 
 @pytest.mark.bitwise
 def test_any_mixture_of_rows_with_and_without_drafts(config: dict[str, Any]) -> None:
-    """Prompts of every length near 1 + k tokens, a page and a block, greedy and drawn."""
+    """Prompts of every length near 1 + k tokens, a page and a block, greedy and sampled."""
     requests = [
         request(f"r{n}", prompt(n, n), max_tokens=30, temperature=0.9 * (n % 2), top_p=0.9, seed=n)
         for n in (1, 3, 4, 5, 60, 63, 64, 65, 200)
@@ -107,7 +107,7 @@ def test_any_mixture_of_rows_with_and_without_drafts(config: dict[str, Any]) -> 
     ids=lambda sampling: next(iter(sampling)),
 )
 def test_every_option_of_sampling(config: dict[str, Any], sampling: dict[str, Any]) -> None:
-    """Each place sees the penalties of the drafts before it."""
+    """Each place counts the drafts before it in its penalties."""
     requests = [request(f"r{n}", prompt(n, n), max_tokens=24, **sampling) for n in (7, 62)]
     assert_same(*run_both(config, *requests))
 
@@ -122,7 +122,7 @@ def test_n_replies_of_one_prompt(config: dict[str, Any]) -> None:
 @pytest.mark.bitwise
 @pytest.mark.parametrize("script", [[ALWAYS_RIGHT], EVERY_PLACE], ids=["right", "mixed"])
 def test_a_reply_ends_inside_a_draft(config: dict[str, Any], script: list[int]) -> None:
-    """By an end token, by max_tokens, and where the context is full."""
+    """By an end token, by max_tokens, and by a full context."""
     free = tokens_of(run(make_engine(config), request("x", prompt(20), max_tokens=20))["x"])
     for place in range(2, 7):
         end = request("x", prompt(20), end_token_ids=(free[place],), max_tokens=20)
@@ -149,7 +149,7 @@ def test_a_restored_checkpoint_and_a_prompt_in_chunks(config: dict[str, Any]) ->
 
 @pytest.mark.parametrize("config", [SHALLOW_MOE, LLAMA], ids=CONFIGS)
 def test_a_state_is_kept_where_a_draft_passed_a_page(config: dict[str, Any]) -> None:
-    """The next turn goes on from the reply, at a boundary that no step started at."""
+    """The next turn resumes from the reply, at a boundary where no step started."""
     one = request("one", prompt(60), max_tokens=90)
     plain = run(make_engine(config, deterministic=False), one)
     said = tuple(tokens_of(plain["one"]))
@@ -176,7 +176,7 @@ class NeverPays(DraftPace):
 def test_rows_that_draft_nothing_keep_states_as_plain_ones_do(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their slots move on: a state to keep in a replay would take steps that replay, and those are
+    """Their slots move on: keeping a state in a replay would need steps that replay, which take
     longer."""
     plans: list[StepPlan] = []
     launch = Runner.launch
@@ -199,7 +199,7 @@ def test_rows_that_draft_nothing_keep_states_as_plain_ones_do(
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_state_is_kept_though_the_host_does_not_know_which_step_passes_it(overlap: bool) -> None:
-    """Drafts of the device, planned ahead: a plan only names the place."""
+    """With drafts of the device, planned ahead, a plan only names the place."""
     engine = make_engine(WITH_HEAD, deterministic=False, speculate="mtp:3", overlap=overlap)
     engine.policy.speculator.pace = None
     one = request("one", prompt(60), max_tokens=90)
@@ -273,7 +273,8 @@ def test_states_in_float16_round_as_plain_steps_round_them() -> None:
 @pytest.mark.bitwise
 @pytest.mark.parametrize("drafter", ["scripted", "forced by the grammar"])
 def test_grammars_and_banned_words_mask_every_place(drafter: str) -> None:
-    """A draft that the grammar forbids is never said, and the masks behind right ones are right."""
+    """A draft that the grammar forbids is never accepted, and the masks after accepted ones are
+    right."""
     grammars = [None, regex_grammar("(name|nothing): [a-z]{3,12}; the end of it"), None]
     requests = [
         constrained("person", token_ids=prompt(9)),
@@ -298,7 +299,7 @@ def test_grammars_and_banned_words_mask_every_place(drafter: str) -> None:
 
 @pytest.mark.parametrize("case", ["too costly", "all banned"])
 def test_a_reply_that_no_token_can_follow_ends_there_also_inside_a_draft(case: str) -> None:
-    """By an error, before a token that its grammar forbids; not as if it were complete."""
+    """With an error, before a token that its grammar forbids; not as if it were complete."""
     one = constrained("x", TOO_COSTLY, token_ids=prompt(20, 1))
     if case == "all banned":
         free = constrained("x", regex_grammar("the only possible answer"))
@@ -341,7 +342,7 @@ def test_drafts_that_exceed_a_grammars_limit_do_not_harm_other_requests() -> Non
 def test_the_drafting_head(num_drafts: int, overlap: bool) -> None:
     """A random head is nearly always wrong, and always exact: rows, chunks, hits and drawn tokens.
 
-    With `overlap` the next step is planned before the host knows what became of the drafts.
+    With `overlap` the next step is planned before the host knows how many drafts were accepted.
     """
     requests = [
         request(f"r{n}", prompt(n, n), max_tokens=30, temperature=0.8 * (n % 2), seed=n)
@@ -357,7 +358,7 @@ def test_the_drafting_head(num_drafts: int, overlap: bool) -> None:
 
 @pytest.mark.bitwise
 def test_a_plan_with_drafts_gives_the_same_in_another_runner() -> None:
-    """Device drafts are no part of a plan: every rank makes the same ones."""
+    """The device's drafts are not part of a plan: every rank makes the same ones."""
     first, second = (make_engine(WITH_HEAD, speculate="mtp:2") for _ in range(2))
     for one in (request("a", prompt(70), max_tokens=20), request("b", prompt(3), max_tokens=20)):
         first.submit(one)
@@ -381,7 +382,7 @@ def test_prompt_lookup_drafts_what_followed_before() -> None:
 
 
 def test_suffixes_draft_what_the_tenant_was_told_before_and_no_other_tenant() -> None:
-    """The same question again: one step brings a token and all drafts, but for the first few."""
+    """The same question again: each step adds a token and all drafts, except the first few."""
     engine = make_engine(LLAMA, speculate="suffix:7")
     engine.policy.speculator.pace = None
     asked = request("first", prompt(20), max_tokens=60, temperature=0.5, seed=1)
@@ -422,7 +423,7 @@ def test_a_checkpoint_without_a_head_is_refused_by_name_and_auto_does_without() 
 
 
 def test_rows_come_and_go_and_leave_their_journals_as_others_read_them() -> None:
-    """A row alone takes other kernels than rows together, and each replays what the other wrote:
+    """A single row uses other kernels than several rows, and each replays what the other wrote:
     the embedded model, whose drafts are mostly right, with others beside it now and then."""
     tokenizer = Tokenizer.load(None)
     settings: dict[str, Any] = {"device": "cpu", "memory_gb": 0.1}
