@@ -64,9 +64,10 @@ def reply_alone(
             return tokens[num_known:], "stop"
         if len(tokens) == longest:
             return tokens[num_known:], "length"
-        is_due = limit is not None and len(tokens) == closes_at
-        if is_due and limit.end_id not in tokens[num_prompt:]:
-            tokens += limit.closing_ids if closes_at + len(limit.closing_ids) < longest else ()
+        if limit is None or len(tokens) != closes_at or limit.end_id in tokens[num_prompt:]:
+            continue
+        if closes_at + len(limit.closing_ids) < longest:
+            tokens += limit.closing_ids
 
 
 @dataclass(slots=True)

@@ -21,7 +21,15 @@ from penstock.cache.checkpoints import PROVEN
 from penstock.engine.limits import checkpoint_targets
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import ContextLengthError, RequestError
-from penstock.types import PrefixHit, Request, SamplingParams, Sequence, StepOutput, StepPlan
+from penstock.types import (
+    PrefixHit,
+    Request,
+    SamplingParams,
+    Sequence,
+    StepOutput,
+    StepPlan,
+    ThoughtLimit,
+)
 
 PLAIN = Setup()
 HYBRID = Setup(num_slots=13)
@@ -700,6 +708,72 @@ def test_digests_that_come_with_a_request_are_those_that_the_engine_would_comput
     assert submit(page_size=4).digests == submit(page_size=8).digests == expected
 
 
+def thinking(name: str, num_prompt: int, budget: int, num_closing: int = 3) -> Request:
+    """It does not end its thinking itself."""
+    closing_ids = prompt(num_closing, seed=budget)
+    limit = ThoughtLimit(num_tokens=budget, end_id=-1, closing_ids=closing_ids)
+    return ask(name, prompt(num_prompt, seed=num_prompt), 24, thought_limit=limit)
+
+
+@KINDS
+@OVERLAP
+@pytest.mark.parametrize("decode_tokens", [1, 2, 5])
+@pytest.mark.parametrize("num_closing", [1, 3, 9])
+def test_a_thought_is_closed_in_its_row_wherever_its_pages_end(
+    setup: Setup, depth: int, decode_tokens: int, num_closing: int
+) -> None:
+    """However many tokens a step brings, none is behind the limit."""
+    world = World(replace(setup, depth=depth, decode_tokens=decode_tokens))
+    requests = [
+        thinking(f"{num_prompt} {budget}", num_prompt, budget, num_closing)
+        for num_prompt in range(1, 9)
+        for budget in range(2, 11)
+    ]
+    run_all(world, requests)
+    for request in requests:
+        closed, _ = reply_alone(request, setup.max_model_len, closes_thought=True)
+        assert world.replies[request.id] == closed
+    assert world.num_closed == len(requests)
+    assert world.scheduler.num_preemptions == 0
+
+
+@KINDS
+@OVERLAP
+def test_a_reply_continues_elsewhere_before_its_thought_is_closed_or_after_that(
+    setup: Setup, depth: int
+) -> None:
+    """Where it stops at its limit, no token is left to sample before it is closed: it is not."""
+    for budget in (2, 5, 8):
+        whole = thinking("x", 6, budget)
+        closed, _ = reply_alone(whole, setup.max_model_len, closes_thought=True)
+        for cut in [*range(1, budget + 1), *range(budget + 3, len(closed))]:
+            world = World(replace(setup, depth=depth))
+            token_ids = (*whole.token_ids, *closed[:cut])
+            run_all(world, [replace(whole, token_ids=token_ids, num_resumed_tokens=cut)])
+            if cut < budget - 1 or cut > budget:
+                assert world.replies["x"] == closed[cut:]
+            if cut == budget:
+                assert world.num_closed == 0
+
+
+@KINDS
+@OVERLAP
+def test_an_abort_around_the_end_of_a_thought_returns_everything(setup: Setup, depth: int) -> None:
+    for num_steps in range(5, 14):
+        world = World(replace(setup, depth=depth))
+        requests = [thinking(str(budget), 6, budget) for budget in (5, 6, 7)]
+        for request in requests:
+            world.submit(request)
+        for _ in range(num_steps):
+            world.step()
+        for request in requests:
+            world.abort(request.id)
+        world.run()
+        for request in requests:
+            world.require_part_of_reply(request)
+        world.require_nothing_owned()
+
+
 def random_setup(rng: random.Random) -> Setup:
     page_size = rng.choice([2, 4])
     kind = rng.choice(["plain", "plain", "hybrid", "hybrid", "hybrid", "recurrent"])
@@ -748,6 +822,21 @@ def random_request(
         session_id=rng.choice([None, "s", "t", "u"]),
         num_scored_tokens=rng.randrange(num_tokens) if is_taken_over else 0,
         tenant=rng.choice(["", "", "", "ann", "ben"]),
+        thought_limit=random_limit(rng),
+    )
+
+
+def random_limit(rng: random.Random) -> ThoughtLimit | None:
+    closing_ids = tuple(rng.choices(range(VOCAB_SIZE), k=rng.randrange(1, 6)))
+    return rng.choice(
+        [
+            None,
+            ThoughtLimit(
+                num_tokens=rng.randrange(1, 14),
+                end_id=rng.choice([-1, -1, *range(VOCAB_SIZE)]),
+                closing_ids=closing_ids,
+            ),
+        ]
     )
 
 
@@ -790,8 +879,7 @@ def run_history(seed: int) -> World:
     world.run(max_steps=20 + 4 * num_steps_alone)
     for request in requests:
         if world.finishes[request.id] == "abort":
-            tokens, _ = reply_alone(request, setup.max_model_len)
-            assert world.replies[request.id] == tokens[: len(world.replies[request.id])]
+            world.require_part_of_reply(request)
         else:
             world.require_reply_alone(request)
     world.num_sessions = len(world.cache.sessions)
@@ -823,5 +911,6 @@ def test_five_hundred_random_histories_keep_every_law() -> None:
     assert sum("abort" in world.finishes.values() for world in worlds) > 50
     assert sum(world.num_sessions > 0 for world in worlds) > 75
     assert sum(has_learned(world) for world in worlds) > 50
+    assert sum(world.num_closed > 0 for world in worlds) > 40
     assert sum("stop" in world.finishes.values() for world in worlds) > 125
     assert sum(any(len(d.token_ids) > 1 for d in world.deltas) for world in worlds) > 125
