@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -176,13 +177,14 @@ def test_a_step_leaves_what_the_reference_leaves(
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("width", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("form", list(product([1, 2], [2, 3, 4, 5, 8])), ids=str)
 @pytest.mark.parametrize("num_rows", [1, 2, 4])
-@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_have_any_number_of_tokens(
-    cluster: int, num_rows: int, width: int, device: str, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, form: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With so many blocks per head; they determine how many tokens a warp compares at once."""
+    cluster, width = form
     use_cluster(monkeypatch, cluster)
     heads = FULL_HEADS if device == "cuda" else HEADS[0]
     check(heads, torch.bfloat16, True, device, rows_of(num_rows, width), width - 1)
@@ -211,10 +213,18 @@ def test_only_what_it_supports_is_launched() -> None:
     assert not can_decode(1, 4, mixed.float(), weight.float(), ring.float(), *pools[3:])
     assert not can_decode(1, 4, *pools[:3], states.half(), ENTRIES)
     assert not can_decode(1, 4, *pools[:3], states[:, :, :24], ENTRIES)
+    for value_dim, can in ((24, False), (32, True), (512, True), (528, False)):
+        wide = torch.empty(1, 1, 32, value_dim, device="meta")  # whole warps, and not too many
+        assert can_decode(1, 4, *pools[:3], wide, ENTRIES) == can
     assert not can_decode(1, 4, mixed[:, 1:], *pools[1:])  # pairs of channels are not aligned
     odd = torch.empty(4, mixed.shape[1] + 1, dtype=mixed.dtype)[:, :-1]
     assert can_decode(1, 4, odd.new_empty(odd.shape), *pools[1:])
     assert not can_decode(1, 4, odd, *pools[1:])
+    odd = torch.empty(2, ring[0].numel() + 1, dtype=ring.dtype)[:, :-1]
+    assert not can_decode(1, 4, mixed, weight, odd.view(2, *ring[0].shape), *pools[3:])
+    with mock.patch.object(delta_net_drafts, "MOST_ELEMENTS", mixed.numel()):  # of 32-bit places
+        assert can_decode(1, 4, mixed[:3], *pools[1:])
+        assert not can_decode(1, 4, *pools)
     assert not can_decode(1, 4, *pools[:4], 60)  # no journal: no room for drafts
     with mock.patch.object(delta_net_drafts, "decode_with_drafts") as launched:
         run(kernel, HEADS[2], torch.bfloat16, has_backlog=True)

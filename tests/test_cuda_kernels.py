@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from cuda_emulator import COMPILER, emulated
 from kernel_checks import HAS_GPU, random
+from penstock.layers import linear, mlp
 from penstock.ops.cuda import quantized, quantized_gemm, quantized_rules, skinny_gemm
 from penstock.ops.product import Product, Tile
 from penstock.ops.tiles import TiledRows, tile
-from penstock.ops.triton import moe
+from penstock.ops.triton import matmul, moe
+from penstock.weights.on_the_fly import round_to
 from penstock.weights.packing import pack
 from quantized_codes import (
     assert_near,
@@ -159,9 +162,53 @@ def test_swiglu_is_fused_for_a_few_tokens_and_whole_tiles(
 ) -> None:
     rows = tiled(pack(make_codes("Q4_K", num_rows, 768)), "cpu")
     x = numbers(num_tokens, 768, dtype=torch.bfloat16)
+    assert isinstance(rows, TiledRows)
     assert quantized.can_end_in_swiglu((rows,), x) == can
-    assert not quantized.can_end_in_swiglu((rows, rows), x)
-    assert not quantized.can_end_in_swiglu((), x)
+    others = (replace(rows, columns=torch.arange(768)), replace(rows, num_columns=764))
+    for parts in ((rows, rows), (), (others[0],), (others[1],)):
+        assert not quantized.can_end_in_swiglu(parts, x)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "deterministic", "is_fused"),
+    [(1, False, True), (8, False, True), (9, False, False), (1, True, False)],
+)
+def test_a_dense_mlp_applies_swiglu_once(
+    num_tokens: int, deterministic: bool, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first GEMM, or before its second one; with the norm inside, and with eight tokens
+    before it.
+    """
+    monkeypatch.setattr(mlp, "fuses_swiglu", matmul.fuses_swiglu)
+    for name in ("norm_linear", "swiglu_linear"):
+        monkeypatch.setattr(linear, name, getattr(matmul, name))
+    layer = mlp.DenseMLP(
+        hidden_size=256, intermediate_size=80, eps=1e-6, dtype=torch.float16, device="cpu"
+    )
+    values = [numbers(*shape, dtype=torch.float32) / 8 for shape in ((160, 256), (256, 80))]
+    for weight, own in zip((layer.gate_up.weight, layer.down.weight), values, strict=True):
+        weight.quantize((tile(pack(round_to(own, "int8"))),))
+    norm, widths = numbers(256, dtype=torch.float32, seed=1), []
+    assert layer.gate_up.norm is not None
+    layer.gate_up.norm.data.copy_(norm)
+    layer.down.register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
+    hidden = numbers(num_tokens, 256, dtype=torch.float16, seed=2)
+    wide = hidden.double()  # the layer may write to `hidden`
+    seen = layer(hidden, SimpleNamespace(deterministic=deterministic))
+    assert widths == [80 if is_fused else 160]
+    normed = torch.nn.functional.rms_norm(wide, (256,), norm.double(), eps=1e-6)
+    gate_up, down = (w.dequantize().double() for w in (layer.gate_up.weight, layer.down.weight))
+    gate, up = (normed @ gate_up.T).chunk(2, dim=1)
+    expected = wide + (torch.nn.functional.silu(gate) * up) @ down.T
+    assert_near(seen, expected, torch.float16)
+
+
+def test_a_launch_that_ends_in_swiglu_adds_nothing() -> None:
+    rows = tiled(pack(make_codes("int8", 160, 768)), "cpu")
+    assert isinstance(rows, TiledRows)
+    x, out = (numbers(1, width, dtype=torch.bfloat16) for width in (768, 80))
+    with pytest.raises(AssertionError):
+        quantized.multiply(x, rows, out, bias=out[0], ends_in_swiglu=True)
 
 
 @pytest.mark.thinned

@@ -17,11 +17,11 @@ from penstock.config import EngineConfig
 from penstock.engine import device_part, drafting_head, memory
 from penstock.engine.engine import Engine
 from penstock.engine.logits_engine import create_engine
-from penstock.engine.mtp_drafter import MTPDrafter
 from penstock.engine.pools import GB
 from penstock.errors import CapacityError, CheckpointError
 from penstock.models.source import find_model
 from penstock.ops import Weight
+from penstock.ops.quantized import QuantizedRows
 from penstock.ops.tiles import tile
 from penstock.parallel.ranks import ALONE
 from penstock.progress import Phase
@@ -155,21 +155,12 @@ def test_drafts_are_chosen_by_rows_in_int4_on_a_gpu(monkeypatch: pytest.MonkeyPa
         model = SimpleNamespace(
             head=SimpleNamespace(weight=weight),
             mtp=SimpleNamespace(vocabulary=None),
-            ranks=ALONE,
+            ranks=settings.pop("ranks", ALONE),
             device=torch.device("cpu"),
-            dtype=torch.bfloat16,
-            config=SimpleNamespace(hidden_size=256),
+            dtype=settings.pop("dtype", torch.bfloat16),
         )
         given = {"speculate": "mtp", "draft_vocabulary": 256, **settings}
-        config = EngineConfig(**given)
-        drafting_head.round_vocabulary(config, model)
-        if config.speculation.kind == "mtp":
-            table: Any = SimpleNamespace(max_rows=2)
-            drafter = MTPDrafter.of(model, None, table, False, config.draft_vocabulary)  # type: ignore[arg-type]
-            assert drafter.vocabulary is not None
-            assert drafter.vocabulary.shape[0] == (config.draft_vocabulary or 512)
-            if model.mtp.vocabulary is not None:
-                assert drafter.vocabulary is model.mtp.vocabulary
+        drafting_head.round_vocabulary(EngineConfig(**given), model)
         found: Weight | None = model.mtp.vocabulary
         return found
 
@@ -183,8 +174,42 @@ def test_drafts_are_chosen_by_rows_in_int4_on_a_gpu(monkeypatch: pytest.MonkeyPa
     few_bits = Weight(own.clone())
     few_bits.quantize((tile(pack(round_to(own, "int4"))),))
     assert vocabulary_of(few_bits) is None  # it is read in place
+    parts = (tile(pack(round_to(own, "int8"))), own[:16])
+    several, whole = Weight(torch.empty(528, 256)), Weight(own.clone())
+    several.quantize(parts)
+    assert vocabulary_of(several, draft_vocabulary=600) is None
+    whole.quantize((pack(round_to(own, "int8")),))
+    assert vocabulary_of(whole) is None  # its first rows cannot be separated
+    assert vocabulary_of(Weight(own), dtype=torch.float32) is None
+    assert vocabulary_of(Weight(own), ranks=SimpleNamespace(is_alone=False)) is None
     monkeypatch.setattr(drafting_head, "is_available", lambda _: False)
     assert vocabulary_of(Weight(own)) is None
+
+
+@pytest.mark.parametrize(("num_tokens", "is_copied"), [(256, False), (256, True), (0, True)])
+def test_drafts_are_among_the_first_tokens_and_change_no_reply(
+    num_tokens: int, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request("one", prompt(40), max_tokens=24)
+    plain = tokens_of(run(embedded(speculate="off")[0], asked)["one"])
+    if is_copied:  # as on a GPU
+        monkeypatch.setattr(drafting_head, "is_available", lambda _: True)
+        monkeypatch.setattr(drafting_head.quantized, "DTYPES", (torch.bfloat16, torch.float32))
+    engine, _ = embedded(speculate="mtp:3", draft_vocabulary=num_tokens)
+    drafter = engine.runner.drafter
+    assert drafter is not None
+    assert drafter.vocabulary is not None
+    assert drafter.vocabulary.shape[0] == (num_tokens or engine.runner.model.vocab_size)
+    has_copy = is_copied and num_tokens > 0
+    assert (head_of(engine).vocabulary is drafter.vocabulary) == has_copy
+    if has_copy:
+        (part,) = drafter.vocabulary.parts
+        assert isinstance(part, QuantizedRows)
+        assert part.bits == 4
+    assert tokens_of(run(engine, asked)["one"]) == plain
+    drafts = engine.stats().drafts
+    assert drafts is not None
+    assert drafts.counts[0].num_drafted > 0
 
 
 def test_a_plan_that_fails_with_the_head_is_made_without(monkeypatch: pytest.MonkeyPatch) -> None:

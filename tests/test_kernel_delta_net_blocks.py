@@ -335,10 +335,9 @@ def test_a_gemm_that_reads_the_result_gets_it_in_codes(
     weight = Weight(torch.empty(384, 256))
     weight.quantize((tile(packed(384, 256, device), keeps_rows=True),))
     mixer = Mixer((1, 2, 16, 128), device, dtype)
-    mixed = mixer.inputs(70)
 
     def run(rows: list[Row], *, deterministic: bool = False, **given: Any) -> Any:
-        mixer.start(1, 2)
+        mixed = mixer.start(1, 2).inputs(70)
         op = partial(gated_delta_net, **given)
         return mixer.run(op, mixed, rows, deterministic=deterministic)
 
@@ -349,7 +348,12 @@ def test_a_gemm_that_reads_the_result_gets_it_in_codes(
     assert isinstance(run([row], reader=weight, deterministic=True), Tensor)
     mixed_step = [Row(1, position=64, num_tokens=69), Row(2, position=3)]
     assert isinstance(run(mixed_step, reader=weight), Tensor)
-    assert isinstance(run([row], reader=Weight(torch.empty(384, 256))), Tensor)
+    partly_plain = Weight(torch.empty(400, 256))
+    partly_plain.quantize((*weight.parts, torch.empty(16, 256, device=device, dtype=dtype)))
+    for reader in (partly_plain, Weight(torch.empty(384, 256))):
+        assert isinstance(run([row], reader=reader), Tensor)
+    mixer = Mixer((1, 4, 16, 64), device, dtype)  # heads of half a block of columns
+    assert isinstance(run([row], reader=weight), Tensor)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

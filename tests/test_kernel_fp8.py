@@ -8,10 +8,13 @@ from torch import Tensor
 
 from kernel_checks import INTERPRETED, ON_GPU
 from penstock.ops.cuda import fp8_experts
-from penstock.ops.float8 import can_take, round_tokens
+from penstock.ops.float8 import RoundedTokens, can_take, round_tokens
+from penstock.ops.product import Product
 from penstock.ops.quantized import QuantizedRows
+from penstock.ops.reference.matmul import linear as reference_linear
 from penstock.ops.tiles import _order, tile
 from penstock.ops.triton import fp8, fp8_logits, moe_fp8_gemm
+from penstock.ops.weight import Weight
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.packing import pack
 
@@ -126,6 +129,37 @@ def test_a_product_is_that_of_the_rounded_tokens(
     expected = rounded(x) @ rows.dequantize().double().T + bias.double() + residual.double()
     assert_near(out[:130, :N], expected, 1e-2)
     assert out[:, N:].isnan().all()
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_parts_of_a_weight_have_their_own_bias_and_residual(
+    device: str, dtype: torch.dtype
+) -> None:
+    """Quantized rows read the codes, unquantized ones the tokens as they were."""
+    rows = [tile(packed(N, 256, device, seed=N), keeps_rows=True) for N in (256, 128)]
+    plain, x = tokens(24, 256, device, dtype, 2) / 50, tokens(70, 256, device, dtype)
+    parts = (rows[0], plain, rows[1])
+    bias, residual = tokens(1, 408, device, dtype, 3)[0], tokens(70, 408, device, dtype, 4)
+    product = Product(x, torch.empty(408, 256), dtype, bias=bias, residual=residual.clone())
+    seen = fp8.multiply_parts(parts, product)
+    first, last = (rounded(x) @ own.dequantize().double().T for own in rows)
+    expected = torch.cat((first, x.double() @ plain.double().T, last), dim=1)
+    expected += bias.double() + residual.double()
+    assert_near(seen, expected, 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_specification_multiplies_the_values_of_codes(dtype: torch.dtype) -> None:
+    x, weight = tokens(6, 256, "cpu", dtype), Weight(torch.randn(8, 256).to(dtype))
+    blocks = x.float().unflatten(-1, (-1, 128))
+    scales = blocks.abs().amax(-1) / 448
+    codes = (blocks / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2)
+    padded = torch.cat((codes, codes[:2]))  # what is behind the tokens has no meaning
+    given = RoundedTokens(padded, torch.cat((scales, scales[:2])).t(), 6, dtype)
+    seen = reference_linear(given, weight)
+    assert seen.dtype == dtype
+    assert seen.shape == (6, 8)
+    assert_near(seen, rounded(x) @ weight.values.double().T, 1e-2)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)

@@ -260,7 +260,8 @@ def test_every_pair_is_in_one_tile_of_its_expert(
     alike = torch.tensor([[0, 1]]).expand(num_alike, k)
     ids = torch.cat((some_ids(num_alike + 40, num_experts - 1, k), alike))
     num_tokens, slots = len(ids), k + has_shared
-    counters = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    counters = reference.new_counters(num_experts, device)
+    assert len(counters) >= moe_permute.SPREAD * (num_experts + 1), "otherwise it has its own"
     for _ in range(2):  # the first run must reset the counts to zero
         order, tiles = moe_permute.list_pairs(
             ids.int().to(device), num_experts, slots, height, counters

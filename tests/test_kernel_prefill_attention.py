@@ -221,8 +221,8 @@ def test_a_gemm_that_reads_the_result_gets_it_in_codes(
     weight = Weight(torch.empty(384, 256))
     weight.quantize((tile(packed(384, 256, device), keeps_rows=True),))
 
-    def run(spans: list[RowSpan], **given: Any) -> Any:
-        step = make_step(spans, 2, 1, 128, dtype=dtype, device=device)
+    def run(spans: list[RowSpan], heads: int = 2, **given: Any) -> Any:
+        step = make_step(spans, heads, 1, 256 // heads, dtype=dtype, device=device)
         blocks = step._blocks(cut_blocks(spans)[0])
         caches = (step.keys, step.values, step.page_table, *step._lengths(), spans, blocks)
         return paged_attention(step.q, *caches, step.scale, gate=step.gate, **given)
@@ -233,7 +233,11 @@ def test_a_gemm_that_reads_the_result_gets_it_in_codes(
     assert torch.equal(linear(seen, weight), linear(plain, weight))
     assert isinstance(run([row], reader=weight, deterministic=True), Tensor)
     assert isinstance(run([row, RowSpan(1, 3)], reader=weight), Tensor)
-    assert isinstance(run([row], reader=Weight(torch.empty(384, 256))), Tensor)
+    assert isinstance(run([row], 4, reader=weight), Tensor)  # heads of half a block of columns
+    partly_plain = Weight(torch.empty(400, 256))
+    partly_plain.quantize((*weight.parts, torch.empty(16, 256, device=device, dtype=dtype)))
+    for reader in (partly_plain, Weight(torch.empty(384, 256))):
+        assert isinstance(run([row], reader=reader), Tensor)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
