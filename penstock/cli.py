@@ -88,6 +88,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except PenstockError as error:
         print_error(error)
         return 2
+    except KeyboardInterrupt:  # while the command is imported
+        return _interrupted()
     except OSError as error:
         return _output_failed(error)
     return _run(name, arguments)
@@ -134,8 +136,7 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
         exit_code: int = importlib.import_module(f"penstock.commands.{name}").run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
+        return _interrupted()
     except BrokenPipeError as error:
         return _output_failed(error)
     except Exception as error:
@@ -146,6 +147,11 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
         print_error(_missing_package(error) if isinstance(error, ModuleNotFoundError) else error)
         return 2 if isinstance(error, UsageError) else 1
     return exit_code
+
+
+def _interrupted() -> int:
+    print(file=sys.stderr)
+    return 130
 
 
 def _output_failed(error: OSError) -> int:

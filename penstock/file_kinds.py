@@ -8,6 +8,7 @@ and advice.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from penstock.errors import CheckpointError
@@ -55,6 +56,14 @@ def impostor(path: Path) -> CheckpointError | None:
             "Download the file itself.",
         )
     return None
+
+
+def check_readable(path: Path) -> None:
+    """Before a copy, whose own error would not say which of two files it means."""
+    if not os.access(path, os.R_OK):
+        raise CheckpointError(
+            f"{path} cannot be read", "Permission denied.", "Check the file and its permissions."
+        )
 
 
 def unfinished(folder: Path) -> CheckpointError | None:

@@ -347,6 +347,16 @@ def test_interrupt_exits_130(
     assert fails(capsys, "generate", "-") == (130, "\n")
 
 
+def test_interrupt_of_an_import_exits_130(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert fails(capsys, "inspect") == (130, "\n")
+
+
 def parse(settings: type[Any], *words: str) -> argparse.Namespace:
     parser = Parser(prog="test")
     add_flags(parser, settings, title="settings")

@@ -478,6 +478,69 @@ def test_a_damaged_record_of_a_run_is_refused(tmp_path: Path, text: str) -> None
         run(folder, tmp_path / "out", scheme="int8")
 
 
+def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "plain", LLAMA)
+    refused = []
+
+    def run_too(phase: Phase) -> None:
+        if phase.detail == "layer 1 of 2":
+            with pytest.raises(ConfigError, match="Another `penstock quantize` is writing"):
+                run(folder, tmp_path / "out", scheme="int8")
+            refused.append(phase)
+
+    report = run(folder, tmp_path / "out", run_too, scheme="int8")
+    assert refused
+    assert report["bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "lost", ["model-00002-of-00004.safetensors", "unfinished/stream-2.safetensors"]
+)
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_run_that_cannot_be_completed_is_refused_before_its_next_layer(
+    tmp_path: Path, lost: str, is_damaged: bool
+) -> None:
+    folder = write_model(tmp_path / "plain", LLAMA)
+
+    def stop(phase: Phase) -> None:
+        if phase.detail == "layer 2 of 2":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, tmp_path / "out", stop, scheme="int8")
+    if is_damaged:
+        os.truncate(tmp_path / "out" / lost, 100)
+    else:
+        (tmp_path / "out" / lost).unlink()
+    done: list[str] = []
+    with pytest.raises(ConfigError, match="Remove the folder and run the same command again"):
+        run(folder, tmp_path / "out", lambda phase: done.append(phase.detail), scheme="int8")
+    assert not done
+
+
+def test_json_lines_may_hold_any_separator_and_begin_with_a_mark(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(Path(default_model()))
+    texts = ["one\u2028two\x85", "three"]
+    file = tmp_path / "texts.JSONL"
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    file.write_bytes("\r\n".join(["", *lines]).encode("utf-8-sig"))
+    [row] = read_rows(str(file), 6, tokenizer, judges=False, longest=64)
+    assert row == tokenizer.encode("\n".join(texts))[:6]
+    file.write_text('{"text": "fine"}\n{"text": "\\ud800"}')
+    with pytest.raises(ConfigError, match=f"Line 2 of {file} is not valid text"):
+        read_rows(str(file), 8, tokenizer, judges=False, longest=64)
+
+
+def test_a_file_that_cannot_be_copied_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "plain", LLAMA)
+    (folder / "README.md").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "README.md")
+    with pytest.raises(CheckpointError, match=r"plain/README\.md cannot be read"):
+        run(folder, tmp_path / "out", scheme="int8", eval_tokens=0)
+
+
 def test_another_tokenizer_is_used_and_copied(tmp_path: Path) -> None:
     """A GGUF file may have one that cannot be read."""
     file = write_embedded(tmp_path / "model.gguf", "Q8_0", {"tokenizer.ggml.pre": "unheard of"})

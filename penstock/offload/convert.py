@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CapacityError, CheckpointError, ConfigError
 from penstock.file_kinds import UNFINISHED_CONVERSION as UNFINISHED
+from penstock.file_kinds import check_readable
 from penstock.gguf.folder import FILES, read_text
 from penstock.gguf.header import is_gguf
 from penstock.layers.mlp import SparseMLP
@@ -47,6 +47,7 @@ from penstock.ops import Weight
 from penstock.ops.quantized import QuantizedRows
 from penstock.ops.tiles import can_tile, tile
 from penstock.progress import OnPhase, Phase, timed
+from penstock.weights.folder_lock import only_writer
 from penstock.weights.load import (
     check_equal,
     match_tensors,
@@ -128,7 +129,7 @@ class Conversion:
         self.check_output(output)
         with _report_write_errors(output):
             output.mkdir(parents=True, exist_ok=True)
-        with _only_writer(output):
+        with only_writer(output, "penstock convert"):
             self.check_output(output)  # another run may have ended since
             return self._write(output, on_phase)
 
@@ -415,27 +416,6 @@ class _Unfinished:
         write_text(json.dumps(state), self._path)
 
 
-@contextmanager
-def _only_writer(output: Path) -> Iterator[None]:
-    """Locks the folder, so that two runs do not write the same files."""
-    with _report_write_errors(output):
-        folder = os.open(output, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(folder)
-        raise ConfigError(
-            f"Another `penstock convert` is writing to {output}",
-            todo="Wait until it ends, or give another folder with -o.",
-        ) from error
-    except OSError:
-        pass  # this file system has no locks
-    try:
-        yield
-    finally:
-        os.close(folder)
-
-
 def _check_room(output: Path, plan: Plan, share_done: float) -> None:
     needed = int(plan.num_bytes - share_done * plan.expert_bytes)
     free = shutil.disk_usage(output).free
@@ -492,5 +472,6 @@ def _copy_files(source: ModelSource, output: Path) -> None:
         for entry in sorted(folder.iterdir()):
             is_weights = entry.suffix in (*WEIGHT_SUFFIXES, ".gguf") or "index" in entry.name
             if entry.is_file() and not is_weights:
+                check_readable(entry)
                 shutil.copyfile(entry, output / entry.name)
     write_text(json.dumps(source.config, indent=1), output / "config.json")

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.errors import CheckpointError, ConfigError
+from penstock.file_kinds import check_readable
 from penstock.gguf.folder import FILES, folder_of, has_file, read_text
 from penstock.gguf.header import is_gguf
 from penstock.models.source import WEIGHT_SUFFIXES, ModelSource, files_digest
@@ -53,17 +54,27 @@ def quantize(
     _check_output(source, output)
     try:
         run = _Run(source, output, settings, device)
-        with timed("quantize", on_phase) as report:
-            for stage in range(len(run.work.rows), run.model.num_stages):
-                report(Phase("quantize", run.title(stage), stage / run.model.num_stages))
-                run.do_stage(stage)
-        return run.finish(on_phase)
+        with run.work as work:
+            shards = [run.shard(stage) for stage in range(len(work.rows))]
+            work.check_written(shards, has_stream=bool(run.texts))
+            _copy_files(source, output, run.tokenizer)  # errors appear before hours of work
+            with timed("quantize", on_phase) as report:
+                for stage in range(len(work.rows), run.model.num_stages):
+                    report(Phase("quantize", run.title(stage), stage / run.model.num_stages))
+                    run.do_stage(stage)
+            return run.finish(on_phase)
     except (OSError, SafetensorError) as error:  # a full disk, a missing file, no permission
         raise ConfigError(
             f"{output} could not be completed",
-            f"{error}.",
+            f"{_reason(error)}.",
             "When that is corrected, the same command continues with the layer that was not done.",
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error)
 
 
 def _check_output(source: ModelSource, output: Path) -> None:
@@ -95,7 +106,6 @@ class _Run:
         self.scale_dtype = stored if stored in SCALE_DTYPES else torch.float32
         self.texts = self._read_texts()
         self.work = Unfinished(output, self._identity())
-        _copy_files(source, output, self.tokenizer)  # first: errors appear before hours of work
 
     def _read_texts(self) -> dict[str, Tensor]:
         """Rows [R, L] by their use."""
@@ -173,7 +183,7 @@ class _Run:
             "bytes_before": sum(self.model.stored[name].num_bytes for name in names),
             "bytes": sum(part.numel() * part.element_size() for part in out.values()),
         }
-        self.work.finish_stage(self._shard(stage), out, stream, row)
+        self.work.finish_stage(self.shard(stage), out, stream, row)
 
     def _begin(self) -> dict[str, Tensor]:
         stream = {}
@@ -252,7 +262,7 @@ class _Run:
             squares[1] += float(tensors[name].float().square().sum())
         return {"weight_error": math.sqrt(squares[0] / max(squares[1], 1e-30))}
 
-    def _shard(self, stage: int) -> str:
+    def shard(self, stage: int) -> str:
         return f"model-{stage + 1:05}-of-{self.model.num_stages:05}.safetensors"
 
     def finish(self, on_phase: OnPhase) -> dict[str, Any]:
@@ -301,7 +311,7 @@ class _Run:
         weight_map: dict[str, str] = {}
         total = 0
         for stage, row in enumerate(self.work.rows):
-            shard = self._shard(stage)
+            shard = self.shard(stage)
             weight_map |= {tensor.name: shard for tensor in open_safetensors(output / shard)}
             total += row["bytes"]
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -328,6 +338,7 @@ def _copy_files(source: ModelSource, output: Path, tokenizer: Path) -> None:
         is_weights = entry.suffix in (*WEIGHT_SUFFIXES, ".gguf") or entry.name.endswith(INDEX_END)
         is_config = entry.name in ("config.json", MODELOPT_CONFIG)
         if entry.is_file() and not (is_weights or is_config or entry.name in texts):
+            check_readable(entry)
             shutil.copyfile(entry, output / entry.name)
 
 
@@ -406,20 +417,29 @@ def _manual(judges: bool) -> str:
 
 
 def _read_file(path: Path) -> str:
+    todo = "Use a text file in UTF-8, or JSON lines in a file that ends in .jsonl."
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows begins files with a mark
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read", f"{error}.", "Use a text file in UTF-8, or JSON lines."
-        ) from error
-    if path.suffix != ".jsonl":
+        raise ConfigError(f"{path} cannot be read", f"{_reason(error)}.", todo) from error
+    if path.suffix.lower() != ".jsonl":
         return text
     parts: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not splitlines: a text in JSON may contain other separators, such as U+2028.
+    for number, line in enumerate(text.split("\n"), 1):
         try:
-            parts += _strings(json.loads(line)) if line.strip() else []
+            found = list(_strings(json.loads(line))) if line.strip() else []
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"Line {number} of {path} is not JSON", f"{error}.") from error
+            raise ConfigError(f"Line {number} of {path} is not JSON", f"{error}.", todo) from error
+        try:
+            "".join(found).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"Line {number} of {path} is not valid text",
+                "It has a lone surrogate, half of a character beyond U+FFFF.",
+                "Correct or remove the line.",
+            ) from error
+        parts += found
     return "\n".join(parts)
 
 
