@@ -8,6 +8,9 @@ less rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
@@ -51,16 +54,44 @@ def random(
     return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
 
 
-def encode_caches(
-    keys: Tensor, values: Tensor, stored: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The values that a cache of these keys and values holds; NaN stays NaN, at least in the
-    scales.
+class PagedCache(NamedTuple):
+    keys: Tensor  # [pages, page_size, Hkv, D]
+    values: Tensor
+    scales: Tensor | None  # of codes
+    page_table: Tensor  # [R, P]
+
+
+def make_paged_cache(
+    context_lens: Sequence[int],
+    kv_heads: int,
+    dim: int,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    page_size: int,
+    num_pages: int,  # width of the table; at least what the longest row needs
+    stored: torch.dtype | None,  # of codes
+) -> PagedCache:
+    """Random keys and values of rows, and NaN where no row has written. Pages are assigned in
+    random order; no row uses page 0 or the last one.
     """
+    owned = [-(-context_len // page_size) for context_len in context_lens]
+    order = torch.randperm(sum(owned), generator=torch.Generator().manual_seed(0)) + 1
+    shape = (2 + sum(owned), page_size, kv_heads, dim)
+    keys, values = (random(*shape, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
+    width = max(num_pages, *owned, 1)
+    table = torch.full((len(context_lens), width), shape[0] - 1, dtype=torch.int32)
+    written = torch.zeros(shape[:2], dtype=torch.bool)
+    for row, (context_len, pages) in enumerate(zip(context_lens, order.split(owned))):
+        table[row, : len(pages)] = pages
+        in_row = torch.arange(len(pages) * page_size) < context_len
+        written[pages] = in_row.view(len(pages), page_size)
+    for cache in (keys, values):
+        cache[~written.to(device)] = torch.nan
     if stored is None:
-        return keys, values, None
+        return PagedCache(keys, values, None, table.to(device))
     (keys, key_scales), (values, value_scales) = (encode(x, stored) for x in (keys, values))
-    return keys, values, torch.stack((key_scales, value_scales))
+    return PagedCache(keys, values, torch.stack((key_scales, value_scales)), table.to(device))
 
 
 def assert_near(seen: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_checks import FULL_SIZE, ON_GPU, PLACES, STORED, assert_near, encode_caches, random
+from kernel_checks import FULL_SIZE, ON_GPU, PLACES, STORED, assert_near, make_paged_cache, random
 from penstock.layers.inputs import RowSpan
 from penstock.ops.reference import attention as reference
 from penstock.ops.reference.rope import rope_table
@@ -83,32 +83,25 @@ def make_decode(
     gated: bool = True,
     stored: torch.dtype | None = None,  # of codes
 ) -> Decode:
-    """Pages are assigned in random order; no row uses page 0 or the last one."""
-    owned = [-(-context // page_size) for context in contexts]
-    order = torch.randperm(sum(owned), generator=torch.Generator().manual_seed(0)) + 1
-    shape = (2 + sum(owned), page_size, kv_heads, dim)
-    keys, values = (random(*shape, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
-    table = torch.full((len(contexts), max(num_pages, *owned, 1)), shape[0] - 1, dtype=torch.int32)
-    written = torch.zeros(shape[:2], dtype=torch.bool)
-    for row, (context, pages) in enumerate(zip(contexts, order.split(owned))):
-        table[row, : len(pages)] = pages
-        in_row = torch.arange(len(pages) * page_size) < context
-        written[pages] = in_row.view(len(pages), page_size)
-    for cache in (keys, values):
-        cache[~written.to(device)] = torch.nan
+    cache = make_paged_cache(
+        contexts,
+        kv_heads,
+        dim,
+        dtype=dtype,
+        device=device,
+        page_size=page_size,
+        num_pages=num_pages,
+        stored=stored,
+    )
     width = heads * dim
     gate = random(len(contexts), 3 * width, dtype=dtype, device=device, seed=3)[
         :, width : 2 * width
     ]
-    keys, values, scales = encode_caches(keys, values, stored)
     return Decode(
+        **cache._asdict(),
         q=random(len(contexts), heads, dim, dtype=dtype, device=device, seed=4),
-        keys=keys,
-        values=values,
-        page_table=table.to(device),
         context_lens=torch.tensor(contexts, device=device),
         gate=gate if gated else None,
-        scales=scales,
     )
 
 

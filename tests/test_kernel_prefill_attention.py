@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kernel_checks import FULL_SIZE, PLACES, STORED, assert_near, encode_caches, random
+from kernel_checks import FULL_SIZE, PLACES, STORED, assert_near, make_paged_cache, random
 from penstock.layers.inputs import RowSpan
 from penstock.ops import TokenBlocks, Weight, cut_blocks, float8
 from penstock.ops.float8 import RoundedTokens
@@ -132,30 +132,23 @@ def make_step(
     gated: bool = True,
     stored: torch.dtype | None = None,  # of codes
 ) -> Step:
-    """Pages are assigned in random order; no row uses page 0 or the last one."""
-    owned = [-(-span.context_len // page_size) for span in spans]
-    order = torch.randperm(sum(owned), generator=torch.Generator().manual_seed(0)) + 1
-    shape = (2 + sum(owned), page_size, kv_heads, dim)
-    keys, values = (random(*shape, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
-    table = torch.full((len(spans), max(num_pages, *owned, 1)), shape[0] - 1, dtype=torch.int32)
-    written = torch.zeros(shape[:2], dtype=torch.bool)
-    for row, (span, pages) in enumerate(zip(spans, order.split(owned))):
-        table[row, : len(pages)] = pages
-        in_row = torch.arange(len(pages) * page_size) < span.context_len
-        written[pages] = in_row.view(len(pages), page_size)
-    for cache in (keys, values):
-        cache[~written.to(device)] = torch.nan
+    cache = make_paged_cache(
+        [span.context_len for span in spans],
+        kv_heads,
+        dim,
+        dtype=dtype,
+        device=device,
+        page_size=page_size,
+        num_pages=num_pages,
+        stored=stored,
+    )
     num_tokens, width = sum(span.num_tokens for span in spans), heads * dim
     gate = random(num_tokens, 3 * width, dtype=dtype, device=device, seed=3)[:, width : 2 * width]
-    keys, values, scales = encode_caches(keys, values, stored)
     return Step(
+        **cache._asdict(),
         spans=spans,
         q=random(num_tokens, heads, dim, dtype=dtype, device=device, seed=4),
-        keys=keys,
-        values=values,
-        page_table=table.to(device),
         gate=gate if gated else None,
-        scales=scales,
     )
 
 

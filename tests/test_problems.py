@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from penstock.assets import default_model
 from penstock.errors import ConfigError
 from penstock.eval import held_out
 from penstock.eval.conversation import Conversation, ExactCalls, ExactText, FinalNumber, Mentions
@@ -56,6 +57,7 @@ KINDS = {
     "recall": recall,
     "small_talk": small_talk,
 }
+OWN_TEMPLATE = default_model() / "chat_template.jinja"
 EQUATION = re.compile(r"\d[\d +*/-]*(?: = [\d +*/-]*\d)+")
 # Numbers that words mean: twice, half, a dozen, hours, percent (a tenth, a fifth, a quarter).
 SAID_IN_WORDS = {2, 3, 4, 5, 6, 10, 12, 60}
@@ -498,13 +500,7 @@ def template(request: pytest.FixtureRequest) -> ChatTemplate:
     if request.param == "published":
         file = request.getfixturevalue("shared_data") / "qwen3.5" / "chat_template.jinja"
     else:
-        file = (
-            Path(__file__).resolve().parents[1]
-            / "penstock"
-            / "assets"
-            / "penstock-tiny"
-            / "chat_template.jinja"
-        )
+        file = OWN_TEMPLATE
     return ChatTemplate(file.read_text(encoding="utf-8"))
 
 
@@ -524,14 +520,7 @@ def test_prompt_and_completion_are_the_templates_own_rendering(
 
 @pytest.fixture(scope="module")
 def own_template() -> ChatTemplate:
-    file = (
-        Path(__file__).resolve().parents[1]
-        / "penstock"
-        / "assets"
-        / "penstock-tiny"
-        / "chat_template.jinja"
-    )
-    return ChatTemplate(file.read_text(encoding="utf-8"))
+    return ChatTemplate(OWN_TEMPLATE.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
