@@ -340,7 +340,7 @@ def test_drafts_that_exceed_a_grammars_limit_do_not_harm_other_requests() -> Non
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_drafting_head(num_drafts: int, overlap: bool) -> None:
-    """A random head is nearly always wrong, and always exact: rows, chunks, hits and drawn tokens.
+    """A random head is nearly always wrong, but exact: rows, chunks, hits and sampled tokens.
 
     With `overlap` the next step is planned before the host knows how many drafts were accepted.
     """
@@ -404,7 +404,9 @@ def test_suffixes_draft_what_the_tenant_was_told_before_and_no_other_tenant() ->
         ("ngram:5", Speculation("ngram", 5)),
     ],
 )
-def test_the_flag_says_who_drafts_and_how_many(text: str, expected: Speculation) -> None:
+def test_the_flag_names_the_drafter_and_the_number_of_drafts(
+    text: str, expected: Speculation
+) -> None:
     assert Speculation.parse(text) == expected
 
 
