@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.commands.inspect import inspect_model
+from penstock import LLM
+from penstock.cli import main
+from penstock.commands import inspect
+from penstock.commands.inspect import Machine, inspect_model
 from penstock.config import EngineConfig
 from penstock.engine import memory
 from penstock.engine.dry_run import EVERY_OPTION, LEAST_STEP_TOKENS, DryRun, StepBytes
@@ -171,6 +174,34 @@ def test_inspect_estimates_the_same_plan_for_a_model_that_is_not_loaded() -> Non
     names = [name for name, _, _ in memory["uses"]]
     assert names[:3] == ["weights", "state slots", "KV pages"]
     assert memory["max_rows"] > 0
+
+
+def test_inspect_on_a_cpu_plans_in_the_dtype_that_an_engine_computes_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights are bfloat16, and take twice as much in float32."""
+    machine = Machine("RAM", 32 * GB, 30 * GB, is_gpu=False)
+    monkeypatch.setattr(inspect, "find_machine", lambda: machine)
+    report = inspect_model(EngineConfig(model="Qwen3.5-9B"))
+    assert report["dtype"] == "bfloat16"
+    assert report["machine"]["dtype"] == "float32"
+    assert report["machine"]["weight_bytes"] == pytest.approx(2 * report["weight_bytes"], rel=1e-3)
+    assert report["memory"] is None
+    assert not any(report["fits"].values())
+    assert inspect_model(EngineConfig(model="Qwen3.5-9B", dtype="bfloat16"))["memory"]
+    assert main(["inspect", "Qwen3.5-9B"]) == 0
+    assert "in float32 by default: weights take 36.8 GB" in capsys.readouterr().out
+
+
+def test_inspect_plans_what_an_engine_on_a_cpu_then_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    planned = inspect_model(EngineConfig())["memory"]
+    info = LLM(device="cpu").engine.info
+    assert planned["max_rows"] == info.max_rows
+    assert planned["max_model_len"] == info.max_model_len
+    bytes_of = {name: num_bytes for name, num_bytes, _ in planned["uses"]}
+    assert bytes_of.pop("weights") == pytest.approx(info.weight_bytes, rel=0.01)
+    assert sum(bytes_of.values()) == pytest.approx(info.cache_bytes, rel=0.01)
 
 
 def test_a_slot_on_a_gpu_has_room_for_a_backlog(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,14 @@ def test_the_command_answers_for_a_preset(capsys: pytest.CaptureFixture[str]) ->
     assert "Add --gpu-gb" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--ram-gb", "--disk-gbs", "--link-gbs", "--gpu-gbs"])
+def test_a_part_of_a_machine_is_not_ignored(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", flag, "5"]) == 2
+    assert f"{flag} is given without --gpu-gb" in capsys.readouterr().err
+    assert main(["inspect", "--gpu-gb", "24", flag, "inf"]) == 2
+    assert "It must be a finite number." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("flag", "least"), [("--ram-gb", "0"), ("--gpu-gb", "0.001")])
 def test_the_least_size_of_a_machine_is_named(
     flag: str, least: str, capsys: pytest.CaptureFixture[str]

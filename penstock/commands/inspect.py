@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ EXAMPLES = [
 ]
 
 TIERS = ("gpu", "ram", "disk")
+LINK_GBS, GPU_GBS = 25.0, 900.0
 CONTEXTS = (1024, 4096, 16384, 65536, 262144)
 _MEMORY_SHARE = 0.9  # the share of free memory that an engine takes
 
@@ -87,11 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--gpu-gb", None, "GB of GPU memory"),
         ("--ram-gb", 0.0, "GB of RAM"),
         ("--disk-gbs", None, "GB/s of its disk; without it, nothing is read from disk"),
-        ("--link-gbs", 25.0, "GB/s from RAM to the GPU"),
-        ("--gpu-gbs", 900.0, "GB/s of the GPU's memory"),
+        ("--link-gbs", LINK_GBS, "GB/s from RAM to the GPU"),
+        ("--gpu-gbs", GPU_GBS, "GB/s of the GPU's memory"),
     ):
         note = f" (default: {default:g})" if default is not None else ""
-        machine.add_argument(flag, type=read_number, default=default, metavar="X", help=what + note)
+        machine.add_argument(flag, type=read_number, metavar="X", help=what + note)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -134,21 +136,25 @@ def read_tiers(arguments: argparse.Namespace) -> Tiers | None:
     }
     for name, value in given.items():
         least = 0 if name == "ram_gb" else 1e-3
+        flag = "--" + name.replace("_", "-")
         if value is not None and not value >= least:
-            flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} is {value:g}", f"It must be at least {least:g}.")
-    if given["gpu_gb"] is None:
-        if given["ram_gb"] or given["disk_gbs"] is not None:
+        if value == math.inf:
+            raise UsageError(f"{flag} is {value:g}", "It must be a finite number.")
+        if value is not None and given["gpu_gb"] is None:
             raise UsageError(
-                "--gpu-gb is missing", "--ram-gb and --disk-gbs need it.", "Add --gpu-gb."
+                f"{flag} is given without --gpu-gb",
+                "It describes a machine with a GPU, whose memory is missing.",
+                "Add --gpu-gb.",
             )
+    if given["gpu_gb"] is None:
         return None
     disk = given["disk_gbs"]
     return Tiers(
         GB * given["gpu_gb"],
-        GB * given["ram_gb"],
-        GB * given["gpu_gbs"],
-        GB * given["link_gbs"],
+        GB * (given["ram_gb"] or 0.0),
+        GB * (given["gpu_gbs"] or GPU_GBS),
+        GB * (given["link_gbs"] or LINK_GBS),
         None if disk is None else GB * disk,
     )
 
@@ -166,9 +172,14 @@ def inspect_model(
     parameters = roofline.parameters
     if drafts := _drafts_by_default(source, model, storage):
         config = dataclasses.replace(config, speculate="mtp")
-    memory = _plan_memory(model, config, roofline.weight_bytes, machine)
-    state_bytes = roofline.state_bytes_per_request + _backlog_bytes(model, config, machine)
-    free = int(machine.free_bytes * _MEMORY_SHARE) - roofline.weight_bytes
+    # What fits here does depend on it: a CPU has room for half as much in float32.
+    here, taken = model, roofline
+    if not machine.is_gpu:
+        here, taken = build_without_memory(files, config, device="cpu")
+    memory = _plan_memory(here, config, taken.weight_bytes, machine)
+    backlog_bytes = _backlog_bytes(model, config, machine)
+    free = int(machine.free_bytes * _MEMORY_SHARE) - taken.weight_bytes
+    state_bytes = taken.state_bytes_per_request + backlog_bytes
     longest = text_config(source.config).get("max_position_embeddings", CONTEXTS[-1])
     on_machine = {} if tiers is None else {"on_machine": _on_machine(roofline, storage, tiers)}
     return {
@@ -188,9 +199,11 @@ def inspect_model(
         "is_quantized": roofline.is_quantized,
         "stored": storage,
         "kv_bytes_per_token": roofline.kv_bytes_per_token,
-        "state_bytes_per_request": state_bytes,
+        "state_bytes_per_request": roofline.state_bytes_per_request + backlog_bytes,
         "machine": {
             "name": machine.name,
+            "dtype": str(here.dtype).removeprefix("torch."),
+            "weight_bytes": taken.weight_bytes,
             "total_bytes": machine.total_bytes,
             "free_bytes": machine.free_bytes,
         },
@@ -201,7 +214,7 @@ def inspect_model(
             "uses": memory.uses,
         },
         "fits": {
-            str(context): max(free, 0) // (state_bytes + roofline.kv_bytes_per_token * context)
+            str(context): max(free, 0) // (state_bytes + taken.kv_bytes_per_token * context)
             for context in CONTEXTS
             if context <= longest
         },
@@ -258,6 +271,8 @@ def _plan_memory(
     """How an engine would divide this machine's memory; None: the model does not fit."""
     from penstock.engine.memory import estimate_memory
 
+    if weight_bytes > machine.free_bytes:
+        return None
     try:
         return estimate_memory(
             model, config, weight_bytes, machine.free_bytes, is_gpu=machine.is_gpu
@@ -327,6 +342,12 @@ def _print_report(report: dict[str, Any]) -> None:
     machine = report["machine"]
     free, total = human_bytes(machine["free_bytes"]), human_bytes(machine["total_bytes"])
     print(f"{machine['name']}: {free} free of {total}.")
+    if machine["dtype"] != report["dtype"]:
+        print(
+            f"A CPU computes in {machine['dtype']} by default: weights take "
+            f"{human_bytes(machine['weight_bytes'])} then, KV and states more than shown above.\n"
+            f"With --dtype {report['dtype']} they take that, and most CPUs are slower."
+        )
     if not any(report["fits"].values()):
         print(f"The weights and one request do not fit in {_MEMORY_SHARE:.0%} of that.")
         return
@@ -344,7 +365,10 @@ def _print_report(report: dict[str, Any]) -> None:
 
 
 def _print_on_machine(rows: list[dict[str, Any]]) -> None:
-    print("Upper bounds on that machine, for one request and random routing (the worst case):")
+    print(
+        "Upper bounds on that machine, for one request and random routing (the worst case). They "
+        "count bytes\nand no arithmetic, so prompts are slower where the experts are on the GPU."
+    )
     print_table(
         ["weights", "tok/s", "prompt tok/s", "experts on GPU", "in RAM", "on disk", "limit"],
         [

@@ -75,10 +75,15 @@ def describe_layouts(
 
 
 def build_without_memory(
-    files: ModelFiles, config: EngineConfig, tp: int = 1, *, with_drafting_head: bool = True
+    files: ModelFiles,
+    config: EngineConfig,
+    tp: int = 1,
+    *,
+    with_drafting_head: bool = True,
+    device: str = "cuda",
 ) -> tuple[Any, Roofline]:
-    """One rank of a model on torch's meta device, in the dtype that a GPU would use; weights that
-    its files store quantized count as they are stored.
+    """One rank of a model on torch's meta device, in the dtype that this device would use; weights
+    that its files store quantized count as they are stored.
     """
     import torch
 
@@ -90,7 +95,7 @@ def build_without_memory(
 
     source, ranks = files.source, Ranks(0, tp)
     refuse_ranks(source, config, ranks)
-    dtype = resolve_dtype(config.dtype, source.config, "cuda")
+    dtype = resolve_dtype(config.dtype, source.config, device)
     given: dict[str, Any] = {"with_drafting_head": with_drafting_head, "ranks": ranks}
     model: Any = build_model(source.config, dtype, torch.device("meta"), **given)
     kv_bytes = find_kv_dtype(config.kv_dtype, dtype).itemsize
