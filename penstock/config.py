@@ -349,13 +349,13 @@ class EngineConfig:
             return
         if self.ep:
             raise ConfigError(
-                "ep is on and tp is 1",
+                "ep is on, but the model has one rank",
                 "With --ep, experts are spread over the ranks of --tp: one rank has all of them.",
                 "Set --tp to the number of GPUs, or omit --ep.",
             )
         if self.custom_all_reduce:
             raise ConfigError(
-                "custom_all_reduce is on and tp is 1",
+                "custom_all_reduce is on, but the model has one rank",
                 "One rank has nothing to add to its sums.",
                 "Set --tp to the number of GPUs, or omit --custom-all-reduce.",
             )

@@ -452,7 +452,7 @@ def test_whole_experts_without_other_ranks_are_refused(
     exit_code, said = fails(capsys, *words, "--enable-expert-parallel")
     assert exit_code == 1
     assert error_in(said).splitlines() == [
-        "error: --enable-expert-parallel is on and tp is 1",
+        "error: --enable-expert-parallel is on, but the model has one rank",
         "  With --ep, experts are spread over the ranks of --tp: one rank has all of them.",
         "  Set --tp to the number of GPUs, or omit --ep.",
     ]
@@ -462,7 +462,7 @@ def test_all_reduces_of_one_rank_are_refused(capsys: pytest.CaptureFixture[str])
     exit_code, said = fails(capsys, "generate", "x", "--custom-all-reduce")
     assert exit_code == 1
     assert error_in(said).splitlines() == [
-        "error: --custom-all-reduce is on and tp is 1",
+        "error: --custom-all-reduce is on, but the model has one rank",
         "  One rank has nothing to add to its sums.",
         "  Set --tp to the number of GPUs, or omit --custom-all-reduce.",
     ]
