@@ -307,7 +307,7 @@ def joined(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         (ReplyEnd("length", is_loop=True), 100, ("max_tokens", None)),
     ],
 )
-def test_why_a_reply_ended_is_told(
+def test_the_reason_why_a_reply_ended_is_reported(
     end: ReplyEnd, max_tokens: int, expected: tuple[str, str | None]
 ) -> None:
     body = json.loads(new_format(max_tokens).encode_body({0: Choice(deltas=[end])}, USAGE))

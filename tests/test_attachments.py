@@ -100,7 +100,7 @@ def response_of(*parts: dict[str, Any]) -> ChatRequest:
         ),
     ],
 )
-def test_what_is_no_text_in_a_result_is_left_out_and_said(
+def test_what_is_no_text_in_a_result_is_left_out_and_reported(
     chat: ChatRequest, content: str, omitted: list[str]
 ) -> None:
     result = chat.messages[-1]

@@ -96,7 +96,7 @@ def test_ctrl_c_leaves_a_valid_file_and_the_next_run_goes_on_from_it(
     assert sorted(line["custom_id"] for line in after) == sorted(f"r{i}" for i in range(16))
 
 
-def test_a_file_or_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_file_or_server_is_reported(tmp_path: Path) -> None:
     missing = penstock("batch", str(tmp_path / "none.jsonl"))
     assert missing.returncode == 1
     assert "does not exist" in error_in(missing.stderr)

@@ -307,7 +307,7 @@ def test_blocks_may_have_any_ids_and_lines_may_be_empty(tmp_path: Path) -> None:
     assert [arrival.block_ids for arrival in read_trace(file)] == [(0, 1), (0, 2)]
 
 
-def test_a_file_that_is_no_trace_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     for content in (
         "a,b\n1,2\n",
         '{"timestamp": "soon"}\n',
@@ -616,7 +616,7 @@ def test_bench_serve_says_when_lengths_or_caches_spoil_the_numbers(
         ),
     ],
 )
-def test_a_mistake_is_said_before_anything_is_measured(
+def test_a_mistake_is_reported_before_anything_is_measured(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exit_code, errors = fails(capsys, "bench", "serve", *words)
@@ -641,7 +641,7 @@ def test_flags_of_one_bench_are_not_swallowed_by_others(
     assert (exit_code, said.splitlines()[0]) == (2, f"error: bench {what} has no flag {flag}")
 
 
-def test_a_missing_trace_is_said_before_a_server_is_started(
+def test_a_missing_trace_is_reported_before_a_server_is_started(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.commands.started_server.started_server", None)

@@ -125,7 +125,7 @@ def test_the_table_of_errors_agrees_with_the_errors() -> None:
     assert plain.items() < listed.items()
 
 
-def test_a_plain_http_error_has_the_code_that_is_told(server: Server) -> None:
+def test_a_plain_http_error_has_the_documented_code(server: Server) -> None:
     nowhere = server.http.get(f"{server.url}/nowhere")
     assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "not_found")
     wrong = server.http.get(f"{server.url}/v1/completions")
@@ -136,7 +136,7 @@ def test_a_plain_http_error_has_the_code_that_is_told(server: Server) -> None:
     assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
 
 
-def test_every_flag_exists_and_has_the_default_that_is_told() -> None:
+def test_every_flag_exists_and_has_the_documented_default() -> None:
     defaults = {
         "--" + name.replace("_", "-"): field.default
         for config in (ServeConfig, EngineConfig)

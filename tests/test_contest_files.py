@@ -143,9 +143,7 @@ def test_correctness_of_both_shapes_is_read(
     assert (found.flexible, found.strict) == (flexible, strict)
 
 
-def test_an_accuracy_that_is_missing_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_accuracy_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     correctness = write(tmp_path / "c.json", {"task": "gsm8k_cot", "accuracy": None})
     assert main(["eval", "score", "--correctness", correctness, "--throughput", str(VLLM)]) == 1
     said = capsys.readouterr().err

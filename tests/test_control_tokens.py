@@ -564,7 +564,7 @@ def test_a_forged_token_cannot_take_a_piece_of_a_real_one() -> None:
         assert model.text(ids) == content + "<<END>>"
 
 
-def test_control_tokens_that_look_like_words_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_control_tokens_that_look_like_words_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     added(library_of_embedded(), "ENDOFTEXT")
     assert "'ENDOFTEXT'" in caplog.text
 

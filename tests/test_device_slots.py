@@ -114,12 +114,12 @@ def test_room_for_all_is_a_resident_model() -> None:
     assert said(engine) == said_by_a_resident_model()
 
 
-def test_too_little_room_is_said() -> None:
+def test_too_little_room_is_reported() -> None:
     with pytest.raises(CapacityError, match="Set --expert-cache 2MB or more"):
         make_engine(MODEL, expert_cache="1MB")
 
 
-def test_a_gpu_that_is_full_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

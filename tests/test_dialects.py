@@ -469,7 +469,7 @@ def test_json_arguments_stream_as_they_are_written() -> None:
     assert parser.feed("}\n") == [ToolCallEnd(0)]
 
 
-def test_a_call_that_breaks_after_it_was_told_is_ended_and_comes_again_as_text() -> None:
+def test_a_call_that_breaks_after_it_was_announced_is_ended_and_repeated_as_text() -> None:
     text = write_call("qwen_xml", "make", {"text": "a"})[:60]
     *_, broken, again, end = parse("qwen_xml", [text], finish="stop")
     assert (broken, again, end) == (
@@ -481,7 +481,7 @@ def test_a_call_that_breaks_after_it_was_told_is_ended_and_comes_again_as_text()
 
 @pytest.mark.parametrize("name", CALLING)
 @pytest.mark.parametrize("in_thinking", [False, True])
-def test_a_call_that_the_limit_cuts_is_told_once(name: str, in_thinking: bool) -> None:
+def test_a_call_that_the_limit_cuts_is_sent_once(name: str, in_thinking: bool) -> None:
     text = write_call(name, "make", {"text": "a long story", "count": 7})
     if in_thinking and name == "llama3":
         pytest.skip("it does not think")

@@ -271,7 +271,7 @@ def test_a_tenants_only_sequence_is_never_preempted_for_another() -> None:
     world.run()
 
 
-def test_one_tenants_wait_for_memory_does_not_hold_up_another_but_not_for_ever() -> None:
+def test_one_tenants_wait_for_memory_delays_another_only_after_a_while() -> None:
     world = World(Setup(num_pages=65, max_rows=8, max_step_tokens=256, max_model_len=256))
     world.submit(ask("a running", prompt(120), max_tokens=100, tenant="ann"))
     world.step()

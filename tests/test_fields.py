@@ -333,7 +333,7 @@ HELLO = COUNTED["messages"][0]
         {"content": "I will", "refusal": " not."},
     ],
 )
-def test_a_refusal_is_what_the_assistant_said(more: dict[str, Any]) -> None:
+def test_a_refusal_becomes_the_assistants_text(more: dict[str, Any]) -> None:
     chat = parse("chat", messages=[HELLO, {"role": "assistant", **more}, HELLO])
     assert chat.messages[1]["content"] == "I will not."
 

@@ -370,7 +370,7 @@ def test_the_routing_policy_decides_what_counts(policy: str, picks: list[int]) -
     assert picks_of(policy) == picks
 
 
-def test_the_fleet_routes_as_it_is_told() -> None:
+def test_the_fleet_routes_by_its_setting() -> None:
     async def scenario(policy: str) -> list[int]:
         async with world_of(2, routing=policy) as world:
             world.submit(ask("long", range(10 * ROW_TOKENS)))
@@ -732,7 +732,7 @@ def test_a_reply_that_goes_on_keeps_its_place_and_its_engine_however_full_the_qu
     asyncio.run(scenario())
 
 
-def test_a_resumed_request_that_loses_its_engine_counts_all_it_has_said() -> None:
+def test_a_resumed_request_that_loses_its_engine_counts_all_its_tokens() -> None:
     request = Request(id="r", token_ids=(1, 2, 3, 4), num_resumed_tokens=2)
     again = resumed(request, [5])
     assert (again.token_ids, again.num_prompt_tokens) == ((1, 2, 3, 4, 5), 2)

@@ -233,7 +233,7 @@ def test_an_engine_is_at_fault_unless_it_was_killed_from_outside(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_a_client_is_told_in_its_apis_words_that_asking_again_will_not_help(path: str) -> None:
+def test_an_error_in_the_apis_format_says_that_a_retry_will_not_help(path: str) -> None:
     scope = {"path": path, "record": SimpleNamespace(id="r")}
     answer = answer_error(
         scope, EngineLossError("The request is not retried", "Why.", "What to do.")

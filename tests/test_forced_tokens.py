@@ -100,7 +100,7 @@ def test_drafts_that_are_forced_are_not_counted_as_the_heads(overlap: bool) -> N
 @pytest.mark.thinned
 @pytest.mark.parametrize("config", [LLAMA, SHALLOW_MOE], ids=["llama", "hybrid"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_same_is_said_in_fewer_steps(config: dict[str, Any], overlap: bool) -> None:
+def test_the_same_tokens_take_fewer_steps(config: dict[str, Any], overlap: bool) -> None:
     """Greedy and sampled, beside others without a grammar, across page boundaries."""
     requests = [
         form("greedy", temperature=0.0),

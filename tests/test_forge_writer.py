@@ -187,7 +187,7 @@ def test_a_writing_model_is_not_asked_where_its_code_could_reach_the_network() -
         require_isolation(Reach(device="", network=""))
 
 
-def test_a_server_that_cannot_be_asked_is_told_before_anything_else(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported_before_anything_else(tmp_path: Path) -> None:
     """Nothing listens there, or the server requires a key."""
     nowhere = {
         "config": tmp_path / "c.json",

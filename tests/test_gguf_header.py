@@ -166,7 +166,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
-def test_a_file_that_lies_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+def test_an_inconsistent_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
     data, expected = DAMAGED[kind]
     assert expected in read(tmp_path, data)
 
@@ -270,7 +270,7 @@ def patch(file: Path, key: bytes, num_bytes: int, change: Callable[[int], bytes]
         (of_another_count, r"the model should have \d+ tensors, and its files have \d+"),
     ],
 )
-def test_files_that_are_not_one_model_are_told_so(
+def test_files_that_are_not_one_model_are_refused(
     damage: Callable[[list[Path]], None], expected: str, tmp_path: Path
 ) -> None:
     files = split(tmp_path)

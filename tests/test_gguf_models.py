@@ -174,7 +174,7 @@ def test_the_embedded_model_as_a_gguf_file_says_the_same(matrices: str, tmp_path
     assert llm.engine.info.stored_as[0] == {"F32": "float32", "Q8_0": "Q8_0"}[matrices]
 
 
-def test_types_without_codes_are_expanded_by_the_gguf_package_and_their_cost_is_said(
+def test_types_without_codes_are_expanded_by_the_gguf_package_and_their_cost_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, expected = _with_one_tensor(tmp_path / "model.gguf", "IQ3_S")

@@ -346,7 +346,7 @@ def test_replies_can_be_held_to_a_grammar(tmp_path: Path) -> None:
         ({"ggml__model": "llama"}, r"tokenizer.ggml.scores is not a list of float"),
     ],
 )
-def test_a_vocabulary_that_lies_is_refused_by_name(
+def test_an_inconsistent_vocabulary_is_refused_by_name(
     changes: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "model.gguf", small_metadata(**changes))

@@ -379,7 +379,7 @@ def test_levels_that_were_not_measured_count_for_nothing(
         (["latency", "--base-url", "http://127.0.0.1:9"], "Nothing answers at"),
     ],
 )
-def test_a_mistake_is_said_before_anything_is_measured(
+def test_a_mistake_is_reported_before_anything_is_measured(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exit_code, said = fails(capsys, "eval", *words)
@@ -468,7 +468,7 @@ def test_a_result_that_cannot_be_written_is_printed_all_the_same(
     )
 
 
-def test_without_lm_eval_the_line_that_installs_it_is_said(
+def test_without_lm_eval_the_error_has_the_line_that_installs_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -499,7 +499,7 @@ def test_latency_takes_the_median_of_replies_of_the_asked_length(
 
 
 @pytest.mark.parametrize("flags", [WITH_TOKENIZER, []], ids=["tokenizer", "server's counts"])
-def test_latency_asks_chats_when_told_and_raw_prompts_otherwise(
+def test_latency_sends_chats_on_request_and_raw_prompts_otherwise(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for api, key in (("chat", "messages"), ("completions", "prompt")):

@@ -90,7 +90,7 @@ def test_every_fault_is_found_by_its_own_line(fault: str) -> None:
     )
 
 
-def test_a_server_that_only_thinks_is_told_so() -> None:
+def test_a_server_that_only_thinks_fails_with_that_reason() -> None:
     with judged_server("only thinks") as server:
         probe = probe_of(server.url)
         verdicts = [judge(check, probe) for check in CHECKS if check.name in SAYS_IT_THINKS]
@@ -168,7 +168,7 @@ def test_the_command_prints_a_line_for_each_check_and_ends_with_1(
     assert not report["passed"]
 
 
-def test_the_command_does_not_wait_for_ever_for_a_server_that_hangs(
+def test_the_command_does_not_wait_forever_for_a_server_that_hangs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with judged_server("hangs") as server:
@@ -179,7 +179,7 @@ def test_the_command_does_not_wait_for_ever_for_a_server_that_hangs(
     assert all(line.endswith("not tried: the 3 checks before it hung") for line in lines[5:])
 
 
-def test_a_server_that_is_not_there_is_reported_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "check-server", "--base-url", "http://127.0.0.1:9"]) == 1
     assert "error: Nothing answers at http://127.0.0.1:9" in capsys.readouterr().err
 

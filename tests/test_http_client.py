@@ -88,7 +88,7 @@ def test_events_are_read_until_done() -> None:
         ("plain text", "plain text", ""),
     ],
 )
-def test_an_objection_is_told_in_the_servers_words(body: str, what: str, why: str) -> None:
+def test_an_error_has_the_servers_own_message(body: str, what: str, why: str) -> None:
     for ask in (lambda c: c.json("GET", "/"), lambda c: list(c.events("/", {}))):
         with (
             answering("HTTP/1.1 418 teapot", "", body) as (url, _),
@@ -116,7 +116,7 @@ def test_an_error_in_a_stream_ends_it() -> None:
             next(events)
 
 
-def test_a_server_that_hangs_up_is_said_to() -> None:
+def test_a_server_that_hangs_up_is_reported() -> None:
     with answering("HTTP/1.1 200 OK", "", 'data: {"a": 1}', "") as (url, _):
         events = client(url).events("/", {})
         assert next(events) == {"a": 1}

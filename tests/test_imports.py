@@ -111,7 +111,7 @@ def test_every_import_follows_the_arrows() -> None:
     assert not broken, "\n".join(broken)
 
 
-def test_what_stands_alone_imports_only_its_like() -> None:
+def test_self_contained_files_import_only_each_other() -> None:
     """Fragments are copied into files of their own, together with what the linker takes out of
     ops/triton; the code around a candidate may not import Penstock either.
     """

@@ -67,13 +67,15 @@ def of_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_instructions_stand_where_templates_take_them(parse: Any, sent: Any, read: Any) -> None:
+def test_instructions_are_placed_where_templates_accept_them(
+    parse: Any, sent: Any, read: Any
+) -> None:
     assert parse(sent) == read
     ChatTemplate.load(None).render(read)
 
 
 @pytest.mark.parametrize("parse", [of_chat, of_response])
-def test_a_developers_message_amid_a_conversation_is_an_instruction(parse: Any) -> None:
+def test_a_developers_message_inside_a_conversation_is_an_instruction(parse: Any) -> None:
     assert parse([say("user", "Hi"), say("developer", SHELL)]) == [say("user", f"Hi\n\n{REMINDER}")]
 
 

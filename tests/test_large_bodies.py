@@ -246,7 +246,7 @@ def test_texts_of_many_tokens_are_made_beside_the_loop_and_each_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["metadata", "no_such_field"])
-def test_a_body_that_is_nested_too_deeply_is_told_so(name: str) -> None:
+def test_a_body_that_is_nested_too_deeply_is_refused_with_that_reason(name: str) -> None:
     body = CHAT + f'"{name}": {"[" * 50_000 + "]" * 50_000}}}'
     with pytest.raises(RequestError, match="nested too deeply"):
         parse_chat(body.encode())

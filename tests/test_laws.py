@@ -104,7 +104,7 @@ def test_a_place_that_was_learned_gives_what_a_fresh_prefill_gives(config: dict[
     assert deltas[0].num_cached_tokens == 576
 
 
-def test_states_in_float16_hardly_change_what_is_said() -> None:
+def test_states_in_float16_hardly_change_replies() -> None:
     """Also if a prompt is cut or found in the cache, with states stored in between."""
     settings: dict[str, Any] = {"deterministic": False, "state_dtype": "float16"}
     engine, whole = (

@@ -47,7 +47,7 @@ def test_no_layout_spreads_an_engine_over_machines(capsys: pytest.CaptureFixture
     assert [one["tp"] for one in layouts] == [1, 2, 4, 8]
 
 
-def test_heads_that_cannot_be_split_are_said_in_the_table(
+def test_heads_that_cannot_be_split_are_in_the_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["inspect", "Qwen3.5-27B", "--gpus", "5xH100"]) == 0

@@ -160,7 +160,7 @@ chats = st.lists(odd_content, min_size=3, max_size=7).map(
 
 @settings(max_examples=60, deadline=None)
 @given(chats, st.booleans())
-def test_what_a_template_is_said_to_write_it_writes(
+def test_a_template_writes_what_the_bound_assumes(
     messages: list[dict[str, Any]], adds_prompt: bool
 ) -> None:
     template = ChatTemplate.load(default_model())

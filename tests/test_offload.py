@@ -467,7 +467,9 @@ def test_codes_in_the_order_of_a_gpu_are_refused_on_a_cpu(tmp_path: Path) -> Non
         open_engine(output)
 
 
-def test_a_full_disk_is_said_and_the_next_run_goes_on(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_next_run_continues(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "out"
 
     def fill_disk(phase: Any) -> None:
@@ -482,7 +484,7 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(checkpoint: Path, tmp_path
     conversion.verify(conversion.write(output, lambda _: None), lambda _: None)
 
 
-def test_a_disk_that_is_full_for_dense_weights_is_said(
+def test_a_disk_that_is_full_for_dense_weights_is_reported(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library has an exception class of its own for that, and creates files with mode 600."""
@@ -503,7 +505,9 @@ def test_a_disk_that_is_full_for_dense_weights_is_said(
 
 
 @pytest.mark.parametrize("place", ["/proc/out", "file/out", "link"])
-def test_a_folder_that_cannot_be_made_is_said(checkpoint: Path, tmp_path: Path, place: str) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(
+    checkpoint: Path, tmp_path: Path, place: str
+) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nothing" / "here")
     conversion = Conversion(find_model(str(checkpoint)), "cpu")
@@ -531,7 +535,7 @@ def test_a_layer_that_is_gone_is_written_again(checkpoint: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("text", ["{}", '{"identity"', "[]"])
-def test_damaged_notes_of_a_stopped_conversion_are_said(
+def test_a_damaged_record_of_a_stopped_conversion_is_reported(
     checkpoint: Path, tmp_path: Path, text: str
 ) -> None:
     conversion = stopped(checkpoint, tmp_path / "out")

@@ -117,7 +117,7 @@ def test_what_only_the_page_can_set_is_refused_by_name(
     assert started == []
 
 
-def test_where_there_is_no_browser_the_address_is_said(
+def test_without_a_browser_the_address_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serve.webbrowser, "open", lambda url: False)
@@ -213,7 +213,7 @@ def test_the_screen_of_top_shows_engines_and_speed(server: Server) -> None:
     assert "█" in shown
 
 
-def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     exit_code, said = fails(capsys, "top", "--base-url", "http://127.0.0.1:9")
     assert exit_code == 1
     assert "127.0.0.1:9" in said

@@ -202,7 +202,7 @@ def errors(logits: list[Tensor], exact: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize(
     "saved", ["llama3", "llama_linear_rope_and_bias", "mistral", "qwen2_windowed"], indirect=True
 )
-def test_without_its_window_or_rope_scaling_a_model_says_something_else(saved: Saved) -> None:
+def test_without_its_window_or_rope_scaling_a_model_replies_otherwise(saved: Saved) -> None:
     """Parity would not reveal a feature without effect; these must have one."""
     source = find_model(str(saved.folder))
     rope_parameters = {

@@ -122,7 +122,7 @@ def test_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
     assert ByHand(pair.ours).generate(ids, NUM_DECODES) == theirs[0, len(ids) :].tolist()
 
 
-def test_a_checkpoint_may_be_spelt_as_the_published_one_is(tmp_path: Path) -> None:
+def test_a_checkpoint_may_have_the_published_names(tmp_path: Path) -> None:
     """Separate experts, and a drafting head, which is loaded on request."""
     pair = Pair(SHAPE, tmp_path / "fused")
     tensors = dict(pair.checkpoint)

@@ -169,7 +169,7 @@ def test_more_engines_serve_a_load_sooner_and_too_few_miss_the_limits() -> None:
     assert simulate_fleet(layout, needed - 1, load, LIMITS).attainment < 0.99
 
 
-def test_limits_that_no_fleet_keeps_are_said() -> None:
+def test_limits_that_no_fleet_keeps_are_reported() -> None:
     load = poisson_arrivals(20, 1.0, 1024, 8, seed=0)
     assert fewest_engines(layout_of(), load, Slo(1e-3, 1.0), 4) is None
 
@@ -272,7 +272,7 @@ def test_the_command_prints_a_table_and_a_line_of_json(
     assert picture.stat().st_size > 10_000
 
 
-def test_a_load_that_is_too_long_for_the_model_is_refused_and_said(
+def test_a_load_that_is_too_long_for_the_model_is_refused_with_the_reason(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = ["plan", MODEL, "--gpus", "1xH200", "--rate", "6", "--requests", "3"]

@@ -304,7 +304,7 @@ def expected(server: Server, body: dict[str, Any]) -> int | None:
     return cached
 
 
-def test_a_draft_is_told_how_much_of_it_the_cache_has_and_nothing_is_run_or_counted(
+def test_the_cached_part_of_a_draft_is_reported_and_nothing_is_run_or_counted(
     server: Server,
 ) -> None:
     first = [user("Tell me of the weir that was built across the slow brown river. " * 4)]

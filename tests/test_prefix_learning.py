@@ -204,7 +204,7 @@ def test_the_lowest_worth_goes_first_and_a_use_raises_it() -> None:
     assert [checkpoints.evict_for(ANY_WORTH, keep=()) for _ in range(4)] == [2, 3, 1, None]
 
 
-def test_what_stands_above_a_checkpoint_that_goes_saves_more() -> None:
+def test_checkpoints_above_an_evicted_one_save_more() -> None:
     checkpoints = Checkpoints()
     checkpoints.attach(b"below", 1, base=None, saved=1000, chance=LADDER)
     checkpoints.attach(b"above", 2, base=b"below", saved=64, chance=GUESS)

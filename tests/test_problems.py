@@ -95,7 +95,7 @@ def test_every_equation_of_a_solution_holds_and_the_last_gives_the_answer(held_o
         assert conversation.messages[-1]["content"].endswith(f"\n#### {answer}")
 
 
-def test_every_operand_was_told_or_found_before() -> None:
+def test_every_operand_is_given_or_was_computed_before() -> None:
     for conversation in draw(word_problems, 1500):
         known = set(map(int, re.findall(r"\d+", question_of(conversation)))) | SAID_IN_WORDS
         for equation in EQUATION.findall(work_of(conversation)):
@@ -105,7 +105,7 @@ def test_every_operand_was_told_or_found_before() -> None:
             known.add(int(last))
 
 
-def test_numbers_that_decide_nothing_are_told_too() -> None:
+def test_irrelevant_numbers_are_given_too() -> None:
     unused = 0
     for conversation in draw(word_problems, 500):
         told = set(re.findall(r"\d+", question_of(conversation)))
@@ -339,7 +339,7 @@ def offered_names(conversation: Conversation) -> set[str]:
     return {tool["function"]["name"] for tool in conversation.tools or ()}
 
 
-def test_a_recalled_value_was_told_and_an_unknown_one_was_not() -> None:
+def test_a_recalled_value_was_given_and_an_unknown_one_was_not() -> None:
     num_unknown = 0
     for conversation in draw(recall, 2000):
         told = "\n".join(message["content"] for message in conversation.messages[:-2])

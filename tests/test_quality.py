@@ -135,7 +135,7 @@ def test_a_limit_is_a_count_or_a_fraction(
     assert report["tasks"][0]["asked"] == asked
 
 
-def test_a_variable_that_is_no_limit_is_said(
+def test_a_variable_that_is_no_limit_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUALITY_LIMIT", "some")

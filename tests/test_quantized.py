@@ -201,7 +201,7 @@ def test_fused_experts_of_fp8_are_read_by_expert(tmp_path: Path) -> None:
     assert torch.equal(weight.load(slice(1, 2)), expected[1:2])
 
 
-def test_what_the_expansion_costs_is_told(
+def test_the_cost_of_the_expansion_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If there are no kernels for packed weights, as on a GPU."""
@@ -551,7 +551,7 @@ def test_all_that_is_wrong_with_the_parts_is_one_error(tmp_path: Path) -> None:
         ("mxfp4", {"format": "mxfp6-pack-quantized"}, "'mxfp6-pack-quantized'"),
     ],
 )
-def test_a_config_that_lies_about_the_parts_is_refused(
+def test_a_config_that_contradicts_the_parts_is_refused(
     tmp_path: Path, case: str, lie: dict[str, Any], message: str
 ) -> None:
     config, parts, _ = CASES[case]
@@ -580,7 +580,7 @@ def test_another_method_is_refused_by_name_with_those_that_are_read(
     assert "fp8, compressed-tensors, gptq, awq, mlx, modelopt" in str(caught.value)
 
 
-def test_codes_without_their_scales_are_told_from_plain_numbers(tmp_path: Path) -> None:
+def test_codes_without_their_scales_are_distinguished_from_plain_numbers(tmp_path: Path) -> None:
     packed, _ = pack_state(plain_state(LLAMA), FORMATS["fp8"])
     lost = "model.layers.0.mlp.up_proj.weight_scale_inv"
     del packed[lost]
@@ -619,7 +619,7 @@ def test_patterns_as_tools_write_them_are_taken(pattern: str) -> None:
         "[",
     ],
 )
-def test_a_pattern_that_could_take_for_ever_is_refused(pattern: str) -> None:
+def test_a_pattern_that_could_take_exponential_time_is_refused(pattern: str) -> None:
     started = time.monotonic()
     with pytest.raises(CheckpointError, match="a pattern of modules"):
         matches(pattern, "a" * 200)

@@ -75,7 +75,7 @@ def test_a_top_k_of_minus_one_is_off_as_in_chats(sent: int, used: int) -> None:
     assert response_request(parse_response(body), []).chat.sampling.top_k == used
 
 
-def test_the_model_is_told_of_the_tools_that_clients_run() -> None:
+def test_the_model_gets_the_tools_that_clients_run() -> None:
     """As agents send them, among tools that a vendor's server would run. The response lists the
     model's tools: clients could not parse others without all fields.
     """
@@ -202,7 +202,7 @@ def test_the_tenant_that_keeps_most_evicts_only_its_own_responses() -> None:
     assert store.body_of("few_1", "few")
 
 
-def test_a_conversation_that_outgrows_the_store_is_said_to_be_gone() -> None:
+def test_a_conversation_that_outgrows_the_store_is_reported_as_gone() -> None:
     store = ResponseStore(max_bytes=1000)
     store.keep("conv_1", b"{}", [])
     store.extend("conv_1", [Item(role="user", content="x" * 500)])
@@ -505,7 +505,7 @@ def test_whatever_comes_is_the_same_whole_and_streamed(name: str, num_at_once: i
         (RequestError("Too hard", param="response_format"), "invalid_prompt", "text.format"),
     ],
 )
-def test_a_stream_that_fails_says_so_and_keeps_what_was_said(
+def test_a_stream_that_fails_reports_it_and_keeps_its_text(
     error: PenstockError, code: str, param: str | None
 ) -> None:
     formatter = reply_format()

@@ -192,7 +192,7 @@ def test_divergent_prompt_restores_nearest_checkpoint(num_pages: int) -> None:
         assert world.sequences[name].num_cached_tokens == num_reused, name
 
 
-def test_checkpoints_stand_at_ends_and_starts_of_messages_at_the_last_512_and_sparsely_between() -> (
+def test_checkpoints_are_at_ends_and_starts_of_messages_at_the_last_512_and_sparsely_between() -> (
     None
 ):
     def targets(num_tokens: int, *boundaries: int, page_size: int = 4) -> tuple[int, ...]:

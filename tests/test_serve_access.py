@@ -289,7 +289,7 @@ def test_ready_and_ping_are_503_until_the_engine_is_and_again_while_it_drains() 
     assert refused.headers["retry-after"]
 
 
-def test_a_wrong_method_is_told_all_the_right_ones() -> None:
+def test_an_error_for_a_wrong_method_lists_the_right_ones() -> None:
     refused = call(app_of(), "/v1/responses/x", method="PUT")
     assert (refused.status, refused.headers["allow"]) == (405, "DELETE, GET, HEAD")
     assert refused.json["error"]["message"].endswith("for DELETE and GET and HEAD.")

@@ -154,7 +154,7 @@ def test_input_tokens_add_up_to_the_prompt_and_are_known_at_the_start(
     assert cached[1] > cached[0]
 
 
-def test_a_stop_sequence_is_told_and_not_shown(api: anthropic.Anthropic) -> None:
+def test_a_stop_sequence_is_reported_and_not_shown(api: anthropic.Anthropic) -> None:
     stopped = ask(api, messages=QUESTION, stop_sequences=["no such", "3", "43 "])
     assert texts_of(stopped) == ["4"]
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "3")
@@ -179,7 +179,7 @@ def test_replies_are_drawn_as_asked(api: anthropic.Anthropic) -> None:
 
 
 @pytest.mark.parametrize("is_thinking", [False, True])
-def test_tools_are_called_and_their_results_told(
+def test_tools_are_called_and_their_results_reported(
     api: anthropic.Anthropic, is_thinking: bool
 ) -> None:
     fields: dict[str, Any] = {
@@ -590,7 +590,7 @@ def test_a_thread_goes_on_streamed_or_whole(api: anthropic.Anthropic) -> None:
     assert "Alice" in thread.send(WHOSE_NAME).content[0].text
 
 
-def test_a_reply_is_continued_once_and_a_thread_that_is_gone_is_said_to_be(
+def test_a_reply_is_continued_once_and_a_lost_thread_is_reported(
     server: Server, api: anthropic.Anthropic
 ) -> None:
     def send(thread: Any, message: Any = WHOSE_NAME, **fields: Any) -> httpx.Response:

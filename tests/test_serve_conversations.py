@@ -104,7 +104,7 @@ def test_a_sealed_thought_is_the_thought_when_it_is_sent_back(api: openai.OpenAI
     assert thought.summary[0].text == "".join(deltas) != ""
 
 
-def test_log_probabilities_stand_beside_the_text(server: Server, api: openai.OpenAI) -> None:
+def test_log_probabilities_are_beside_the_text(server: Server, api: openai.OpenAI) -> None:
     reply = respond(api, QUESTION, top_logprobs=2, reasoning={"effort": "high"})
     message = reply.output[-1].content[0]
     assert message.text == "".join(token.token for token in message.logprobs) == "43"

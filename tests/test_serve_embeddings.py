@@ -123,7 +123,7 @@ def test_fewer_dimensions_are_the_first_with_length_1(server: Server) -> None:
     assert whole == close_to(value / length for value in raw)
 
 
-def test_a_named_prompt_stands_before_the_input(server: Server) -> None:
+def test_a_named_prompt_is_put_before_the_input(server: Server) -> None:
     assert embed(server, input="lakes", prompt_name="query") == embed(server, input="Find: lakes")
     assert embed(server, input="lakes", prompt_name="document") == embed(server, input="lakes")
     answer = server.post({"input": "lakes", "prompt_name": "quary"}, "/v1/embeddings")

@@ -98,7 +98,7 @@ def test_a_wrong_form_is_a_400_that_names_it(
 @pytest.mark.parametrize(
     "more", [{"reasoning": {"enabled": True, "exclude": True}}, {"include_reasoning": False}]
 )
-def test_a_thought_that_is_excluded_is_thought_and_not_told(
+def test_an_excluded_thought_is_generated_and_not_sent(
     server: Server, more: dict[str, Any], is_stream: bool
 ) -> None:
     body = {

@@ -222,7 +222,7 @@ def is_open(connection: socket.socket) -> bool:
         return True
 
 
-def test_more_connections_than_files_allow_are_told_so_and_engines_still_start(
+def test_more_connections_than_files_allow_get_a_503_and_engines_still_start(
     server: Server, folder: Path
 ) -> None:
     limit = MAX_FILES - OWN_FILES - FILES_PER_ENGINE - TURNED_AWAY

@@ -66,7 +66,7 @@ def test_a_stream_tells_text_and_tokens_and_then_everything(server: Server) -> N
     assert end.keys() == whole.keys()
 
 
-def test_why_a_reply_ended_is_told(server: Server) -> None:
+def test_the_reason_why_a_reply_ended_is_reported(server: Server) -> None:
     cut = complete(server, n_predict=1)
     assert (cut["content"], cut["stop_type"]) == ("4", "limit")
     word = complete(server, stop=["3"])
@@ -75,7 +75,7 @@ def test_why_a_reply_ended_is_told(server: Server) -> None:
         assert complete(server, n_predict=free)["stop_type"] == "eos"
 
 
-def test_prompts_may_be_token_ids_texts_amid_them_objects_and_several(server: Server) -> None:
+def test_prompts_may_be_token_ids_mixtures_objects_and_several(server: Server) -> None:
     begin, rest = PROMPT[:20], PROMPT[20:]
     ids = token_ids(server, begin) + token_ids(server, rest)
     ways = (ids, [*token_ids(server, begin), rest], [begin, *token_ids(server, rest)])
@@ -225,7 +225,7 @@ def test_a_chat_is_rendered_as_its_prompt(server: Server) -> None:
     assert server.post({"messages": "x"}, "/apply-template").status_code == 400
 
 
-def test_tokens_are_told_as_llama_server_does(server: Server) -> None:
+def test_tokens_are_reported_as_llama_server_does(server: Server) -> None:
     text = "Hello <|im_end|> wörld 🌍"
     ids = token_ids(server, text)
     pieces = server.post({"content": text, "with_pieces": True}, "/tokenize").json()["tokens"]

@@ -33,7 +33,9 @@ def ask(server: Server, **more: Any) -> dict[str, Any]:
     return body
 
 
-def test_fewer_experts_are_said_wherever_an_answer_is_read(servers: tuple[Server, Server]) -> None:
+def test_fewer_experts_are_reported_wherever_an_answer_is_read(
+    servers: tuple[Server, Server],
+) -> None:
     resident, server = servers
     assert "system_fingerprint" not in ask(resident)
     assert ask(server)["system_fingerprint"] == "experts-per-token-3"

@@ -391,7 +391,7 @@ def strict() -> Iterator[Server]:
         yield server
 
 
-def test_an_error_amid_a_stream_is_a_line_of_it(strict: Server) -> None:
+def test_an_error_inside_a_stream_is_a_line_of_it(strict: Server) -> None:
     api = ollama.Client(host=strict.url, timeout=60.0, headers={"Authorization": "Bearer secret"})
     endless = {"temperature": 50.0, "seed": 1, "num_predict": -1}
     parts: list[Any] = []

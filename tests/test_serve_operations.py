@@ -168,7 +168,7 @@ def test_an_invocation_is_what_its_shape_says(server: Server) -> None:
         )
 
 
-def test_an_invocation_thinks_only_when_it_is_told_to(server: Server) -> None:
+def test_an_invocation_thinks_only_on_request(server: Server) -> None:
     def num_prompt_tokens(path: str, **fields: Any) -> int:
         answer = server.post({"max_tokens": 2, **FREE, **fields}, path)
         assert answer.status_code == 200, answer.text

@@ -182,7 +182,7 @@ def test_token_ids_are_those_of_the_text_streamed_or_whole(
         assert "token_ids" not in json.dumps(plain)
 
 
-def test_token_ids_of_calls_and_of_closed_thoughts_are_all_told(
+def test_token_ids_of_calls_and_of_closed_thoughts_are_all_sent(
     server: Server, tokenizer: Tokenizer
 ) -> None:
     """Chunks without text must keep their ids."""
@@ -246,7 +246,7 @@ def test_a_chat_has_the_scores_of_its_prompt_once(server: Server) -> None:
     assert one["choices"][0]["prompt_logprobs"] == [None]
 
 
-def test_a_stop_is_told_and_shown_where_that_is_asked(server: Server, tokenizer: Tokenizer) -> None:
+def test_a_stop_is_reported_and_shown_on_request(server: Server, tokenizer: Tokenizer) -> None:
     for path, body in (
         (CHAT, STORY),
         (COMPLETE, {"prompt": "Once upon a time there was", "max_tokens": 24}),

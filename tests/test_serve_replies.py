@@ -351,7 +351,7 @@ def test_a_thought_within_its_budget_is_left_alone(tokenizer: Tokenizer) -> None
             assert in_loop(lambda s=size, b=budget: grow(s, b)) == ("one two", "42", num_thought)
 
 
-def test_a_reopened_thought_is_closed_again_and_nothing_said_is_lost(tokenizer: Tokenizer) -> None:
+def test_a_reopened_thought_is_closed_again_and_no_text_is_lost(tokenizer: Tokenizer) -> None:
     thought = Thought(tokenizer.id_of("</think>"), 2, tuple(tokenizer.encode("\n</think>\n\n")))
 
     def grow() -> None:
@@ -372,7 +372,7 @@ def test_a_reopened_thought_is_closed_again_and_nothing_said_is_lost(tokenizer: 
     in_loop(grow)
 
 
-def test_after_the_first_of_sequential_calls_nothing_is_said(tokenizer: Tokenizer) -> None:
+def test_after_the_first_of_sequential_calls_nothing_is_sent(tokenizer: Tokenizer) -> None:
     """Nor counted, however many tokens came with the last one of the call: drafts or a slow server
     bring several.
     """

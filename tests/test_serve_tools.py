@@ -199,7 +199,7 @@ def test_of_all_tools_only_the_allowed_are_called(api: openai.OpenAI) -> None:
     assert {name for name, _ in forced.calls} == {"check_stock"}
 
 
-def test_a_call_cut_off_is_told_once_and_can_be_sent_back(api: openai.OpenAI) -> None:
+def test_a_call_cut_off_is_sent_once_and_can_be_sent_back(api: openai.OpenAI) -> None:
     fields: Any = {"model": "any", "messages": ONE_CALL, "tools": TOOLS}
     whole = api.chat.completions.create(**fields).usage
     assert whole is not None

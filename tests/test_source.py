@@ -223,7 +223,7 @@ def test_a_misspelt_architecture_is_answered_with_the_one_that_is_meant(
     assert caught.value.todo == f"Did you mean {meant!r}?"
 
 
-def test_a_config_without_an_architecture_is_told_so() -> None:
+def test_a_config_without_an_architecture_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"config.json has no model_type"):
         model_type_of({})
 

@@ -381,7 +381,7 @@ def test_prompt_lookup_drafts_what_followed_before() -> None:
     assert len(deltas) <= 12
 
 
-def test_suffixes_draft_what_the_tenant_was_told_before_and_no_other_tenant() -> None:
+def test_suffixes_draft_earlier_replies_of_the_tenant_and_of_no_other() -> None:
     """The same question again: each step adds a token and all drafts, except the first few."""
     engine = make_engine(LLAMA, speculate="suffix:7")
     engine.policy.speculator.pace = None

@@ -122,7 +122,7 @@ def check_reply(scripts: Scripts, *, is_told: bool) -> None:
         )
 
 
-def test_replies_are_sampled_and_thought_about_if_the_script_is_told_so(
+def test_replies_are_sampled_and_thought_about_if_the_script_sets_that(
     scripts: Scripts, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("thinker")
@@ -179,7 +179,7 @@ def test_a_wait_that_is_given_up_leaves_no_server_behind(
     assert not scripts.has_supervisor
 
 
-def test_what_keeps_a_server_from_starting_is_said_in_its_own_words(scripts: Scripts) -> None:
+def test_an_error_at_start_is_the_servers_own(scripts: Scripts) -> None:
     missing = scripts.start("--model", "no-such-model")
     assert missing.returncode == 1
     assert "no-such-model" in missing.stderr

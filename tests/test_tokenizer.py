@@ -179,7 +179,7 @@ def test_missing_damaged_and_foreign_tokenizers_are_checkpoint_errors(tmp_path: 
 
 
 @pytest.mark.parametrize(("named", "missing"), [("nowhere", "nowhere"), ("", "tokenizer.json")])
-def test_a_missing_tokenizer_is_told_by_the_name_that_was_given(
+def test_a_missing_tokenizer_is_reported_by_the_given_name(
     named: str, missing: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
@@ -350,7 +350,7 @@ def test_a_fast_encoder_that_differs_is_refused_loudly(
     assert len(tokenizer.encode("one two three " * 20)) > 20
 
 
-def test_without_the_fast_encoder_nothing_is_said(
+def test_without_the_fast_encoder_nothing_is_logged(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "fastokens", None)

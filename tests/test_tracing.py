@@ -26,13 +26,13 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
         {ENDPOINT: "x", "OTEL_TRACES_EXPORTER": "none"},
     ],
 )
-def test_nothing_stands_in_front_of_routes_where_no_traces_are_wanted(
+def test_without_traces_there_is_no_middleware(
     environ: dict[str, str],
 ) -> None:
     assert tracing_middleware("m", environ) == []
 
 
-def test_a_package_that_is_missing_is_said_and_the_server_goes_on(
+def test_a_missing_package_is_reported_and_the_server_continues(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)

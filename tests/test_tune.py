@@ -105,7 +105,7 @@ def test_flags_of_kernels_are_not_swallowed_by_offload(
     assert (exit_code, said.splitlines()[0]) == (2, f"error: tune offload has no flag {flag}")
 
 
-def test_names_of_kernels_that_no_step_uses_are_said_with_those_that_it_does() -> None:
+def test_an_error_for_kernels_that_no_step_uses_lists_those_in_use() -> None:
     used = {"quantized_linear", "route_gemv"}
     for prefixes in (("",), ("quantized",), ("moe", "route")):
         _require_some_kernel(prefixes, used)

@@ -53,7 +53,7 @@ def test_every_flag_has_a_variable_of_its_own(command: str) -> None:
         (["serve"], {"PENSTOCK_SERVE_PORT": "81"}, "port", 81),
     ],
 )
-def test_a_variable_stands_for_its_flag_and_a_typed_one_beats_it(
+def test_a_variable_sets_its_flag_and_a_typed_one_overrides_it(
     words: list[str],
     variables: dict[str, str],
     field: str,
@@ -124,7 +124,7 @@ def test_a_variable_of_a_sibling_measurement_is_neither_used_nor_refused(
     assert exit_code == 2
 
 
-def test_a_misspelt_variable_of_the_running_command_is_said(
+def test_a_misspelt_variable_of_the_running_command_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PENSTOCK_EVAL_LIMITS", "3")

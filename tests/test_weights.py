@@ -216,7 +216,7 @@ print(peak_bytes() - before)
     assert int(done.stdout) < 3 * largest
 
 
-def test_progress_is_told_in_bytes_and_ends_at_one(tmp_path: Path) -> None:
+def test_progress_is_reported_in_bytes_and_ends_at_one(tmp_path: Path) -> None:
     phases: list[Phase] = []
     load(write_checkpoint(tmp_path, make_state()), on_phase=phases.append)
     assert {phase.name for phase in phases} == {"weights"}
@@ -304,7 +304,7 @@ def test_a_file_that_is_something_else_is_called_by_its_name(
     assert "header" not in text
 
 
-def test_pointers_in_place_of_shards_are_told_once_what_to_do(tmp_path: Path) -> None:
+def test_pointers_in_place_of_shards_get_one_error_with_a_remedy(tmp_path: Path) -> None:
     write_shards(tmp_path, make_state())
     for shard in tmp_path.glob("*.safetensors"):
         shard.write_text("version https://git-lfs.github.com/spec/v1\n")

@@ -140,7 +140,7 @@ def test_an_answer_goes_on_while_another_conversation_is_looked_at(page: Any) ->
     assert "150 tokens" in page.locator(".message.assistant footer small").text_content()
 
 
-def test_a_conversation_that_is_deleted_amid_an_answer_is_gone(page: Any) -> None:
+def test_a_conversation_that_is_deleted_during_an_answer_is_gone(page: Any) -> None:
     page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=400))
     page.on("dialog", lambda dialog: dialog.accept())
     say(page, "Tell me about rivers.")

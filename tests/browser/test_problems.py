@@ -113,7 +113,7 @@ def test_a_server_that_starts_says_its_phase_and_one_that_is_gone_that_it_is(
     assert page.locator("#notice").is_hidden()
 
 
-def test_what_is_said_while_the_model_loads_is_answered_when_it_is_there(
+def test_a_message_sent_while_the_model_loads_is_answered_when_it_is_ready(
     open_page: Callable[..., Any],
 ) -> None:
     with start_server(wait_for="listening") as server:
@@ -128,7 +128,7 @@ def test_what_is_said_while_the_model_loads_is_answered_when_it_is_there(
         page.wait_for_selector("#notice", state="hidden")  # the server is asked once a second
 
 
-def test_the_page_reports_an_engine_that_dies_amid_an_answer_which_goes_on(
+def test_the_page_reports_an_engine_that_dies_during_an_answer_which_continues(
     open_page: Callable[..., Any],
 ) -> None:
     """A forked engine would be back before the page asks again, which it does once a second."""
@@ -149,7 +149,7 @@ def test_the_page_reports_an_engine_that_dies_amid_an_answer_which_goes_on(
         page.wait_for_selector("#notice", state="hidden")
 
 
-def test_a_page_that_is_closed_amid_an_answer_shows_what_came_and_goes_on(page: Any) -> None:
+def test_a_page_that_is_closed_during_an_answer_keeps_its_part_and_can_continue(page: Any) -> None:
     page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=3000))
     say(page, "Tell me about rivers.")
     page.wait_for_function(
