@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from random import Random
@@ -70,6 +71,14 @@ def test_prompts_are_counted_as_by_the_other_implementation(
     messages: list[dict[str, str]], counter: TokenCounter
 ) -> None:
     assert counter.count_prompt(messages) == count_prompt(messages)
+
+
+@pytest.mark.parametrize("text", ['{"chat_template"', "[]"])
+def test_a_damaged_tokenizer_config_is_named(text: str, tmp_path: Path) -> None:
+    shutil.copy(TINY / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(PenstockError, match=r"tokenizer_config\.json cannot be read"):
+        TokenCounter.load(str(tmp_path))
 
 
 def test_prompts_of_qwen_are_rendered_as_its_own_cases_say(

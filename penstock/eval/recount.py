@@ -119,10 +119,21 @@ class TokenCounter:
         return self.count_text(text)
 
 
-def _load_template(folder: Path) -> minijinja.Environment | None:
-    config: dict[str, Any] = {}
-    if (file := folder / "tokenizer_config.json").is_file():
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
         config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PenstockError(
+            f"{file} cannot be read", f"{type(error).__name__}: {error}."
+        ) from error
+    if not isinstance(config, dict):
+        raise PenstockError(f"{file} cannot be read", f"It is a JSON {type(config).__name__}.")
+    return config
+
+
+def _load_template(folder: Path) -> minijinja.Environment | None:
+    file = folder / "tokenizer_config.json"
+    config = _read_config(file) if file.is_file() else {}
     if (file := folder / "chat_template.jinja").is_file():
         source = file.read_text(encoding="utf-8")
     elif isinstance(config.get("chat_template"), str):

@@ -387,11 +387,11 @@ class Search:
         )
         ranked = sorted(best.outcome.profile.items(), key=lambda item: -item[1])[:6]
         parts = "\n".join(f"  {part}: {self._share(part):.0%}" for part, _ in ranked)
-        told = "\n".join(
+        tried = "\n".join(
             f"  {row.idea}: {row.verdict} {row.fault}".rstrip() for row in self.ledger.rows[-8:]
         )
         model = f"Model: {self.target.describe()}\nMachine: {self.machine.describe()}"
-        return f"{model}\nMeasured now:\n{times}\nWhere time goes:\n{parts}\nTried so far:\n{told}"
+        return f"{model}\nMeasured now:\n{times}\nWhere time goes:\n{parts}\nTried so far:\n{tried}"
 
     def _report(self, ending: str) -> None:
         first, best = self.first, self._best()

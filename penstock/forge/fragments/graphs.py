@@ -11,8 +11,8 @@ from torch import Tensor
 
 def write_numbers(place: Tensor, numbers: list[list[int]]) -> None:
     """Copies from the host, without waiting for the device."""
-    told = torch.tensor(numbers)
-    place.copy_(told.pin_memory() if place.is_cuda else told, non_blocking=True)
+    values = torch.tensor(numbers)
+    place.copy_(values.pin_memory() if place.is_cuda else values, non_blocking=True)
 
 
 def capture(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:

@@ -60,8 +60,8 @@ def _compiled(source: Path, compiler: str, target: tuple[str, ...]) -> Path:
     # OpenMP's threads are torch's own: the loader finds its library already loaded.
     command = [compiler, "-O3", *target, "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w"]
     text = _with_headers(source)
-    told = "\n".join([*command, _version(compiler), _cpu()]).encode() + text
-    path = cache_folder("kernels") / f"{hashlib.blake2b(told, digest_size=16).hexdigest()}.so"
+    recipe = "\n".join([*command, _version(compiler), _cpu()]).encode() + text
+    path = cache_folder("kernels") / f"{hashlib.blake2b(recipe, digest_size=16).hexdigest()}.so"
     if path.exists():
         return path
     with _only_one(path.with_suffix(".lock")), tempfile.TemporaryDirectory() as folder:
