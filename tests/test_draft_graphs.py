@@ -140,6 +140,30 @@ def test_fixed_steps_draft_what_the_head_drafts(num_drafts: int, overlap: bool) 
 
 
 @pytest.mark.bitwise
+@pytest.mark.parametrize("sampling", [{"logprobs": None}, {"logprobs": 1}], ids=["graph", "host"])
+def test_the_head_goes_on_from_the_last_token_that_a_row_gained(sampling: dict[str, Any]) -> None:
+    """With random weights no draft is accepted, so a number is forced: then a reply depends on all
+    drafts. Rows have different lengths, pages and numbers of accepted drafts. Sampling is part of
+    the graph, or the host's.
+    """
+    requests = [
+        request(f"r{n}", prompt(length, n), max_tokens=40, **sampling)
+        for n, length in enumerate((3, 62, 130, 70), start=1)
+    ]
+    said = []
+    for is_fixed in (False, True):
+        engine = make_engine(WITH_HEAD, speculate="mtp:3", max_rows=6)
+        engine.policy.speculator.pace = None
+        engine.runner.rows.forced.copy_(torch.tensor([3, 1, 2, 0, 1, 2, -1]))
+        if is_fixed:
+            drafts = with_fixed_steps(engine)
+        said.append({name: tokens_of(deltas) for name, deltas in run(engine, *requests).items()})
+        engine.policy.cache.check()
+    assert drafts.num_replayed > 10
+    assert said[0] == said[1]
+
+
+@pytest.mark.bitwise
 @pytest.mark.parametrize("speculate", ["mtp:2", "ngram:2"])
 def test_prompts_of_fixed_steps_beside_rows_that_draft(speculate: str) -> None:
     """Chunks, cache hits, several prompts at once, and decodes that replay earlier drafts. The head
