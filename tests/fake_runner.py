@@ -398,10 +398,9 @@ class World:
         raise AssertionError(f"requests {set(self.sequences) - set(self.finishes)} starve")
 
     def require_nothing_owned(self) -> None:
-        """Checks that nothing runs and all memory is free, or idle in the prefix cache. Sessions
-        return what they keep when they expire.
+        """Checks that nothing runs and all memory is free, or idle in the prefix cache.
 
-        What sessions keep is given back when they end, and they do in time.
+        Sessions return what they keep when they expire.
         """
         self.now_s += self.setup.session_s + 1
         assert self.cache.sessions.describe() == []

@@ -119,8 +119,6 @@ def assert_same_slots(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """States are near and rings equal where positions exist; slots of no row keep every bit.
-    Decodes never round states to the model's dtype, so they are held to float32; what rows of
-    several tokens add to a state goes through products of that dtype.
 
     Decodes never round states to the model's dtype, so they are held to float32 in all of them;
     what rows of several tokens add to a state goes through products of that dtype.

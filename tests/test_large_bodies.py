@@ -1,9 +1,7 @@
 """No body, up to the largest allowed, delays other requests: expensive ones are refused early.
+
 Tests of time count CPU seconds of this process, so other load does not matter. Each of these bodies
 once took three to eleven seconds.
-
-Where a test is about time, it counts CPU seconds of this process, so other load does not matter.
-Each of these bodies once took three to eleven seconds.
 """
 
 from __future__ import annotations

@@ -176,12 +176,10 @@ def test_float32_logits_and_greedy_tokens_are_those_of_transformers(saved: Saved
 
 
 def test_bfloat16_logits_are_no_further_off_than_those_of_transformers(saved: Saved) -> None:
-    """Neither on average nor at a prompt's worst logit. The worst is averaged over prompts: that of
-    one prompt is a single draw from a tail, and the same code gives between 0.5 and 1.4 times that
-    of transformers, depending on the seed.
+    """Neither on average nor at a prompt's worst logit.
 
-    The worst is averaged over prompts: of one prompt it is a single draw from a tail, and the same
-    code gives between 0.5 and 1.4 times that of transformers, depending on the seed.
+    The worst is averaged over prompts: that of one prompt is a single draw from a tail, and the
+    same code gives between 0.5 and 1.4 times that of transformers, depending on the seed.
     """
     model = load(saved.folder, "bfloat16")
     rounded = transformers.AutoModelForCausalLM.from_pretrained(

@@ -225,13 +225,11 @@ def test_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair, tmp_path: Path) -> None:
     """Both start from the same rounded weights, including A_log and the gated norm, as Qwen3.6
-    stores them. Compared on average, and at a prompt's worst logit, averaged over prompts: that of
-    one prompt is a single draw from a tail, and the same code gives between 0.4 and 1.6 times that
-    of transformers, depending on the seed.
+    stores them.
 
-    On average, and at the worst logit of a prompt, averaged over prompts: of one prompt it is a
-    single draw from a tail, and the same code gives between 0.4 and 1.6 times that of transformers
-    with the seed.
+    Compared on average, and at a prompt's worst logit, averaged over prompts: that of one prompt is
+    a single draw from a tail, and the same code gives between 0.4 and 1.6 times that of
+    transformers, depending on the seed.
     """
     stored = {name: values.bfloat16() for name, values in pair.checkpoint.items()}
     full, half = make_reference(pair.config), make_reference(pair.config).bfloat16()

@@ -31,11 +31,10 @@ def cut_at_stop(
     tokenizer: Tokenizer, ids: list[int], stop: list[str], min_tokens: int = 0
 ) -> tuple[str, int | None]:
     """The specification by brute force: the reply up to the stop that is complete first, and after
-    how many tokens. A stop is complete with the token after which it is final: broken UTF-8 at the
-    end does not count until no following byte can complete it.
+    how many tokens.
 
-    A stop is complete with the token after which it cannot be taken back: broken UTF-8 at the end
-    of what has come so far does not count until it is known that nothing can mend it.
+    A stop is complete with the token after which it is final: broken UTF-8 at the end does not
+    count until no following byte can complete it.
     """
     text = tokenizer.decode(ids)
     for end in range(1, len(text) + 1):

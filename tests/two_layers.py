@@ -1,7 +1,7 @@
 """The embedded model with two of its twelve layers, one of each kind: a step takes a quarter of the
-time. Its text is garbage: it is for tests of scheduling and caching.
+time.
 
-Its output is meaningless: it is for tests of scheduling and caching, not of text.
+Its text is garbage: it is for tests of scheduling and caching.
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ class Ledger:
     def __init__(
         self, folder: Path, started: float | None = None, log: RunLog | None = None
     ) -> None:
-        """`started` is on the monotonic clock, set if the run began before its ledger. The first
-        row replaces an earlier run's files, so that a run without a result keeps them.
+        """`started` is on the monotonic clock, set if the run began before its ledger.
 
         The first row replaces an earlier run's files, so that a run without a result keeps them.
         """
