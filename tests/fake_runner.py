@@ -51,7 +51,8 @@ def sample_token(
 def reply_alone(
     request: Request, max_model_len: int, closes_thought: bool = False
 ) -> tuple[list[int], str]:
-    """What the request must get, whoever else is served: its tokens and why it ends."""
+    """The request's correct reply, which must not depend on other requests: its tokens and why it
+    ends."""
     tokens, sampling, limit = list(request.token_ids), request.sampling, request.thought_limit
     num_known, num_prompt = len(tokens), request.num_prompt_tokens
     longest = min(max_model_len, num_prompt + (sampling.max_tokens or max_model_len))

@@ -37,7 +37,7 @@ TEMPLATE = (default_model() / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 class Model:
-    """A tokenizer and a template, with the encoding before control tokens were escaped and the
+    """A tokenizer and a template; encodes with and without escaped control tokens, and lists the
     control ids of a prompt.
     """
 

@@ -112,7 +112,7 @@ def read_ledger(out: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    """One engine for all tests: most of its time goes into imports."""
+    """One fork server for all tests: most of its time goes into imports."""
     with ForkServer("cpu") as server:
         yield server
 

@@ -176,7 +176,7 @@ def test_what_a_candidate_started_ends_with_it(sandbox: Sandbox) -> None:
 
 
 def process_state(pid: str) -> str:
-    """The folder is empty if there is none."""
+    """The letter of a process's state; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

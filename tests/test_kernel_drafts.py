@@ -50,7 +50,7 @@ class Drafting:
         self.lengths = dict(FIRST)
 
     def step(self, tokens: dict[int, Tensor], num_right: int) -> Tensor:
-        """A token of each row and its drafts, of which this many will be accepted."""
+        """Runs a token of each row and its drafts, of which this many are accepted."""
 
         def numbers(values: list[int]) -> Tensor:
             return torch.tensor(values, device=self.mixer.conv.device)

@@ -36,7 +36,7 @@ WEIGHT = SimpleNamespace(is_meta=False, numel=lambda: 500_000_000, element_size=
 
 
 class FakeDryRun:
-    """A fake GPU: a step takes 80 KB per token, like Qwen3.5-35B-A3B, and loaded kernels keep
+    """A fake dry run: a step takes 80 KB per token, like Qwen3.5-35B-A3B, and loaded kernels keep
     memory.
     """
 

@@ -80,7 +80,7 @@ def spoil_the_last_row(right: Op, *args: Any, **kwargs: Any) -> Any:
 
 
 def swap_an_expert(right: Op, **given: Any) -> Any:
-    """The least likely expert of a token."""
+    """Swaps the least likely expert of one token for another."""
     ids = given["ids"].clone()
     ids[-1, -1] = next(expert for expert in range(8) if expert not in ids[-1].tolist())
     return right(**{**given, "ids": ids})

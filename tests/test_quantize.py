@@ -99,7 +99,7 @@ def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch
 
 
 def stacked(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Separate experts, as in most releases, though compressed-tensors stores them otherwise."""
+    """Stacks the experts, as most releases do, though compressed-tensors stores them separately."""
     found = dict(state)
     for prefix in {name.partition("experts.")[0] for name in state if ".experts." in name}:
         parts: dict[str, list[Tensor]] = {}

@@ -92,7 +92,7 @@ def ask(server: Server, case: str, relay: str, said: bytes = b"") -> bytes:
 
 
 def without_clocks(data: bytes) -> bytes:
-    """Ollama's events contain their time of creation."""
+    """Removes times, which Ollama's events contain."""
     lines = data.splitlines()
     if not lines[0].startswith(b"{"):
         return data

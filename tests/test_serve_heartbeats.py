@@ -62,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def stream(
     server: Server, path: str, body: dict[str, Any]
 ) -> tuple[httpx.Response, float, list[str]]:
-    """The response, the time of its headers, and its lines."""
+    """Returns the response, the time until its headers, and its lines."""
     began_s = time.monotonic()
     with server.http.stream("POST", server.url + path, json=body) as answer:
         headers_s = time.monotonic() - began_s

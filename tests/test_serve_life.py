@@ -181,7 +181,7 @@ def test_a_request_that_is_refused_or_a_receiver_that_breaks_ends_alone(
 
 
 async def assert_a_killed_engine_is_not_heard(client: EngineClient) -> None:
-    """The messages that it sent before it died and that were not read yet."""
+    """What the engine sent before it died is dropped if it was not read yet."""
     client.ping()
     last = Listener()
     client.submit(

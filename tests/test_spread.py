@@ -18,7 +18,7 @@ GB = 10**9
 
 
 def folder(tmp_path: Path, num_bytes: int, **config: object) -> ModelSource:
-    """A sparse file of this size."""
+    """A model in one sparse file of this size."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
     with (tmp_path / "model.safetensors").open("wb") as file:
         os.truncate(file.fileno(), num_bytes)

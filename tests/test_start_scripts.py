@@ -100,7 +100,7 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
 
 
 def start_thinker(scripts: Scripts, folder: Path, *flags: str) -> str:
-    """A model that thinks and has sampling defaults; the output of the script."""
+    """Starts a model that thinks and has sampling defaults; returns the script's output."""
     template, model = write_thinking_template(folder), folder / "model"
     model.mkdir()
     words = ["--model", str(write_sampled_model(model)), "--chat-template", str(template)]

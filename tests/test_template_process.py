@@ -133,7 +133,7 @@ def test_runaway_templates_are_stopped_soon_and_stay_small(source: str) -> None:
 
 
 def cpu_seconds_of_children() -> float:
-    """Number of processes that have ended."""
+    """CPU time of child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
