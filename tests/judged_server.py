@@ -234,7 +234,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
         except OSError:
             if "keeps places" in self.server.faults:
-                self._sleep(self.server.seconds_a_token * 20)  # keeps generating for a client that is gone
+                self._sleep(self.server.seconds_a_token * 20)  # keeps its place, though the client left
             else:
                 raise
 
