@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from codecs import BOM_UTF8
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -81,10 +82,12 @@ class LineError(RequestError):
 
 def numbered_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, numbered from 1. A line that is too long is cut to one byte
-    more than allowed; the rest of it is skipped."""
+    more than allowed; the rest of it is skipped. A byte order mark is no part of the first."""
     number = 0
     while line := file.readline(max_bytes + 2):
         number += 1
+        if number == 1:
+            line = line.removeprefix(BOM_UTF8)
         if not line.endswith(b"\n") and len(line) == max_bytes + 2:
             while (rest := file.readline(max_bytes)) and not rest.endswith(b"\n"):
                 pass
@@ -270,6 +273,14 @@ def mend_tail(path: Path) -> None:
                 break
             end = start
         file.truncate(end)
+
+
+def is_result(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line, type=Result)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def results_in(path: Path) -> Iterator[Result]:

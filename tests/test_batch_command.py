@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 
 from command_line import ROOT, SMALL, environment, error_in, penstock
+from penstock.cli import main
+from penstock.commands import batch
+from penstock.errors import ConfigError
 from serving import Server, eventually, start_server
 from test_batches import chat_line, jsonl
 
@@ -111,3 +115,40 @@ def test_a_missing_file_or_server_is_reported(tmp_path: Path) -> None:
     silent = penstock("batch", str(source), "--base-url", "http://127.0.0.1:9")
     assert silent.returncode == 1
     assert "Nothing answers at" in error_in(silent.stderr)
+
+
+def test_files_that_are_no_requests_or_no_results_stay_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(jsonl([chat_line("a")]))
+    refused = {
+        "is not a file": ["batch", str(tmp_path)],
+        "--timeout is 0": ["batch", str(source), "--timeout", "0"],
+        "holds something else than results": ["batch", str(source), "-o", str(output)],
+    }
+    for content in (b"my notes\nand a last line", b'{"a": 1}\n', jsonl([chat_line("a")])):
+        output.write_bytes(content)
+        for what, words in refused.items():
+            assert main(words) == 1
+            assert what in capsys.readouterr().err
+        assert output.read_bytes() == content
+    source.write_bytes("{}".encode("utf-16"))
+    assert main(["batch", str(source)]) == 1
+    assert "text in UTF-16" in capsys.readouterr().err
+    assert not source.with_suffix(".results.jsonl").exists()
+
+
+def test_a_torn_first_result_is_written_again(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    for content in (b"", b'{"i', b'{"id":"batch_req_1","custom', b'{"id": "a", "error": {}}\n'):
+        output.write_bytes(content)
+        batch._check_output(output)
+
+
+def test_a_full_disk_is_said_with_what_to_do() -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        answering = batch._Batch(io.BytesIO(), full, batch._Progress(1))
+        with pytest.raises(ConfigError, match=r"(?s)/dev/full cannot be written.*continues"):
+            answering._write(b"{}\n", is_good=True)
+    assert answering.progress.num_good == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ def test_lines_are_numbered_as_an_editor_does_and_long_ones_are_not_held(tmp_pat
     path.write_bytes(b"y" * 10 + b"\n" + b"x" * 11)
     with path.open("rb") as file:
         assert [len(line) for _, line in numbered_lines(file, 10)] == [10, 11]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line() -> None:
+    file = io.BytesIO("{}\r\n{}\r\n".encode("utf-8-sig"))
+    assert list(numbered_lines(file, 10)) == [(1, b"{}"), (2, b"{}")]
 
 
 def test_a_scan_names_lines_that_are_wrong_and_ids_that_come_twice(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from penstock.batch_lines import (
     LineSet,
     custom_id_of,
     error_line,
+    is_result,
     mend_tail,
     numbered_lines,
     read_line,
@@ -49,6 +50,8 @@ EXAMPLES = [
     "penstock batch requests.jsonl -o out.jsonl --base-url http://127.0.0.1:8000",
 ]
 MAX_LINE_BYTES = 64 * 1024**2
+HEAD_BYTES = 64 * 1024
+RESULT_START = b'{"id":'
 SERVERS_WORDS = ["--max-queue", "4096", "--drain-timeout", "1"]
 NEWS_S = 0.1
 RETRIED = (429, 502, 503, 504)  # temporary
@@ -82,10 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     source = Path(arguments.file).expanduser()
-    if not source.is_file():
-        raise ConfigError(f"{source} does not exist", todo="Give a file of requests, one per line.")
+    _check_source(source)
     if arguments.concurrency < 1:
         raise ConfigError(f"--concurrency is {arguments.concurrency}", "It must be 1 or more.")
+    if not arguments.timeout > 0:
+        raise ConfigError(f"--timeout is {arguments.timeout:g}", "It must be above 0.")
     output = (
         Path(arguments.output).expanduser()
         if arguments.output
@@ -95,6 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "The output file is also the input file", todo="Choose another file with -o."
         )
+    _check_output(output)
     with source.open("rb") as lines, _opened(output) as results:
         batch = _Batch(lines, results, _Progress.of(source, output))
         if batch.progress.is_complete(source):
@@ -113,6 +118,33 @@ def run(arguments: argparse.Namespace) -> int:
     progress = batch.progress
     print_note(f"{progress.num_good} good results and {progress.num_bad} errors are in {output}")
     return progress.exit_code
+
+
+def _check_source(source: Path) -> None:
+    todo = "Give a text file in UTF-8 with one request per line."
+    if not source.exists():
+        raise ConfigError(f"{source} does not exist", todo=todo)
+    if not source.is_file():
+        raise ConfigError(f"{source} is not a file", todo=todo)
+    with source.open("rb") as file:
+        if b"\0" in file.read(HEAD_BYTES):
+            why = "It has NUL bytes, as binary files and text in UTF-16 have."
+            raise ConfigError(f"{source} is not a file of requests", why, todo)
+
+
+def _check_output(output: Path) -> None:
+    """Only a file of results gets more of them: its torn last line is removed first."""
+    if not output.is_file():
+        return
+    with output.open("rb") as file:
+        line = file.readline(MAX_LINE_BYTES)
+    is_torn = not line.endswith(b"\n") and line.startswith(RESULT_START[: len(line)])
+    if line and not is_torn and not is_result(line):
+        raise ConfigError(
+            f"{output} holds something else than results",
+            f"Its first line is {line[:40]!r}.",
+            "Choose another file with -o.",
+        )
 
 
 @contextlib.contextmanager
@@ -252,8 +284,17 @@ class _Batch:
             )
 
     def _write(self, line: bytes, is_good: bool) -> None:
-        while line:
-            line = line[self.results.write(line) :]
+        try:
+            while line:
+                line = line[self.results.write(line) :]
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f"{self.results.name} cannot be written",
+                f"{error.strerror}.",
+                "Correct that and run the same command again: it continues where it stopped.",
+            ) from error
         self.progress.count(is_good)
 
 
