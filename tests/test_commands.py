@@ -45,6 +45,16 @@ def test_generate_prints_the_text_and_nothing_else_on_stdout(
     assert "weights" in streamed.stderr
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_generate_names_a_text_on_stdin_that_is_not_utf_8(
+    errors: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(["generate", "-"]) == 1
+    assert "The text on stdin is not UTF-8" in capsys.readouterr().err
+
+
 def test_generate_draws_n_answers_with_logprobs(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--n",

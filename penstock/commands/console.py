@@ -14,6 +14,7 @@ from typing import TextIO
 from penstock.errors import PenstockError
 from penstock.progress import wants_color
 
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # name no file
 _STYLES = {"red": "1;31", "bold": "1", "dim": "2", "green": "32", "cyan": "36"}
 
 
@@ -24,7 +25,7 @@ def paint(text: str, style: str, stream: TextIO) -> str:
 def print_error(error: BaseException, stream: TextIO | None = None) -> None:
     """What happened, why, and what to do. A bug of ours gets the same three lines."""
     stream = stream or sys.stderr
-    if isinstance(error, OSError) and (error.filename or error.errno == errno.ENOSPC):
+    if isinstance(error, OSError) and (error.filename or error.errno in _WRITE_ERRORS):
         error = PenstockError(
             f"Cannot read or write {error.filename}"
             if error.filename

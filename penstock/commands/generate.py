@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--logprobs needs --json", "Plain text cannot contain log-probabilities.", "Add --json."
         )
-    text = sys.stdin.read() if arguments.text == "-" else arguments.text
+    text = _read_stdin() if arguments.text == "-" else arguments.text
     llm = load_llm(arguments)
     sampling = read_sampling(arguments, llm.sampling_defaults)
     prompt = llm.encode_chat([{"role": "user", "content": text}]) if arguments.chat else text
@@ -69,3 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
                 "An answer ended with an error", completion.error or "The engine gave no reason."
             )
     return 0
+
+
+def _read_stdin() -> str:
+    try:
+        text = sys.stdin.read()
+        text.encode()  # in some locales Python lets other bytes pass
+    except UnicodeError as error:
+        raise ConfigError(
+            "The text on stdin is not UTF-8",
+            f"{error}.",
+            "Convert it first, for example with `iconv -t UTF-8`.",
+        ) from error
+    return text
