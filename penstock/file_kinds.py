@@ -22,6 +22,7 @@ LOADABLE = (
     "and GGUF files."
 )
 HEAD_BYTES = 64
+WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".gguf")
 
 
 def impostor(path: Path) -> CheckpointError | None:
@@ -96,7 +97,8 @@ def other_kind(folder: Path) -> CheckpointError | None:
             "Give the folder of a language model.",
         )
     names = sorted(entry.name for entry in folder.iterdir())
-    if onnx := [name for name in names if name.endswith(".onnx")]:
+    onnx = [name for name in names if name.endswith(".onnx")]
+    if onnx and not any(name.endswith(WEIGHTS) for name in names):
         return CheckpointError(
             f"{folder} is an ONNX model",
             f"It holds {onnx[0]} and no weights in another format. {LOADABLE}",

@@ -152,6 +152,7 @@ def test_a_config_that_is_no_json_object_is_refused_by_name(
         (["adapter_config.json"], "is an adapter, not a whole model"),
         (["model_index.json", "unet/config.json"], "is a diffusers pipeline"),
         (["model.onnx", "tokenizer.json"], "is an ONNX model"),
+        (["model.onnx", "model.safetensors"], "has no config.json"),
         (["inner/config.json"], "There is one in .*inner.\nGive .*inner."),
         (["blobs/a", "snapshots/b/config.json"], "Give .*snapshots/b."),
         (["a/config.json", "b/config.json"], "There is one in .*a and 1 more."),
