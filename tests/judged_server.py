@@ -233,10 +233,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
         except OSError:
-            if "keeps places" in self.server.faults:
-                self._sleep(self.server.seconds_a_token * 20)  # keeps its place, though the client left
-            else:
+            if "keeps places" not in self.server.faults:
                 raise
+            self._sleep(self.server.seconds_a_token * 20)  # though the client left
 
     def _sleep(self, seconds: float) -> None:
         """Sleeps, but not past the server's end: late handlers would render templates in other

@@ -256,7 +256,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(
     device: str, dtype: torch.dtype, height: int, num_alike: int, has_shared: bool
 ) -> None:
     """Listed by one program, by a larger one, and by several."""
-    num_experts, k = 6, 2
+    num_experts, k = 8, 2  # as many as counters are apart: none may be that of another
     alike = torch.tensor([[0, 1]]).expand(num_alike, k)
     ids = torch.cat((some_ids(num_alike + 40, num_experts - 1, k), alike))
     num_tokens, slots = len(ids), k + has_shared
