@@ -41,11 +41,11 @@ timings_per_token return_progress perf_metrics_in_response vl_high_resolution_im
 SWITCHED_OFF = """mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length
 dry_penalty_last_n dry_sequence_breakers xtc_threshold repeat_last_n min_keep"""
 IGNORED = {
-    "who asks and who pays": ACCOUNTING,
-    "what a server may cache or do faster": CACHING,
-    "which server or backend answers": ROUTING,
-    "hints that no answer depends on": HINTS,
-    "details of methods whose own switch is refused": SWITCHED_OFF,
+    "identity and billing": ACCOUNTING,
+    "hints about caching and speed": CACHING,
+    "choice of server or backend": ROUTING,
+    "hints that do not change an answer": HINTS,
+    "parameters of methods that are refused themselves": SWITCHED_OFF,
 }
 
 # Ignored with one of these values, refused with any other.
