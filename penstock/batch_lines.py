@@ -83,11 +83,11 @@ class LineError(RequestError):
 def numbered_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, numbered from 1. A line that is too long is cut to one byte
     more than allowed; the rest of it is skipped. A byte order mark is no part of the first."""
+    if file.read(len(BOM_UTF8)) != BOM_UTF8:
+        file.seek(0)
     number = 0
     while line := file.readline(max_bytes + 2):
         number += 1
-        if number == 1:
-            line = line.removeprefix(BOM_UTF8)
         if not line.endswith(b"\n") and len(line) == max_bytes + 2:
             while (rest := file.readline(max_bytes)) and not rest.endswith(b"\n"):
                 pass

@@ -75,6 +75,10 @@ def test_lines_are_numbered_as_an_editor_does_and_long_ones_are_not_held(tmp_pat
 def test_a_byte_order_mark_is_no_part_of_the_first_line() -> None:
     file = io.BytesIO("{}\r\n{}\r\n".encode("utf-8-sig"))
     assert list(numbered_lines(file, 10)) == [(1, b"{}"), (2, b"{}")]
+    for length in range(12):  # of a line that may have 10 bytes
+        lines = ["x" * length, "{}", ""]
+        plain, marked = (io.BytesIO("\n".join(lines).encode(c)) for c in ("utf-8", "utf-8-sig"))
+        assert list(numbered_lines(marked, 10)) == list(numbered_lines(plain, 10))
 
 
 def test_a_scan_names_lines_that_are_wrong_and_ids_that_come_twice(tmp_path: Path) -> None:
