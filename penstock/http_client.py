@@ -17,6 +17,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from penstock.errors import ConfigError, PenstockError
 
+MAX_TIMEOUT_S = 1e6  # sockets refuse larger numbers, and infinite ones
+
 
 def key_header() -> dict[str, str]:
     """The API key for a server: the first of PENSTOCK_API_KEY, which also sets a server's own
@@ -85,7 +87,7 @@ class HttpClient:
         )
         self._host, self._port = url.hostname or "127.0.0.1", url.port
         self._prefix = url.path.rstrip("/").removesuffix("/v1")
-        self._timeout_s = timeout_s
+        self._timeout_s = min(timeout_s, MAX_TIMEOUT_S)
 
     def read(
         self, method: str, path: str, body: Mapping[str, Any] | bytes | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -53,6 +54,12 @@ def test_a_base_url_may_end_as_clients_of_the_api_write_it(suffix: str, path: st
     with answering("HTTP/1.1 200 OK", "", '{"a": [1]}') as (url, heard):
         assert client(url + suffix).json("GET", "/v1/x") == {"a": [1]}
     assert heard[0].startswith(f"GET {path} HTTP/1.1\r\n")
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e30])
+def test_a_timeout_may_be_infinite(timeout_s: float) -> None:
+    with answering("HTTP/1.1 200 OK", "", "{}") as (url, _):
+        assert HttpClient(url, timeout_s=timeout_s).json("GET", "/v1/x") == {}
 
 
 @pytest.mark.parametrize(
