@@ -124,6 +124,7 @@ def test_files_that_are_no_requests_or_no_results_stay_as_they_are(
     source.write_bytes(jsonl([chat_line("a")]))
     refused = {
         "is not a file": ["batch", str(tmp_path)],
+        "/dev/full is not a file": ["batch", str(source), "-o", "/dev/full"],
         "--timeout is 0": ["batch", str(source), "--timeout", "0"],
         "holds something else than results": ["batch", str(source), "-o", str(output)],
     }

@@ -134,8 +134,11 @@ def _check_source(source: Path) -> None:
 
 def _check_output(output: Path) -> None:
     """Only a file of results gets more of them: its torn last line is removed first."""
-    if not output.is_file():
+    if not output.exists():
         return
+    if not output.is_file():
+        why = "Results are read again to continue where a run stopped."
+        raise ConfigError(f"{output} is not a file", why, "Choose a file with -o.")
     with output.open("rb") as file:
         line = file.readline(MAX_LINE_BYTES)
     is_torn = not line.endswith(b"\n") and line.startswith(RESULT_START[: len(line)])
