@@ -45,7 +45,7 @@ def main() -> int:
         if NEEDS_GPU.search(path.read_text()) and any(name in path.name for name in wanted)
     ]
     beside = [str(path) for path in files_with_gpu if path.name not in ALONE]
-    runs = [_run(beside, "-n", str(flags.workers), "--dist", "worksteal")]
+    runs = [_run(beside, "-n", str(flags.workers), "--dist", "worksteal")] if beside else []
     runs += [_run([str(path)]) for path in files_with_gpu if path.name in ALONE]
     files: dict[str, dict[str, int]] = {}
     failures: list[str] = []

@@ -25,6 +25,19 @@ def test_a_script_says_what_it_does(
     assert capsys.readouterr().out.startswith("usage: ")
 
 
+def test_only_the_asked_gpu_tests_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pytest without a file would run all of them."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import gpu_tests
+
+    ran: list[list[str]] = []
+    monkeypatch.setattr(gpu_tests, "_run", lambda paths, *words: ran.append(paths) or [])
+    words = ["gpu_tests.py", "--output", str(tmp_path / "out.json"), "--only", "gpu_full_size"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert gpu_tests.main() == 1  # none ran
+    assert [[Path(path).name for path in paths] for paths in ran] == [["test_gpu_full_size.py"]]
+
+
 @pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.stem)
 def test_a_shell_script_can_be_read(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
