@@ -16,7 +16,7 @@ from starlette.responses import FileResponse
 from penstock.errors import RequestError
 
 MAX_RANGES = 100  # with more, the client gets the whole file
-_RANGE = re.compile(r"([0-9]{0,18})-([0-9]{0,18})")
+_RANGE = re.compile(r"([0-9]{0,20})-([0-9]{0,20})")  # clients ask for 64-bit numbers of bytes
 
 
 def keep_existing_ranges(request: Request, response: FileResponse, num_bytes: int) -> None:
@@ -66,6 +66,6 @@ def _existing(header: str, num_bytes: int) -> list[tuple[int, int]]:
 def _malformed(header: str) -> RequestError:
     return RequestError(
         f"The Range header is {header[:64]!r}",
-        "A range has a first byte, a last byte, or both, the first one before the last.",
+        "A range has a first byte, a last byte, or both, the first one not after the last.",
         "Use bytes=0-99, bytes=100- or bytes=-100.",
     )
