@@ -81,6 +81,13 @@ def test_a_damaged_tokenizer_config_is_named(text: str, tmp_path: Path) -> None:
         TokenCounter.load(str(tmp_path))
 
 
+def test_a_template_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    shutil.copy(TINY / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(PenstockError, match=r"chat_template\.jinja cannot be read"):
+        TokenCounter.load(str(tmp_path))
+
+
 def test_prompts_of_qwen_are_rendered_as_its_own_cases_say(
     shared_data: Path, tmp_path: Path
 ) -> None:

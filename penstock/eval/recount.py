@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -119,13 +119,17 @@ class TokenCounter:
         return self.count_text(text)
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def _read(file: Path, parse: Callable[[str], Any] = str) -> Any:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        return parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PenstockError(
             f"{file} cannot be read", f"{type(error).__name__}: {error}."
         ) from error
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    config = _read(file, json.loads)
     if not isinstance(config, dict):
         raise PenstockError(f"{file} cannot be read", f"It is a JSON {type(config).__name__}.")
     return config
@@ -135,7 +139,7 @@ def _load_template(folder: Path) -> minijinja.Environment | None:
     file = folder / "tokenizer_config.json"
     config = _read_config(file) if file.is_file() else {}
     if (file := folder / "chat_template.jinja").is_file():
-        source = file.read_text(encoding="utf-8")
+        source = _read(file)
     elif isinstance(config.get("chat_template"), str):
         source = config["chat_template"]
     else:
