@@ -59,6 +59,7 @@ class Table:
     file: str
     keys: tuple[str, ...]  # a new row replaces the one with the same values
     part: str | None = None
+    shared: Mapping[str, str] = field(default_factory=dict)  # from a report: its names by the rows'
 
     def put(self, folder: Path, rows: list[Row]) -> None:
         path = folder / self.file
@@ -94,7 +95,9 @@ class Benchmark:
             command = [sys.executable, "-m", "penstock", "bench", *words, "--json", file.name]
             subprocess.run(command, cwd=ROOT, check=True)
             found: Row = json.loads(Path(file.name).read_text())
-        own = {**self.fields, "commit": found["commit"]}
+        own = {**self.fields, **{ours: found[name] for ours, name in self.table.shared.items()}}
+        if tokenizer is not None and words[0] == "serve":
+            own["tokenizer"] = tokenizer.name
         return [{**row, **own} for row in found["rows"]]
 
 
@@ -103,7 +106,16 @@ PREFILLS = Table("quantized.json", ("model", "scheme", "batch", "context"), "pre
 SERVED = Table("quantized.json", ("model", "scheme", "requests", "flags", "commit"), "served")
 DRAFTS = Table("latency.json", ("model", "scheme", "batch", "context", "drafts"))
 SHARES = Table("parallel.json", ("model", "scheme", "tp", "batch", "context"))
-OFFLOADED = Table("offload.json", ("case",))
+ENGINE = ("layers", "slots", "experts", "gpu_gb")
+SPEEDS = {"copy": "copy", "fetch": "fetch", "compute": "compute", "disk": "read"}
+OFFLOADED = Table(
+    "offload.json",
+    ("case",),
+    shared={
+        **{name: name for name in ENGINE},
+        **{f"{ours}_gb_per_s": f"{name}_gb_per_s" for ours, name in SPEEDS.items()},
+    },
+)
 
 A3B, SMALL, HUGE = "Qwen3.5-35B-A3B", "Qwen3.5-4B", "Qwen3.5-397B-A17B"
 A3B_6GB = "35B-A3B int4 6GB batch 1"
@@ -135,7 +147,7 @@ def drafts(model: str, scheme: str, limit: float, seconds: float) -> Benchmark:
         f"step -m {model} --random-weights --quantization {quantization} --context 1536 --batch 1 "
         f"--drafts 1,2,3 {ACCEPTANCE}",
         seconds,
-        (Goal({"batch": 1}, "ms_per_token", limit),),
+        (Goal({"batch": 1}, "ms_per_token", limit), Goal({"batch": 1}, "ms_per_draft", 0.30)),
         DRAFTS,
     )
 
@@ -165,7 +177,7 @@ def share(model: str, limit: float) -> Benchmark:
         60,
         (Goal({"batch": 1}, "projected_ms", limit),),
         SHARES,
-        {"model": model, "scheme": "bf16"},
+        {"model": model, "scheme": "bf16", "goal_ms": limit},
     )
 
 
@@ -212,7 +224,7 @@ BENCHMARKS = [
         90,
         (Goal({"batch": 1}, "ms", 1.2),),
         STEPS,
-        {"model": A3B, "scheme": "q4_k"},
+        {"model": A3B, "scheme": "q4_k", "file": "of scripts/make_random_gguf.py"},
         before=f"scripts/make_random_gguf.py {A3B} -o {GGUF}",
     ),
     served(
@@ -254,6 +266,8 @@ def main() -> int:
     if not wanted:
         known = ", ".join(one.name for one in BENCHMARKS)
         parser.error(f"--only {flags.only} names no benchmark; there are {known}")
+    origin = {**provenance(), "gpu": gpu_name()}  # before OUT may differ from the commit
+    origin["commit"] = flags.commit or origin["commit"]
     started, judged, missing = time.monotonic(), [], []
     for one in wanted:
         left = flags.seconds - (time.monotonic() - started)
@@ -267,15 +281,12 @@ def main() -> int:
                 continue
             finally:
                 Path(GGUF).unlink(missing_ok=True)
-            if flags.commit:
-                rows = [{**row, "commit": flags.commit} for row in rows]
+            rows = [{**row, "commit": origin["commit"]} for row in rows]
             one.table.put(flags.out, rows)
             judged += [{"benchmark": one.name, **goal.judge(rows)} for goal in one.goals]
         summary = {
             "what": "performance goals, as scripts/measure_goals.py found them",
-            **provenance(),
-            **({"commit": flags.commit} if flags.commit else {}),
-            "gpu": gpu_name(),
+            **origin,
             "seconds": round(time.monotonic() - started, 1),
             "rows": judged,
             "missing": missing,

@@ -65,6 +65,39 @@ def test_rows_replace_those_of_the_same_shape_and_goals_are_judged(
     assert found["rows"][0]["best"] == table["rows"][0]["ms"] != 9.9
 
 
+def test_rows_have_the_commit_of_the_start(
+    goals: ModuleType, measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are written into a checkout make it differ from its commit."""
+    commits = iter(("abc", "abc+", "abc+"))
+    monkeypatch.setattr(goals, "provenance", lambda: {"commit": next(commits)})
+    goal = goals.Goal({"batch": 1}, "ms", 1e6)
+    assert measure(steps(goals, goal), steps(goals, goal)) == 0
+    for file in ("goals.json", "quantized.json"):
+        assert '"abc+"' not in (tmp_path / "out" / file).read_text()
+    table = json.loads((tmp_path / "out/quantized.json").read_text())
+    assert {row["commit"] for row in table["rows"]} == {"abc"}
+
+
+def test_rows_keep_the_fields_that_their_tables_have(
+    goals: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = {name: name for name in goals.OFFLOADED.shared.values()}
+
+    def run(command: list[str], **_: Any) -> None:
+        if command[-2] == "--json":
+            Path(command[-1]).write_text(json.dumps({**report, "rows": [{"read_gb_per_s": 0.0}]}))
+
+    monkeypatch.setattr(goals.subprocess, "run", run)
+    found = {one.name: one.run(Path("models/Qwen3.5-4B")) for one in goals.BENCHMARKS}
+    [row] = found[f"offload {goals.A3B_6GB}"]
+    assert (row["gpu_gb"], row["disk_gb_per_s"]) == ("gpu_gb", "read_gb_per_s")
+    assert row["read_gb_per_s"] == 0.0  # of the run itself
+    assert found["served 1000"][0]["tokenizer"] == "Qwen3.5-4B"
+    assert "tokenizer" not in found["prefill"][0]
+    assert found[f"ranks {goals.HUGE}"][0]["goal_ms"] == 4.0
+
+
 def test_a_benchmark_that_fails_or_has_no_time_is_named_and_the_others_run(
     goals: ModuleType, measure: Measure, tmp_path: Path
 ) -> None:
