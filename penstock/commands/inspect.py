@@ -346,7 +346,7 @@ def _print_report(report: dict[str, Any]) -> None:
         print(
             f"A CPU computes in {machine['dtype']} by default: weights take "
             f"{human_bytes(machine['weight_bytes'])} then, KV and states more than shown above.\n"
-            f"With --dtype {report['dtype']} they take that, and most CPUs are slower."
+            f"With --dtype {report['dtype']} they take what is shown; most CPUs are slower then."
         )
     if not any(report["fits"].values()):
         print(f"The weights and one request do not fit in {_MEMORY_SHARE:.0%} of that.")
