@@ -271,7 +271,7 @@ def test_a_stream_that_is_cut_after_any_mark_has_the_events_of_an_uncut_one(
     case: str, num_at_once: int, closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With drafts, an engine sends several tokens at once: the same text in other events."""
-    monkeypatch.setattr(time, "time", itertools.count(10**9).__next__)  # every step differs
+    monkeypatch.setattr(time, "time", itertools.count(10**9).__next__)  # every call differs
     script = SCRIPTS[case]
     sent = asyncio.run(relayed(script, num_at_once, closes))
     whole = MarkedStream()

@@ -15,7 +15,7 @@ from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from serving import FREE, MAX_QUEUE, MESSAGES, TINY_ENGINE, Server, ask, assert_refused, eventually
 
-LONG_BEFORE_THE_END_S = 3.0  # long enough to fill the context
+LONG_BEFORE_THE_END_S = 3.0  # seconds; a reply that fills the context takes longer
 
 
 def complete(api: openai.OpenAI, **fields: Any) -> Any:

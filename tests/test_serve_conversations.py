@@ -244,7 +244,7 @@ def test_responses_go_on_from_a_conversation_and_add_to_it(api: openai.OpenAI) -
         api.conversations.items.retrieve(listed[0].id, conversation_id=talk.id)
     assert api.conversations.update(talk.id, metadata={"of": "Bob"}).metadata == {"of": "Bob"}
     assert api.conversations.retrieve(talk.id).metadata == {"of": "Bob"}
-    third = respond(api, conversation=talk.id, max_output_tokens=4)  # compared with what was added
+    third = respond(api, conversation=talk.id, max_output_tokens=4)  # a reply to what was added
     assert third.usage.input_tokens > 20
     assert api.conversations.delete(talk.id).deleted
     for attempt in (
