@@ -15,14 +15,18 @@ from kernel_checks import ON_GPU
 from penstock.cli import main
 from penstock.commands import measure
 from penstock.commands.measure import Bench, Limits
+from penstock.commands.op_check import OpCheck
 from penstock.commands.roofline import Roofline
 from penstock.engine.logits_engine import LogitsEngine
 from penstock.errors import PenstockError
 from penstock.layers import attention, delta_net, linear, mlp
 from penstock.layers.inputs import RowSpan
-from penstock.ops import dispatch
+from penstock.ops import TokenBlocks, Weight, dispatch
+from penstock.ops.reference.attention import paged_attention
+from penstock.ops.tiles import tile
 from penstock.types import SamplingParams
 from small_models import FAMILIES, HYBRID_MOE, make_engine
+from test_kernel_fp8 import packed
 
 Op = Callable[..., Any]
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -153,6 +157,24 @@ def test_a_wrong_kernel_is_found_and_named(
         PenstockError, match=f"^{blamed}.* differs from its reference at {batch} x 20"
     ):
         bench.check_decodes(batch, 20)
+
+
+def test_the_weight_of_the_next_gemm_widens_no_limit() -> None:
+    """Attention is given that weight, which rounds tokens to 8 bits; a decode's result has none."""
+    reader = Weight(torch.empty(128, 128))
+    reader.quantize((tile(packed(128, 128, "cpu"), keeps_rows=True),))
+    q, pool = torch.randn(1, 1, 128), torch.randn(2, 16, 1, 128)
+    start, lens, spans = torch.tensor([0, 1]), torch.tensor([9]), (RowSpan(1, 9),)
+    pages, blocks = torch.ones(1, 1, dtype=torch.int32), TokenBlocks.of(spans, "cpu")
+    check = OpCheck("float32")
+
+    def run(**given: Any) -> Any:
+        right: Any = paged_attention(**given)
+        return 1.00015 * right
+
+    step = (q, pool, pool, pages, start, lens, spans, blocks, 1.0)
+    check(paged_attention, run, step, {"reader": reader})
+    assert check.worst().of_limit > 1
 
 
 def test_no_time_is_taken_of_a_shape_that_is_wrong(
