@@ -225,7 +225,7 @@ def test_only_what_it_supports_is_launched() -> None:
     with mock.patch.object(delta_net_drafts, "MOST_ELEMENTS", mixed.numel()):  # of 32-bit places
         assert can_decode(1, 4, mixed[:3], *pools[1:])
         assert not can_decode(1, 4, *pools)
-    assert not can_decode(1, 4, *pools[:4], 60)  # no journal: no room for drafts
+    assert not can_decode(1, 4, *pools[:4], 60)  # entries do not fit into shared memory
     with mock.patch.object(delta_net_drafts, "decode_with_drafts") as launched:
         run(kernel, HEADS[2], torch.bfloat16, has_backlog=True)
         run(partial(kernel, deterministic=True), HEADS[0], torch.bfloat16, has_backlog=False)
