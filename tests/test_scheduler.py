@@ -758,6 +758,33 @@ def test_a_reply_continues_elsewhere_before_its_thought_is_closed_or_after_that(
 
 @KINDS
 @OVERLAP
+def test_a_reply_that_continues_elsewhere_after_its_thought_is_not_closed(
+    setup: Setup, depth: int
+) -> None:
+    whole = thinking("x", 6, 8)
+    said, _ = reply_alone(whole, setup.max_model_len)
+    limit = ThoughtLimit(num_tokens=8, end_id=said[3], closing_ids=(1,))
+    assert said[3] not in said[4:8], "it would end its thinking again: choose another prompt"
+    for cut in range(4, 8):
+        world = World(replace(setup, depth=depth))
+        token_ids = (*whole.token_ids, *said[:cut])
+        one = replace(whole, token_ids=token_ids, num_resumed_tokens=cut, thought_limit=limit)
+        run_all(world, [one])
+        assert world.replies["x"] == said[cut:]
+
+
+@OVERLAP
+def test_no_row_is_preempted_for_the_end_of_a_thought(depth: int) -> None:
+    """The closing tokens need a page while another row holds the last ones: the server closes."""
+    world = World(Setup(num_pages=7, max_step_tokens=32, depth=depth))
+    limit = ThoughtLimit(num_tokens=3, end_id=-1, closing_ids=prompt(3))
+    first = ask("thinking", prompt(5), 12, thought_limit=limit)
+    run_all(world, [first, ask("other", prompt(13, seed=1), max_tokens=3)])
+    assert (world.scheduler.num_preemptions, world.num_closed) == (0, 0)
+
+
+@KINDS
+@OVERLAP
 def test_an_abort_around_the_end_of_a_thought_returns_everything(setup: Setup, depth: int) -> None:
     for num_steps in range(5, 14):
         world = World(replace(setup, depth=depth))
