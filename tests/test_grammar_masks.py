@@ -329,6 +329,29 @@ def test_a_request_that_exceeds_the_limit_does_not_harm_others_of_the_same_gramm
     assert engine.policy.constraints.num_preparing == 0
 
 
+def test_a_request_gets_a_lexer_of_its_own_once_and_repeats_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It keeps the number of its cached tokens, and the scores of its prompt are sent once."""
+    cached = starting_with("?", "cached", token_ids=prompt(70))
+    scored = starting_with("?", "scored", token_ids=prompt(40, 1), prompt_logprobs=0)
+    engine = engine_of()
+    run(engine, request("before", cached.token_ids, max_tokens=1))
+    compiler, compiled = engine.policy.constraints.compiler, list[str]()
+    compile_anew = compiler.compile_anew
+
+    def count(grammar: str) -> Any:
+        compiled.append(grammar)
+        return compile_anew(grammar)
+
+    monkeypatch.setattr(compiler, "compile_anew", count)
+    together = run(engine, cached, starting_with("e", "costly"), scored)
+    assert {delta.num_cached_tokens for delta in together["cached"]} == {64}
+    num_scored = sum(len(delta.prompt_scores or ()) for delta in together["scored"])
+    assert num_scored == len(scored.token_ids) - 1
+    assert len(compiled) == 1 + len(together), "once for all of them, then once for each"
+
+
 def test_a_request_can_be_aborted_while_its_grammar_is_compiled_for_it_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
