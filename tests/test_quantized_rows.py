@@ -62,18 +62,22 @@ def test_products_are_those_of_the_expanded_rows(kind: str, N: int, K: int) -> N
     codes = make_codes(kind, N, K)
     rows, exact = pack(codes), codes.dequantize()
     assert kernels.is_available(rows)
-    assert torch.equal(kernels.expand(rows, 0, N), exact)
-    assert torch.equal(kernels.expand(rows, 5, 7), exact[5:12])
-    x = torch.randn(9, K, generator=torch.Generator().manual_seed(1))
-    wide = torch.full((9, N + 8), torch.nan)
-    kernels.multiply(x, rows, wide[:, 3 : 3 + N])
+    x = torch.randn(100, K, generator=torch.Generator().manual_seed(1))
     expected = x.double() @ exact.double().T
-    assert (wide[:, 3 : 3 + N] - expected).abs().max() <= 1e-4 * expected.abs().max()
-    assert wide[:, :3].isnan().all()
-    for begin, end in ((0, 1), (3, 5), (2, 9)):  # the same bits, whatever the other tokens are
-        alone = torch.empty(end - begin, N)
-        kernels.multiply(x[begin:end], rows, alone)
-        assert torch.equal(alone, wide[begin:end, 3 : 3 + N])
+    few, many = kernels.LEAST_TILED - 1, kernels.LEAST_TILED
+    for count, deterministic in ((few, False), (9, True), (100, False)):
+        wide = torch.full((count, N + 8), torch.nan)
+        seen = wide[:, 3 : 3 + N]
+        kernels.multiply(x[:count], rows, seen, deterministic=deterministic)
+        assert (seen - expected[:count]).abs().max() <= 1e-4 * expected.abs().max()
+        assert wide[:, :3].isnan().all()
+        assert wide[:, 3 + N :].isnan().all()
+        # the same bits, whatever the other tokens are
+        parts = ((2, 2 + many), (40, 97)) if count == 100 else ((0, 1), (3, count), (2, 4))
+        for begin, end in parts:
+            alone = torch.empty(end - begin, N)
+            kernels.multiply(x[begin:end], rows, alone, deterministic=deterministic)
+            assert torch.equal(alone, seen[begin:end])
 
 
 @NEEDS_COMPILER
@@ -83,7 +87,6 @@ def test_coarse_scales_may_be_powers_of_two() -> None:
     powers = Scales(codes.scales.fine, torch.full((20, 2), 2.0**-9).half(), codes.scales.repeat)
     codes = replace(codes, scales=powers)
     rows, exact = pack(codes), codes.dequantize()
-    assert torch.equal(kernels.expand(rows, 0, 20), exact)
     x, out = torch.randn(3, 512, generator=torch.Generator().manual_seed(1)), torch.empty(3, 20)
     kernels.multiply(x, rows, out)
     assert_near(out, x @ exact.T)
@@ -95,11 +98,12 @@ def test_columns_need_not_fill_a_block(K: int) -> None:
     for kind in ("zeros", "levels", "int8", "fp8"):
         codes = make_codes(kind, 20, K)
         rows, exact = pack(codes), codes.dequantize()
-        assert torch.equal(kernels.expand(rows, 0, 20), exact), kind
-        x, out = torch.randn(3, K, generator=torch.Generator().manual_seed(1)), torch.empty(3, 20)
-        kernels.multiply(x, rows, out)
-        expected = x.double() @ exact.double().T
-        assert (out - expected).abs().max() <= 1e-4 * expected.abs().max(), kind
+        for count in (3, 13):
+            x = torch.randn(count, K, generator=torch.Generator().manual_seed(1))
+            out = torch.empty(count, 20)
+            kernels.multiply(x, rows, out)
+            expected = x.double() @ exact.double().T
+            assert (out - expected).abs().max() <= 1e-4 * expected.abs().max(), kind
 
 
 def assert_near(seen: Tensor, expected: Tensor) -> None:
@@ -107,11 +111,13 @@ def assert_near(seen: Tensor, expected: Tensor) -> None:
 
 
 @NEEDS_COMPILER
-def test_what_is_fused_to_a_product_is_what_is_done_beside_it() -> None:
+@pytest.mark.parametrize("num_tokens", [4, kernels.LEAST_TILED + 5])
+def test_what_is_fused_to_a_product_is_what_is_done_beside_it(num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(4)
-    x, gate_up = torch.randn(9, 512, generator=generator), torch.randn(9, 1024, generator=generator)
+    x = torch.randn(num_tokens, 512, generator=generator)
+    gate_up = torch.randn(num_tokens, 1024, generator=generator)
     norm, bias = torch.rand(512, generator=generator), torch.randn(80, generator=generator)
-    residual = torch.randn(9, 80, generator=generator)
+    residual = torch.randn(num_tokens, 80, generator=generator)
     codes = make_codes("Q4_K", 50, 512), make_codes("Q6_K", 30, 512)
     weight, exact = Weight(torch.empty(80, 512)), torch.cat([one.dequantize() for one in codes])
     weight.quantize(tuple(pack(one) for one in codes))
@@ -132,7 +138,8 @@ def test_what_is_fused_to_a_product_is_what_is_done_beside_it() -> None:
     assert_near(seen[0], x @ exact.T + bias + residual)
     assert_near(seen[1], normed @ exact.T + bias)
     assert_near(seen[2], (F.silu(gate) * up) @ exact.T + residual)
-    for begin, end in ((0, 1), (3, 5)):  # the same bits, whatever the other tokens are
+    # the same bits, whatever the other tokens are
+    for begin, end in ((0, num_tokens - 3), (2, num_tokens)):
         for some, all in zip(products(slice(begin, end)), seen, strict=True):
             assert torch.equal(some, all[begin:end])
 

@@ -1,4 +1,4 @@
-"""GEMMs of a few tokens with quantized rows on a CPU (`quantized.cpp`), and dequantization."""
+"""GEMMs with quantized rows on a CPU (`quantized.cpp`)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,9 @@ from torch import Tensor
 from penstock.ops.cpu import library
 from penstock.ops.quantized import QuantizedRows, Scales
 
-MOST_TOKENS = {
-    "AVX512": 256,
-    "AVX2": 64,
-}  # for more, dequantizing the rows is faster
-MOST_FLOAT_TOKENS = 32  # for FP8, which is multiplied as float32 either way
+LEAST_TILED = 9  # tokens from which tiles of rows are faster than single rows
 BLOCK = 128  # columns per step of the kernel
-UNITS = (
-    128,
-    64,
-    32,
-    16,
-)  # compiled group sizes; actual groups are multiples
+UNITS = (128, 64, 32, 16)  # compiled group sizes; actual groups are multiples
 TYPES = {
     None: 0,
     torch.uint8: 1,
@@ -36,11 +27,14 @@ TYPES = {
     torch.bfloat16: 4,
     torch.float32: 5,
 }
-WEIGHT_TYPES: list[Any] = [
+ARGUMENT_TYPES: list[Any] = [
     *(c_void_p, c_void_p),  # planes
     *(c_void_p, c_int, c_void_p, c_int, c_int),  # scales
     *(c_void_p, c_int, c_void_p, c_int, c_int, c_int),  # offsets, whether they are zero points
-    *(c_long, c_long),
+    *(c_long, c_long),  # group, K
+    *(c_void_p, c_int, c_float),  # codes
+    *(c_void_p, c_void_p, c_float, c_int),  # tokens, and what is done before
+    *(c_void_p, c_void_p, c_void_p, c_long, c_long, c_long, c_int),  # after; T, N; stride, by_tile
 ]
 
 
@@ -57,20 +51,13 @@ def is_available(rows: QuantizedRows) -> bool:
     return rows.low.is_cpu and _call_of(rows) is not None
 
 
-def is_better(rows: QuantizedRows, num_tokens: int) -> bool:
-    """Whether `multiply` is faster than dequantizing first."""
-    most = MOST_FLOAT_TOKENS if rows.bits == 8 and rows.levels is not None else _most_tokens()
-    return num_tokens <= most and is_available(rows)
+def _by_tile(num_tokens: int) -> bool:
+    return num_tokens >= LEAST_TILED
 
 
-@functools.cache
-def _most_tokens() -> int:
-    return MOST_TOKENS.get(torch.backends.cpu.get_cpu_capability(), 0)
-
-
-def multiply(x: Tensor, rows: QuantizedRows, out: Tensor) -> None:
+def multiply(x: Tensor, rows: QuantizedRows, out: Tensor, *, deterministic: bool = False) -> None:
     """x [T, K] float32 times rows [N, K] into out [T, N] float32, which may be columns of a wider
-    tensor.
+    tensor. `deterministic`: in the same order for any number of tokens.
 
     Inputs are rounded to 16 bits, with one scale per 128 columns.
     """
@@ -78,16 +65,17 @@ def multiply(x: Tensor, rows: QuantizedRows, out: Tensor) -> None:
     call = _call_of(rows)
     assert call is not None, "called only where it is available"
     given = (x.data_ptr(), None, 0.0, False, None, None, out.data_ptr())
-    call(*given, len(x), rows.num_rows, out.stride(0))
+    by_tile = not deterministic and _by_tile(len(x))
+    call(*given, len(x), rows.num_rows, out.stride(0), by_tile)
 
 
 def can_fuse(x: Tensor, parts: tuple[object, ...]) -> bool:
-    """Whether `multiply_fused` is faster than separate steps for x [T, K] or [T, 2K]."""
+    """Whether `multiply_fused` can take x [T, K] or [T, 2K]."""
     return x.dtype == torch.float32 and all(
         isinstance(part, QuantizedRows)
         and part.columns is None
         and part.low.dim() == 2
-        and is_better(part, x.shape[0])
+        and is_available(part)
         for part in parts
     )
 
@@ -112,7 +100,7 @@ def multiply_fused(
         call = _call_of(part)
         assert call is not None, "called only where it is available"
         after = (_pointer(bias, first), _pointer(residual, first), out.data_ptr() + 4 * first)
-        call(*before, *after, len(x), part.num_rows, out.stride(0))
+        call(*before, *after, len(x), part.num_rows, out.stride(0), _by_tile(len(x)))
         first += part.num_rows
     return out
 
@@ -128,16 +116,6 @@ def _call_of(rows: QuantizedRows) -> Callable[..., None] | None:
         rows.kept["cpu"] = call
     found: Callable[..., None] | None = rows.kept["cpu"]
     return found
-
-
-def expand(rows: QuantizedRows, first: int, count: int) -> Tensor:  # [count, K] float32
-    """The same result as `dequantize`."""
-    out = torch.empty(count, rows.num_columns)
-    loaded = _library(*_kind(rows))
-    assert loaded is not None, "called only where it is available"
-    given = (*_arguments(rows), _pointer(rows.levels), rows.bias)
-    loaded.expand_quantized(*given, out.data_ptr(), first, count)
-    return rows.in_order(out)
 
 
 def _kind(rows: QuantizedRows) -> tuple[int, int, bool, bool]:
@@ -182,14 +160,8 @@ def _library(bits: int, unit: int, has_table: bool, is_fp8: bool) -> ctypes.CDLL
     loaded = library.load(Path(__file__).with_suffix(".cpp"), *options)
     if loaded is None:
         return None
-    loaded.multiply_quantized.argtypes = [
-        *(*WEIGHT_TYPES, c_void_p, c_float, c_float),
-        *(c_void_p, c_void_p, c_float, c_int),
-        *(c_void_p, c_void_p, c_void_p, c_long, c_long, c_long),
-    ]
-    loaded.expand_quantized.argtypes = [*WEIGHT_TYPES, c_void_p, c_int, c_void_p, c_long, c_long]
-    for function in (loaded.multiply_quantized, loaded.expand_quantized):
-        function.restype = None
+    loaded.multiply_quantized.argtypes = ARGUMENT_TYPES
+    loaded.multiply_quantized.restype = None
     return loaded
 
 

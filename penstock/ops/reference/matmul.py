@@ -16,7 +16,6 @@ from torch import Tensor
 from penstock.ops.cpu import decode, few_tokens, skinny_gemm
 from penstock.ops.cpu import quantized as cpu_quantized
 from penstock.ops.float8 import RoundedTokens, round_tokens, rounds_tokens
-from penstock.ops.quantized import QuantizedRows
 from penstock.ops.reference import packed
 from penstock.ops.reference.activation import silu
 from penstock.ops.reference.norm import norm_tokens
@@ -67,8 +66,8 @@ def multiply_parts(
     deterministic: bool = False,
     rounds: bool = False,  # quantize the tokens too (`float8.py`)
 ) -> Tensor:  # [T, K] -> [T, N] float32
-    """GEMM with rows in different formats. For few tokens, quantized rows are multiplied directly;
-    for many, a few rows at a time are dequantized and stay in the cache.
+    """GEMM with rows in different formats. On a CPU with a compiler, quantized rows are multiplied
+    directly; elsewhere, a few at a time are dequantized and stay in the cache.
     """
     sizes = [part.shape[0] for part in parts]
     wide, first = round_tokens(x) if rounds else x.float(), 0
@@ -82,22 +81,16 @@ def multiply_parts(
             own.copy_(multiply(x, part, deterministic=deterministic))
         elif isinstance(part, TiledRows):
             own.copy_(multiply(wide, part.dequantize(), deterministic=deterministic))
-        elif cpu_quantized.is_better(part, 0 if deterministic else len(x)):
-            cpu_quantized.multiply(wide, part, own)
+        elif cpu_quantized.is_available(part):
+            cpu_quantized.multiply(wide, part, own, deterministic=deterministic)
         else:
             rows_at_once = max(1, WIDENED_ELEMENTS // part.num_columns)
             for begin in range(0, size, rows_at_once):
-                some = _expanded(part, begin, min(begin + rows_at_once, size))
+                some = part.slice(begin, min(begin + rows_at_once, size)).dequantize()
                 own[:, begin : begin + rows_at_once] = multiply(
                     wide, some, deterministic=deterministic
                 )
     return out if bias is None else out.add_(bias)
-
-
-def _expanded(rows: QuantizedRows, begin: int, end: int) -> Tensor:
-    if cpu_quantized.is_available(rows):
-        return cpu_quantized.expand(rows, begin, end - begin)
-    return rows.slice(begin, end).dequantize()
 
 
 def multiply(
