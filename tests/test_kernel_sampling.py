@@ -69,7 +69,7 @@ def assert_same_draws(logits: Tensor, row_knobs: Knobs, filtered: bool = True) -
     logarithm.
     """
     seen = sample(logits, *row_knobs, filtered=filtered)
-    expected = reference.sample(logits, *row_knobs, filtered=filtered)
+    expected = reference.draw(logits, *row_knobs, filtered=filtered)
     temperature, top_k, top_p, min_p, seeds, positions = row_knobs
     for row in (seen != expected).nonzero()[:, 0].tolist():
         assert temperature[row] > 0, (

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.ops.cpu import sampling as cpu_sampling
+
 _MASK = 0xFFFFFFFF
 
 
@@ -57,6 +59,21 @@ def sample(
     positions: Tensor,  # [L] int64  of the sampled token
     filtered: bool,  # whether any row uses top_k, top_p or min_p
 ) -> Tensor:  # [L] int64
+    run = cpu_sampling.sample if cpu_sampling.can_sample(logits) else draw
+    return run(logits, temperature, top_k, top_p, min_p, seeds, positions, filtered)
+
+
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    filtered: bool,
+) -> Tensor:
+    """What `sample` means."""
     greedy = logits.argmax(-1)
     scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
     noise = gumbel_noise(seeds, positions, logits.shape[-1])
