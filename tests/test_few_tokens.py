@@ -209,3 +209,71 @@ def test_a_short_prompt_is_certain(
     found = run()
     without_kernels(monkeypatch)
     torch.testing.assert_close(found, run(), rtol=1e-4, atol=2e-5)
+
+
+# Tokens, tokens before, state slot, initial slot, accepted drafts, whether it is a prompt
+ROWS_OF_A_STEP = [
+    (1, 70, 1, 1, 0, False),
+    (3, 9, 2, 2, 1, False),
+    (5, 0, 3, 3, 0, True),
+    (16, 8, 4, 7, 0, True),
+    (1, 0, 5, 5, 0, False),
+]
+
+
+def mix_rows(places: list[int], rows: list[tuple[Any, ...]]) -> tuple[list[Tensor], list[Tensor]]:
+    """A step of these rows, `places` among all: the output of each, and what is stored after it."""
+    model = Row(num_drafts=2)
+    slots = (randn(8, 6, model.channels, seed=3), randn(8, 6, 16, 32, seed=4))
+    sizes = (5, 2, 6)  # rows, drafts, heads
+    journal = Journal(
+        randn(*sizes, 16, seed=5), randn(*sizes, 32, seed=6), -randn(*sizes[:2], 3, 6).abs()
+    )
+    given = [randn(row[0], model.width, seed=place) for place, row in zip(places, rows)]
+    spans, columns = [], zip(*rows)
+    for num_tokens, start, _, _, _, is_prompt in rows:
+        num_drafts = 0 if is_prompt else num_tokens - 1
+        end = start + num_tokens
+        spans.append(RowSpan(num_tokens, end, is_prompt=is_prompt, num_drafts=num_drafts))
+    counts, starts, state, initial, accepted, _ = (torch.tensor(column) for column in columns)
+    none = torch.zeros(len(rows), dtype=torch.int64)
+    out = ops.gated_delta_net(
+        torch.cat(given),
+        *model.weights,
+        EPS,
+        *slots,
+        torch.cat([none[:1], counts.cumsum(0)]),
+        starts + counts,
+        state,
+        initial,
+        spans,
+        ops.TokenBlocks.of(spans, "cpu"),
+        Row.heads[0],
+        journal,
+        Replay(torch.tensor(places), accepted, none, none),
+    )
+    return list(out.split_with_sizes(counts.tolist())), [*slots, *journal]
+
+
+def test_rows_of_a_step_are_each_what_they_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes with and without drafts beside short prompts, from empty and other states."""
+    places = list(range(len(ROWS_OF_A_STEP)))
+    together, stored = mix_rows(places, ROWS_OF_A_STEP)
+    for place, row in enumerate(ROWS_OF_A_STEP):
+        alone, own = mix_rows([place], [row])
+        assert torch.equal(alone[0], together[place])
+        slot = row[2]
+        assert all(torch.equal(own[part][slot], stored[part][slot]) for part in range(2))
+        assert all(torch.equal(own[part][place], stored[part][place]) for part in range(2, 5))
+    without_kernels(monkeypatch)
+    torch.testing.assert_close(
+        (together, stored), mix_rows(places, ROWS_OF_A_STEP), rtol=1e-4, atol=2e-5
+    )
+
+
+def test_a_row_that_starts_from_another_s_state_reads_it_before_that_step() -> None:
+    rows = [(1, 70, 1, 1, 0, False), (1, 70, 2, 1, 0, False)]
+    together, stored = mix_rows([0, 1], rows)
+    (alone,), own = mix_rows([1], rows[1:])
+    torch.testing.assert_close(together[1], alone, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(stored[1][2], own[1][2], rtol=1e-4, atol=2e-5)

@@ -20,13 +20,12 @@ MOST_ELEMENTS = 1 << 22  # per weight; torch's libraries read larger ones as fas
 
 def are_few(x: Tensor, deterministic: bool) -> bool:
     """Whether these functions support tokens x [T, ..]."""
-    return (
-        not deterministic
-        and x.dtype == torch.float32
-        and x.is_cpu
-        and 1 <= x.shape[0] <= MOST_TOKENS
-        and is_available()
-    )
+    return 1 <= x.shape[0] <= MOST_TOKENS and can_read(x, deterministic)
+
+
+def can_read(x: Tensor, deterministic: bool) -> bool:
+    """The same if they are given some tokens of x at a time."""
+    return not deterministic and x.dtype == torch.float32 and x.is_cpu and is_available()
 
 
 def can_multiply(weight: Tensor) -> bool:

@@ -64,18 +64,26 @@ def gated_delta_net(
 ) -> Tensor | RoundedTokens:  # [T, Hv * V]
     if backlog is not None:
         _end_backlog(recurrent, backlog, state_slots, initial_slots, spans, replay)
+    if (
+        few_tokens.can_read(mixed, deterministic)
+        and few_tokens.can_mix(conv_weight, conv, recurrent)
+        and _are_rows_of_few_tokens(spans, state_slots, initial_slots)
+    ):
+        outputs, first = [], 0
+        for row, span in enumerate(spans):
+            end, start = first + span.num_tokens, span.context_len - span.num_tokens
+            entry, *replayed = _numbers_of(replay and replay.part(slice(row, row + 1)))
+            own_slots = (int(state_slots[row]), int(initial_slots[row]))
+            output = few_tokens.gated_delta_net(
+                *(mixed[first:end], conv_weight, a_log, dt_bias, norm_weight, eps, L2_EPS),
+                *(conv, recurrent, num_key_heads),
+                (*own_slots, start, *replayed, 1 if span.is_decode else span.num_tokens),
+                () if journal is None else tuple([part[entry] for part in journal]),
+            )
+            outputs.append(output)
+            first = end
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     position = spans[0].context_len - spans[0].num_tokens if len(spans) == 1 else 0
-    is_one_row = len(spans) == 1 and not spans[0].checkpoints  # a decode, or a short prefill
-    are_few = is_one_row and few_tokens.are_few(mixed, deterministic)
-    if are_few and few_tokens.can_mix(conv_weight, conv, recurrent):
-        row, *replayed = _numbers_of(replay)
-        where = (int(state_slots), int(initial_slots), position)
-        return few_tokens.gated_delta_net(
-            *(mixed, conv_weight, a_log, dt_bias, norm_weight, eps, L2_EPS),
-            *(conv, recurrent, num_key_heads),
-            (*where, *replayed, 1 if spans[0].is_decode else len(mixed)),
-            () if journal is None else tuple([part[row] for part in journal]),
-        )
     if _is_one_decode(mixed, recurrent, spans, deterministic):
         given = (mixed, conv_weight, a_log, dt_bias, norm_weight, eps, conv, recurrent)
         row, num_accepted, keep_at, keep_slot = _numbers_of(replay)
@@ -176,6 +184,23 @@ def _end_backlog(
 def _numbers_of(replay: Replay | None) -> tuple[int, ...]:
     """For a step with one row."""
     return (0, 0, 0, 0) if replay is None else tuple([int(number) for number in replay])
+
+
+def _are_rows_of_few_tokens(
+    spans: Sequence[Span], state_slots: Tensor, initial_slots: Tensor
+) -> bool:
+    """Whether rows may be computed one after the other, each by the CPU's kernel of few tokens:
+    decodes and short prefills, none of which reads a state that one before has written.
+    """
+    most = few_tokens.MOST_TOKENS
+    if not all(1 <= span.num_tokens <= most and not span.checkpoints for span in spans):
+        return False
+    written = set[int]()
+    for slot, initial_slot in zip(state_slots.tolist(), initial_slots.tolist()):
+        if initial_slot in written:
+            return False
+        written.add(slot)
+    return bool(spans)
 
 
 def _is_one_decode(
