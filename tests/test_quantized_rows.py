@@ -195,6 +195,31 @@ def test_an_engine_keeps_a_checkpoint_s_codes_and_says_what_its_values_say(
         assert engine.info.weight_bytes == bytes_of(model) <= 1.25 * num_bytes
 
 
+@NEEDS_COMPILER
+@pytest.mark.parametrize("most", [3, 40])
+@pytest.mark.parametrize("kinds", [("Q4_K",), ("Q6_K",), ("fp8",), ("Q4_K", "Q6_K")])
+def test_experts_multiply_their_own_tokens(kinds: tuple[str, ...], most: int) -> None:
+    """A few experts of a stack, with different numbers of tokens, in any order."""
+    stacks = tuple(pack(make_codes(kind, 6 * 37, 512)).unflatten(6) for kind in kinds)
+    weight = Weight(torch.empty(6, 37 * len(kinds), 512))
+    weight.quantize(stacks)
+    experts, counts = (4, 0, 5, 1), (most, 1, most // 2 + 1, most)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(sum(counts), 512, generator=generator)
+    gate_up = torch.randn(sum(counts), 1024, generator=generator)
+    activated = F.silu(gate_up[:, :512]) * gate_up[:, 512:]
+    assert kernels.can_fuse(x, stacks, dim=3)
+    assert not kernels.can_fuse(x, stacks)
+    seen = kernels.multiply_experts(x, stacks, experts, counts)
+    inner = kernels.multiply_experts(gate_up, stacks, experts, counts, is_swiglu=True)
+    first = 0
+    for expert, count in zip(experts, counts):
+        own = slice(first, first := first + count)
+        matrix = weight.dequantize()[expert]
+        assert_near(seen[own], x[own] @ matrix.T)
+        assert_near(inner[own], activated[own] @ matrix.T)
+
+
 def test_experts_of_one_kind_are_one_stack() -> None:
     matrices = [make_codes("Q4_K", 24, 256), make_codes("Q4_K", 24, 256)]
     stack = QuantizedRows.stack([pack(codes) for codes in matrices])

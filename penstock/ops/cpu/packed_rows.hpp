@@ -22,9 +22,14 @@ namespace {
 using u8 = uint8_t;
 using s8 = int8_t;
 constexpr int LANES = 16, BLOCK = 128, HALF = BLOCK / 2, UNITS = BLOCK / UNIT;
-constexpr int SHARES = 4; // minimum of a thread: another program may delay one
 constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : BITS >= 2 ? 2 : 1, HIGH = BITS - LOW;
 constexpr bool IS_WIDE = BITS == 8 || HAS_TABLE; // pairs of products do not fit 16 bits
+
+// What a thread takes at a time of some items: of several shares, because another program may delay
+// a thread; of few, because the items after the last are prefetched in vain.
+inline long share_of(long num_items) {
+    return std::max(num_items / (4 * omp_get_max_threads()), 1l);
+}
 
 #ifdef __AVX512BW__
 
@@ -390,6 +395,11 @@ struct Numbers { // one per group of columns: [N, groups]
         const u8* own = (const u8*)numbers + first * sizes[type];
         for (long i = 0; i < count * sizes[type]; i += HALF) __builtin_prefetch(own + i, 0, 2);
     }
+};
+
+// Some tokens, all for the same rows: those of a matrix of a stack.
+struct Group {
+    long row, token, num_tokens; // first row, first token
 };
 
 struct Weight {

@@ -108,12 +108,13 @@ void multiply_some(long num_tokens, const Given&... given) {
     if constexpr (tokens > 1) multiply_some<rows, tokens - 1>(num_tokens, given...);
 }
 
-// Blocks of rows, each with all tokens.
+// Blocks of rows, each with all tokens of its group.
 void multiply_rows(const Weight& w, Bytes table, int bias, float unit, const Inputs& inputs,
-                   const After& after, long T, long N) {
+                   const After& after, const std::vector<Group>& groups, long N) {
     bool has_offsets = w.offsets.type != NONE;
     long num_blocks = (N + PREPARED - 1) / PREPARED, stride = w.stride();
-    long taken = std::clamp(num_blocks / (SHARES * omp_get_max_threads()), 1l, MOST_TAKEN);
+    long num_all = num_blocks * long(groups.size());
+    long taken = share_of(num_all);
 #pragma omp parallel
     {
         // spread() reads past the end
@@ -121,26 +122,28 @@ void multiply_rows(const Weight& w, Bytes table, int bias, float unit, const Inp
             offsets(has_offsets ? PREPARED * stride : 0);
         Sides sides = {scales.data(), has_offsets ? offsets.data() : nullptr, float(bias), unit};
 #pragma omp for schedule(dynamic, taken)
-        for (long block = 0; block < num_blocks; block++) {
-            long begin = block * PREPARED, end = std::min(N, begin + PREPARED);
-            w.prefetch_numbers(end, std::min(PREPARED, N - end));
-            w.prepare(begin, end - begin, scales.data(), has_offsets ? offsets.data() : nullptr);
-            for (long start = 0; start < T; start += TOKENS) {
-                long num_tokens = std::min<long>(TOKENS, T - start);
-                for (long first = begin; first < end; first += ROWS) {
-                    long num_rows = std::min<long>(ROWS, end - first);
+        for (long i = 0; i < num_all; i++) {
+            const Group& group = groups[i / num_blocks];
+            long begin = i % num_blocks * PREPARED, count = std::min(PREPARED, N - begin);
+            long row = group.row + begin, ahead = std::min(PREPARED, N - begin - count);
+            w.prefetch_numbers(row + count, ahead);
+            w.prepare(row, count, scales.data(), has_offsets ? offsets.data() : nullptr);
+            for (long t = 0; t < group.num_tokens; t += TOKENS) {
+                long num_tokens = std::min<long>(TOKENS, group.num_tokens - t);
+                long token = group.token + t;
+                for (long n = 0; n < count; n += ROWS) {
+                    long num_rows = std::min<long>(ROWS, count - n);
                     float sums[TOKENS * ROWS];
-                    Sides own = sides.from((first - begin) * stride);
+                    Sides own = sides.from(n * stride);
                     if (num_rows == ROWS)
-                        multiply_some<ROWS>(num_tokens, w, table, inputs, start, first, own,
+                        multiply_some<ROWS>(num_tokens, w, table, inputs, token, row + n, own,
                                             (float*)sums);
-                    else
-                        for (long n = 0; n < num_rows; n++)
-                            multiply_some<1>(num_tokens, w, table, inputs, start, first + n,
-                                             own.from(n * stride), sums + n);
-                    for (long t = 0; t < num_tokens; t++)
-                        for (long n = 0; n < num_rows; n++)
-                            after.store(start + t, first + n, sums[t * ROWS + n]);
+                    else // one row is left
+                        multiply_some<1>(num_tokens, w, table, inputs, token, row + n, own,
+                                         (float*)sums);
+                    for (long i = 0; i < num_tokens; i++)
+                        for (long j = 0; j < num_rows; j++)
+                            after.store(token + i, begin + n + j, sums[i * ROWS + j]);
                 }
             }
         }
@@ -149,10 +152,10 @@ void multiply_rows(const Weight& w, Bytes table, int bias, float unit, const Inp
 
 } // namespace
 
-// Rows 0 to N of a weight, whose offsets may be of type NONE; x [T, K], or [T, 2K] of swiglu; out
-// and residual [T, stride]. A code, or the byte that the table has for it, is value / unit +
-// bias_of_codes. Norm, bias and residual may be null. `by_tile`: for many tokens, with sums in
-// another order.
+// Matrices [N, K] of a stack, and for each the number of its tokens, in their order; x [T, K], or
+// [T, 2K] of swiglu; out and residual [T, stride]. Offsets may be of type NONE. A code, or the byte
+// that the table has for it, is value / unit + bias_of_codes. Norm, bias and residual may be null.
+// `by_tile`: for many tokens, with sums in another order.
 extern "C" void multiply_quantized(const u8* low, const u8* high, const void* scale, int scale_type,
                                    const void* scale_coarse, int scale_coarse_type,
                                    int scale_repeat, const void* offset, int offset_type,
@@ -160,7 +163,8 @@ extern "C" void multiply_quantized(const u8* low, const u8* high, const void* sc
                                    int offset_repeat, int are_zeros, long group, long K,
                                    const u8* bytes, int bias_of_codes, float unit, const float* x,
                                    const float* norm, float eps, int is_swiglu, const float* bias,
-                                   const float* residual, float* out, long T, long N, long stride,
+                                   const float* residual, float* out, const int32_t* matrices,
+                                   const int32_t* counts, long num_matrices, long N, long stride,
                                    int by_tile) {
     long blocks = (K + BLOCK - 1) / BLOCK;
     Rows rows = {low, high, bytes_of(blocks, LOW), HIGH ? bytes_of(blocks, HIGH) : 0};
@@ -169,13 +173,17 @@ extern "C" void multiply_quantized(const u8* low, const u8* high, const void* sc
     Weight w = {rows, scales, offsets, bool(are_zeros), group, K, (K + group - 1) / group, blocks};
     Before before = {norm, eps, bool(is_swiglu)};
     After after = {bias, residual, out, stride};
+    std::vector<Group> groups;
+    long T = 0;
+    for (long i = 0; i < num_matrices; T += counts[i++])
+        groups.push_back({matrices[i] * N, T, counts[i]});
     u8 no_table[16] = {};
     Bytes table = load_table(bytes ? bytes : no_table);
     if (by_tile) {
         Words words(x, before, T, K, blocks, bias_of_codes);
-        multiply_tiles(w, table, unit, words, after, T, N);
+        multiply_tiles(w, table, unit, words, after, groups, T, N);
     } else {
         Inputs inputs(x, before, T, K, blocks, w.stride());
-        multiply_rows(w, table, bias_of_codes, unit, inputs, after, T, N);
+        multiply_rows(w, table, bias_of_codes, unit, inputs, after, groups, N);
     }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from ctypes import c_float, c_int, c_long, c_void_p
+from ctypes import c_float, c_int, c_int32, c_long, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,9 @@ ARGUMENT_TYPES: list[Any] = [
     *(c_long, c_long),  # group, K
     *(c_void_p, c_int, c_float),  # codes
     *(c_void_p, c_void_p, c_float, c_int),  # tokens, and what is done before
-    *(c_void_p, c_void_p, c_void_p, c_long, c_long, c_long, c_int),  # after; T, N; stride, by_tile
+    *(c_void_p, c_void_p, c_void_p),  # what is done after
+    *(c_void_p, c_void_p, c_long),  # groups
+    *(c_long, c_long, c_int),  # N, stride, by_tile
 ]
 
 
@@ -62,19 +64,18 @@ def multiply(x: Tensor, rows: QuantizedRows, out: Tensor, *, deterministic: bool
     Inputs are rounded to 16 bits, with one scale per 128 columns.
     """
     x = (x if rows.columns is None else x[:, rows.columns]).contiguous()
-    call = _call_of(rows)
-    assert call is not None, "called only where it is available"
-    given = (x.data_ptr(), None, 0.0, False, None, None, out.data_ptr())
     by_tile = not deterministic and _by_tile(len(x))
-    call(*given, len(x), rows.num_rows, out.stride(0), by_tile)
+    _multiply(x, (rows,), out, _groups((0,), (len(x),)), by_tile=by_tile)
 
 
-def can_fuse(x: Tensor, parts: tuple[object, ...]) -> bool:
-    """Whether `multiply_fused` can take x [T, K] or [T, 2K]."""
+def can_fuse(x: Tensor, parts: tuple[object, ...], dim: int = 2) -> bool:
+    """Whether `multiply_fused` can take x [T, K] or [T, 2K], or, with `dim` 3, `multiply_experts`
+    can.
+    """
     return x.dtype == torch.float32 and all(
         isinstance(part, QuantizedRows)
         and part.columns is None
-        and part.low.dim() == 2
+        and part.low.dim() == dim
         and is_available(part)
         for part in parts
     )
@@ -91,18 +92,54 @@ def multiply_fused(
     residual: Tensor | None = None,  # [T, N]
 ) -> Tensor:  # [T, N]
     """GEMM with all parts of a weight, with norm or swiglu before and bias and residual after."""
-    x = x.contiguous()
     out = torch.empty(len(x), sum(part.num_rows for part in parts))
     residual = None if residual is None else residual.contiguous()
-    before = (x.data_ptr(), _pointer(norm), eps, is_swiglu)
+    before = (_pointer(norm), eps, is_swiglu)
+    groups = _groups((0,), (len(x),))
+    by_tile = _by_tile(len(x))
+    _multiply(x.contiguous(), parts, out, groups, before, bias, residual, by_tile=by_tile)
+    return out
+
+
+def multiply_experts(
+    x: Tensor,  # [P, K], or [P, 2K] with `is_swiglu`: the tokens of each expert, in their order
+    parts: Sequence[Any],  # QuantizedRows [E, N, K], checked by `can_fuse`
+    experts: Sequence[int],
+    counts: Sequence[int],  # tokens of each
+    *,
+    is_swiglu: bool = False,
+) -> Tensor:  # [P, N]
+    """Each expert's product with its own tokens."""
+    out = torch.empty(len(x), sum(part.num_rows for part in parts))
+    groups = _groups(experts, counts)
+    by_tile = _by_tile(len(x) // len(experts))
+    _multiply(x.contiguous(), parts, out, groups, (None, 0.0, is_swiglu), by_tile=by_tile)
+    return out
+
+
+def _groups(matrices: Sequence[int], counts: Sequence[int]) -> tuple[Any, Any, int]:
+    array = c_int32 * len(matrices)
+    return array(*matrices), array(*counts), len(matrices)
+
+
+def _multiply(
+    x: Tensor,
+    parts: Sequence[QuantizedRows],
+    out: Tensor,
+    groups: tuple[Any, Any, int],
+    before: tuple[int | None, float, bool] = (None, 0.0, False),  # norm, eps, is_swiglu
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    by_tile: bool,
+) -> None:
     first = 0
     for part in parts:
         call = _call_of(part)
         assert call is not None, "called only where it is available"
-        after = (_pointer(bias, first), _pointer(residual, first), out.data_ptr() + 4 * first)
-        call(*before, *after, len(x), part.num_rows, out.stride(0), _by_tile(len(x)))
+        after = (_pointer(bias, first), _pointer(residual, first), _pointer(out, first))
+        call(x.data_ptr(), *before, *after, *groups, part.num_rows, out.stride(0), by_tile)
         first += part.num_rows
-    return out
 
 
 def _call_of(rows: QuantizedRows) -> Callable[..., None] | None:

@@ -18,7 +18,6 @@ constexpr int PANELS = 1, TILE_TOKENS = IS_FP8 ? 6 : 3;
 #endif
 constexpr int TILE = PANELS * LANES;
 constexpr long MOST_SUMMED = 252; // tokens whose sums stay in L1
-constexpr long MOST_TAKEN = 16;   // of these per thread at a time: the next is prefetched
 constexpr long LEAST_SUMMED = 48; // for which widening a tile is worthwhile
 
 using Values = std::conditional_t<IS_FP8, Floats, Bytes>;
@@ -135,45 +134,48 @@ void multiply_tile_by(long num_tokens, const Given&... given) {
     if constexpr (tokens > 1) multiply_tile_by<tokens - 1>(num_tokens, given...);
 }
 
-// Tiles of rows, each with the tokens of a piece.
+// Tiles of rows, each with some tokens of its group.
 inline void multiply_tiles(const Weight& w, Bytes table, float unit, const Words& x,
-                           const After& after, long T, long N) {
+                           const After& after, const std::vector<Group>& groups, long T, long N) {
     long num_tiles = (N + TILE - 1) / TILE, stride = w.stride();
-    long most =
-        std::clamp(T * num_tiles / (SHARES * omp_get_max_threads()), LEAST_SUMMED, MOST_SUMMED);
-    long num_pieces = (T + most - 1) / most;
-    long piece = ((T + num_pieces - 1) / num_pieces + TILE_TOKENS - 1) / TILE_TOKENS * TILE_TOKENS;
-    long taken =
-        std::clamp(num_tiles * num_pieces / (SHARES * omp_get_max_threads()), 1l, MOST_TAKEN);
+    long piece = std::clamp(share_of(T * num_tiles), LEAST_SUMMED, MOST_SUMMED);
+    std::vector<Group> pieces; // of about equal size
+    for (const Group& group : groups) {
+        long count = (group.num_tokens + piece - 1) / piece * TILE_TOKENS;
+        long size = (group.num_tokens + count - 1) / count * TILE_TOKENS;
+        for (long t = 0; t < group.num_tokens; t += size)
+            pieces.push_back({group.row, group.token + t, std::min(size, group.num_tokens - t)});
+    }
+    long num_pieces = pieces.size(), num_all = num_tiles * num_pieces;
+    long taken = share_of(num_all);
     bool has_offsets = w.offsets.type != NONE;
 #pragma omp parallel
     {
         Tile tile;
         ByUnit scales(stride), offsets(has_offsets ? stride : 0);
-        std::vector<float> sums(piece * TILE);
-#pragma omp for schedule(dynamic, taken) collapse(2)
-        for (long begin = 0; begin < N; begin += TILE)
-            for (long token = 0; token < T; token += piece) {
-                long end = std::min(N, begin + TILE), num_tokens = std::min(piece, T - token);
-                if (!token) w.prefetch_numbers(end, std::min<long>(TILE, N - end));
-                w.prepare(begin, end - begin, scales.rows.data(),
-                          has_offsets ? offsets.rows.data() : nullptr);
-                scales.turn(stride, unit);
-                if (has_offsets) offsets.turn(stride, 1);
-                std::fill(sums.begin(), sums.end(), 0.0f);
-                for (long block = 0; block < w.blocks; block++) {
-                    tile.widen(w, table, begin, end - 1, block);
-                    const float* own = &scales.units[block * UNITS * TILE];
-                    const float* offset =
-                        has_offsets ? &offsets.units[block * UNITS * TILE] : nullptr;
-                    for (long t = 0; t < num_tokens; t += TILE_TOKENS)
-                        multiply_tile_by(std::min<long>(TILE_TOKENS, num_tokens - t), tile, own,
-                                         offset, x, block * T + token + t, &sums[t * TILE]);
-                }
-                for (long t = 0; t < num_tokens; t++)
-                    for (long n = begin; n < end; n++)
-                        after.store(token + t, n, sums[t * TILE + n - begin]);
+        std::vector<float> sums((piece + TILE_TOKENS) * TILE);
+#pragma omp for schedule(dynamic, taken)
+        for (long i = 0; i < num_all; i++) {
+            const Group& group = pieces[i / num_tiles];
+            long begin = i % num_tiles * TILE, count = std::min<long>(TILE, N - begin);
+            long row = group.row + begin, ahead = std::min<long>(TILE, N - begin - count);
+            w.prefetch_numbers(row + count, ahead);
+            w.prepare(row, count, scales.rows.data(), has_offsets ? offsets.rows.data() : nullptr);
+            scales.turn(stride, unit);
+            if (has_offsets) offsets.turn(stride, 1);
+            std::fill(sums.begin(), sums.end(), 0.0f);
+            for (long block = 0; block < w.blocks; block++) {
+                tile.widen(w, table, row, row + count - 1, block);
+                const float* own = &scales.units[block * UNITS * TILE];
+                const float* offset = has_offsets ? &offsets.units[block * UNITS * TILE] : nullptr;
+                for (long t = 0; t < group.num_tokens; t += TILE_TOKENS)
+                    multiply_tile_by(std::min<long>(TILE_TOKENS, group.num_tokens - t), tile, own,
+                                     offset, x, block * T + group.token + t, &sums[t * TILE]);
             }
+            for (long t = 0; t < group.num_tokens; t++)
+                for (long n = 0; n < count; n++)
+                    after.store(group.token + t, begin + n, sums[t * TILE + n]);
+        }
     }
 }
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops.cpu import decode, few_tokens
+from penstock.ops.cpu import quantized as cpu_quantized
 from penstock.ops.float8 import round_tokens, rounded_experts
 from penstock.ops.reference.activation import sigmoid, silu
 from penstock.ops.reference.matmul import linear, multiply, multiply_parts, swiglu, swiglu_linear
@@ -250,10 +251,18 @@ def run_experts_grouped(
         groups = zip(used, rows.split_with_sizes(counts))
         return torch.cat([one_expert(own, weight, expert) for expert, own in groups])
 
-    outputs = each_expert(swiglu(each_expert(rows, gate_up), deterministic), down)
+    if not deterministic and _can_fuse(rows, gate_up) and _can_fuse(rows, down):
+        inner = cpu_quantized.multiply_experts(rows, gate_up.parts, used, counts)
+        outputs = cpu_quantized.multiply_experts(inner, down.parts, used, counts, is_swiglu=True)
+    else:
+        outputs = each_expert(swiglu(each_expert(rows, gate_up), deterministic), down)
     if len(x) > 1:
         outputs = torch.empty_like(outputs).index_copy_(0, order, outputs)
     return outputs.view(*ids.shape, -1)
+
+
+def _can_fuse(rows: Tensor, experts: Weight) -> bool:
+    return bool(experts.parts) and cpu_quantized.can_fuse(rows, experts.parts, dim=3)
 
 
 def run_experts_gathered(
