@@ -57,7 +57,9 @@ def main() -> None:
             print(f"round {number + 1}, {NAMES[name]}: {runs[name][-1]}", flush=True)
     rows = summarize(runs)
     for row in rows:
-        print("  ".join(f"{value:>12}" for value in row.values()))
+        print(
+            "  ".join(f"{name} {value}" if name != "case" else value for name, value in row.items())
+        )
     result = {"model": given.model.name, "threads": given.threads, **circumstances(), "rows": rows}
     if given.json:
         given.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -66,8 +68,9 @@ def main() -> None:
 def in_process(name: str, model: Path, threads: int) -> dict[str, float]:
     command = [sys.executable, __file__, str(model), "--threads", str(threads), "--only", name]
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
+        print(done.stderr, file=sys.stderr)  # llama.cpp also logs there
         sys.exit(f"error: {NAMES[name]} ended with exit status {done.returncode}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -126,7 +129,8 @@ def of_penstock(model: Path, threads: int) -> tuple[Prefill, Steps]:
     def times(rows: int, num_tokens: int, new: int) -> list[float]:
         for _ in range(rows):
             sampling = SamplingParams(max_tokens=new, temperature=1.0, seed=random.getrandbits(32))
-            engine.submit(Request(str(sampling.seed), random_tokens(num_tokens), sampling))
+            token_ids = random_tokens(num_tokens)
+            engine.submit(Request(id=str(sampling.seed), token_ids=token_ids, sampling=sampling))
         found = []
         while engine.has_work:
             start = time.perf_counter()
@@ -144,7 +148,6 @@ def of_llama_cpp(model: Path, threads: int) -> tuple[Prefill, Steps]:
     """`llama_decode` alone."""
     import llama_cpp as llama
 
-    llama.llama_log_set(llama.llama_log_callback(lambda *_: None), None)
     llama.llama_backend_init()
     loaded = llama.llama_model_load_from_file(
         str(model).encode(), llama.llama_model_default_params()
