@@ -80,7 +80,7 @@ def assert_person(deltas: list[TokenDelta]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "knobs"),
+    ("config", "params"),
     [
         (LLAMA, {}),
         (SHALLOW_MOE, {}),
@@ -92,10 +92,10 @@ def assert_person(deltas: list[TokenDelta]) -> None:
     ids=lambda given: given.get("model_type", str(given)),
 )
 def test_every_reply_under_a_schema_is_valid_against_it(
-    config: dict[str, Any], knobs: dict[str, Any]
+    config: dict[str, Any], params: dict[str, Any]
 ) -> None:
     requests = [
-        constrained(f"r{i}", token_ids=prompt(9, i), **{"seed": i, **knobs}) for i in range(3)
+        constrained(f"r{i}", token_ids=prompt(9, i), **{"seed": i, **params}) for i in range(3)
     ]
     for deltas in run(engine_of(config), *requests).values():
         assert_person(deltas)

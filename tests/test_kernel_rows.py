@@ -120,8 +120,8 @@ def test_drafts_are_right_up_to_the_first_that_the_model_does_not_say(
             assert accepted.tolist() == [5, wrong, 0, 3, 1]
             assert context_len.tolist() == [1, 65 + wrong, 10, 34, 9]
             assert last_token.tolist() == [before[0], said[4 + wrong], 21, 34, 42]
-            assert gained.told[0].tolist() == [4, *said[:4]]
-            assert gained.told[2:, 1:].tolist()[:2] == [[41, 42, 0, 0], [21, 0, 0, 0]]
+            assert gained.for_host[0].tolist() == [4, *said[:4]]
+            assert gained.for_host[2:, 1:].tolist()[:2] == [[41, 42, 0, 0], [21, 0, 0, 0]]
             assert gained.last_places.tolist() == [3, 4 + wrong, 9, 10] + [11] * num_padding
             assert gained.last_lens.tolist() == [33, 64 + wrong, 8, 9] + [1] * num_padding
             results.append((last_token, context_len, accepted, *gained))

@@ -13,9 +13,9 @@ from penstock.types import SamplingParams
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0, 2.5])
 
 
-def draw(num: int, logits: torch.Tensor = LOGITS, seed: int = 7, **knobs: float) -> torch.Tensor:
+def draw(num: int, logits: torch.Tensor = LOGITS, seed: int = 7, **params: float) -> torch.Tensor:
     """Relative frequencies of `num` draws with one seed at as many positions."""
-    settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | knobs
+    settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
     tokens = ops.sample(
         logits.repeat(num, 1),
         torch.full((num,), float(settings["temperature"])),
@@ -24,7 +24,7 @@ def draw(num: int, logits: torch.Tensor = LOGITS, seed: int = 7, **knobs: float)
         torch.full((num,), float(settings["min_p"])),
         torch.full((num,), seed),
         torch.arange(num),
-        filtered=any(name in knobs for name in ("top_k", "top_p", "min_p")),
+        filtered=any(name in params for name in ("top_k", "top_p", "min_p")),
     )
     return torch.bincount(tokens, minlength=len(logits)) / num
 
@@ -56,7 +56,7 @@ def test_a_row_draws_the_same_whatever_its_batch() -> None:
     torch.manual_seed(0)
     rows, vocab = 9, 300
     logits = torch.randn(rows, vocab)
-    knobs = (
+    params = (
         torch.rand(rows) + 0.1,
         torch.randint(0, 50, (rows,)),
         torch.rand(rows) * 0.5 + 0.5,
@@ -64,10 +64,10 @@ def test_a_row_draws_the_same_whatever_its_batch() -> None:
         torch.randint(-(2**60), 2**60, (rows,)),
         torch.randint(0, 5000, (rows,)),
     )
-    together = ops.sample(logits, *knobs, filtered=True)
+    together = ops.sample(logits, *params, filtered=True)
     for row in range(rows):
         alone = ops.sample(
-            logits[row : row + 1], *(knob[row : row + 1] for knob in knobs), filtered=True
+            logits[row : row + 1], *(param[row : row + 1] for param in params), filtered=True
         )
         assert alone[0] == together[row]
 
@@ -85,7 +85,7 @@ def test_top_k_one_is_greedy_even_on_ties() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "kept"),
+    ("params", "kept"),
     [
         ({"top_k": 2}, {4, 5}),
         ({"top_p": 0.5}, {4, 5}),  # probabilities 0.45, 0.27, 0.16, ...
@@ -94,8 +94,8 @@ def test_top_k_one_is_greedy_even_on_ties() -> None:
         ({"top_k": 2, "top_p": 0.6}, {4}),  # after top_k the first has 0.62
     ],
 )
-def test_filters_keep_exactly_the_likely_tokens(knobs: dict[str, float], kept: set[int]) -> None:
-    frequencies = draw(3000, **knobs)
+def test_filters_keep_exactly_the_likely_tokens(params: dict[str, float], kept: set[int]) -> None:
+    frequencies = draw(3000, **params)
     assert {token for token, share in enumerate(frequencies.tolist()) if share > 0} == kept
 
 

@@ -45,7 +45,7 @@ from penstock.types import Request, SamplingParams, Sequence
 
 if TYPE_CHECKING:
     from penstock.engine.logits_engine import LogitsEngine
-    from penstock.engine.runner import PendingStep
+    from penstock.engine.pending_step import PendingStep
 
 COLUMNS = [
     *("batch", "context", "drafts", "ms a step", "tokens a step", "ms a token", "times plain"),

@@ -122,9 +122,9 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Prints the answer to `text`; both join the conversation unless the model failed."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        told = [{"role": "system", "content": self.system}] if self.system else []
+        instructions = [{"role": "system", "content": self.system}] if self.system else []
         with StopSwitch() as stop:
-            answer = self._show(self.model.stream(told + asked, self.thinking), stop)
+            answer = self._show(self.model.stream(instructions + asked, self.thinking), stop)
         self.messages = [*asked, {"role": "assistant", "content": answer}]
 
     def _show(self, pieces: Generator[tuple[str, bool]], stop: StopSwitch) -> str:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.engine import Engine
     from penstock.engine.logits_engine import LogitsEngine
-    from penstock.engine.runner import PendingStep
+    from penstock.engine.pending_step import PendingStep
 
 
 @dataclass(frozen=True, slots=True)

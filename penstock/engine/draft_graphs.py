@@ -108,9 +108,9 @@ class DraftGraphs:
         self._steps[size].load(rows)
         if not self._is_whole(size, mode):
             self._logits[size][0].replay()
-        graph, told = self._tokens[size, mode]
+        graph, for_host = self._tokens[size, mode]
         graph.replay()
-        return told[: len(rows)]
+        return for_host[: len(rows)]
 
     def replay_logits(self, rows: tuple[RowPlan, ...], size: DraftSize) -> Tensor:
         """[L, vocab] float32: logits of the positions that the rows use, row after row."""

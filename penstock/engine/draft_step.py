@@ -146,12 +146,12 @@ class DraftStep:
         return self.num_new
 
     def finish(self, verified: Verified, mode: SamplingMode) -> Tensor:  # [R, 2 + n]
-        """What each row gained, for the host: `AcceptedDrafts.told`."""
+        """What each row gained, for the host: `AcceptedDrafts.for_host`."""
         sampled, accepted = self.choose(verified, mode)
         starts = self._places[: self.size.num_rows + 1]
         chosen = verified.inputs.choose(accepted.last_places, accepted.last_lens, starts)
         self.follow(verified, sampled, chosen)
-        return accepted.told
+        return accepted.for_host
 
     def run(self, mode: SamplingMode) -> Tensor:  # [R, 2 + n]
         """A whole step."""

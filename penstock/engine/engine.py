@@ -33,9 +33,9 @@ from penstock.engine.device_part import (
 from penstock.engine.grammar_masks import ConstrainedRow, StepMasks
 from penstock.engine.memory import MemoryPlan
 from penstock.engine.model_drafter import ModelDrafter, load_model_drafter
+from penstock.engine.pending_step import PendingStep
 from penstock.engine.policy import Policy
 from penstock.engine.rank_group import RankGroup
-from penstock.engine.runner import PendingStep
 from penstock.errors import PenstockError
 from penstock.gguf.folder import folder_of
 from penstock.models.source import ModelSource, find_model

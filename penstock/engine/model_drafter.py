@@ -24,7 +24,8 @@ from penstock.config import EngineConfig
 from penstock.engine.device import on_device, pick_device
 from penstock.engine.device_part import check_page_size
 from penstock.engine.memory import MemoryPlan, build_runner
-from penstock.engine.runner import PendingStep, Runner
+from penstock.engine.pending_step import PendingStep
+from penstock.engine.runner import Runner
 from penstock.errors import ConfigError
 from penstock.gguf.folder import folder_of, read_text
 from penstock.layers.packing import narrow_weights, pack_weights, shorten_weights

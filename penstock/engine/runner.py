@@ -8,10 +8,9 @@ how a step is launched. The only place where the host waits for the device is `P
 from __future__ import annotations
 
 import functools
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -26,6 +25,7 @@ from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.graph_sizes import DraftSize
 from penstock.engine.graphs import DecodeGraphs, Model, run_for_last_tokens, warm_up
 from penstock.engine.mtp_drafter import MTPDrafter
+from penstock.engine.pending_step import PendingStep, Scores, StepResults
 from penstock.engine.pooling import PooledRows, pool_rows
 from penstock.engine.pools import PoolSizes
 from penstock.engine.prefill_graphs import PrefillGraphs
@@ -36,129 +36,17 @@ from penstock.engine.step_times import StepSeconds, measure_steps
 from penstock.engine.timing import StepTimer
 from penstock.layers.inputs import KVCache, LayerCache, StepInputs
 from penstock.progress import OnPhase
-from penstock.types import PromptScores, PromptTargets, StepOutput, StepPlan, TokenLogprob
+from penstock.types import PromptTargets, StepPlan
 
 TARGET_ROWS = 64  # rows of logits at a time: each has hundreds of thousands of entries
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-Scores = tuple[Tensor, Tensor, Tensor]  # logprobs [T], top logprobs [T, k], top ids [T, k]
 FillMasks = Callable[[], StepMasks]
-# What `PendingStep` takes after the plan.
-StepResults = tuple[
-    SamplingNeeds, list[Tensor], dict[int, Scores], list[PooledRows], Tensor | None, bool
-]
 
 # What a step must compute, in increasing order: tokens from unchanged logits; logits; hidden states
 # of the last tokens, to pool; hidden states of all tokens, to score, average, verify or draft.
 Wanted = Literal["tokens", "logits", "last states", "all states"]
-
-
-class PendingStep:
-    """A launched step whose results are being copied to the host."""
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        needs: SamplingNeeds,
-        tensors: list[Tensor],
-        scores: dict[int, Scores] | None = None,  # of prompt targets, by row
-        pooled: list[PooledRows] | None = None,
-        num_new: Tensor | None = None,  # tokens that each sampling row gained; None: one each
-        are_told: bool = False,  # the tokens, as `AcceptedDrafts.told` has them
-    ) -> None:
-        self.plan = plan
-        self._are_told = are_told
-        self._num_new = num_new
-        self._needs = needs
-        self._event: torch.cuda.Event | None = None
-        self._tensors, self._scores, self._pooled = tensors, scores or {}, pooled or []
-        if tensors[0].is_cuda:
-            self._tensors = [_copy_to_host(tensor) for tensor in tensors]
-            self._num_new = None if num_new is None else _copy_to_host(num_new)
-            self._scores = {
-                row: (_copy_to_host(logprobs), _copy_to_host(top), _copy_to_host(top_ids))
-                for row, (logprobs, top, top_ids) in self._scores.items()
-            }
-            self._pooled = [
-                PooledRows(one.rows, _copy_to_host(one.vectors)) for one in self._pooled
-            ]
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> StepOutput:
-        if self._event is not None:
-            self._event.synchronize()
-        token_ids, *logprobs = (tensor.tolist() for tensor in self._tensors)
-        rows = [row.row for row in self.plan.rows if row.samples]
-        if self._are_told:
-            said = {row: tuple(told[:num_new]) for row, (num_new, *told) in zip(rows, token_ids)}
-        elif self._num_new is None:
-            said = {row: (token_id,) for row, token_id in zip(rows, token_ids)}
-        else:
-            said = {row: tuple(token_ids[some]) for row, some in self._places().items()}
-        return StepOutput(
-            step=self.plan.step,
-            token_ids=said,
-            logprobs=self._logprobs(self._places(), token_ids, *logprobs) if logprobs else {},
-            prompt_scores=self._prompt_scores(),
-            vectors={
-                row: vector.tobytes()
-                for pooled in self._pooled
-                for row, vector in zip(pooled.rows, pooled.vectors.numpy())
-            },
-        )
-
-    def _places(self) -> dict[int, slice]:
-        """Where the new tokens of each sampling row are in the sampled tensor."""
-        sampling = [row for row in self.plan.rows if row.samples]
-        counts = [1] * len(sampling) if self._num_new is None else self._num_new.tolist()
-        places, first = {}, 0
-        for row, num_new in zip(sampling, counts):
-            places[row.row] = slice(first, first + num_new)
-            first += row.max_tokens
-        return places
-
-    def _prompt_scores(self) -> dict[int, PromptScores]:
-        targets = {
-            row.row: row.prompt_targets for row in self.plan.rows if row.prompt_targets is not None
-        }
-        return {
-            row: PromptScores(
-                array("i", targets[row].token_ids).tobytes(),
-                logprobs.float().numpy().tobytes(),
-                top_ids.int().numpy().tobytes(),
-                top.float().numpy().tobytes(),
-                targets[row].num_top,
-            )
-            for row, (logprobs, top, top_ids) in self._scores.items()
-        }
-
-    def _logprobs(
-        self,
-        places: dict[int, slice],
-        token_ids: list[int],
-        logprobs: list[float],
-        top: list[list[float]],
-        top_ids: list[list[int]],
-    ) -> dict[int, tuple[TokenLogprob, ...]]:
-        return {
-            row: tuple(
-                TokenLogprob(
-                    token_ids[i],
-                    logprobs[i],
-                    tuple(zip(top_ids[i][: params.logprobs], top[i][: params.logprobs])),
-                )
-                for i in range(some.start, some.stop)
-            )
-            for (row, some), params in zip(places.items(), self._needs.params)
-            if params.logprobs is not None
-        }
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    """Starts an asynchronous copy, which needs pinned memory."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +171,7 @@ class Runner:
         if self.tell_others is not None:
             self.tell_others(LaunchStep(plan, fill_masks is not None))
         with nullcontext() if self.timer is None else self.timer.step():
-            return PendingStep(plan, *self._step(plan, fill_masks is not None, fill_masks))
+            return PendingStep(plan, self._step(plan, fill_masks is not None, fill_masks))
 
     @_on_its_device
     def follow(self, plan: StepPlan, is_masked: bool) -> None:
@@ -323,19 +211,12 @@ class Runner:
     ) -> StepResults:
         assert self.draft_graphs is not None
         if needs.are_plain and not is_masked:
-            return (
-                needs,
-                [self.draft_graphs.replay(plan.rows, size, needs.mode)],
-                {},
-                [],
-                None,
-                True,
-            )
+            return StepResults(needs, self.draft_graphs.replay(plan.rows, size, needs.mode))
         logits = self.draft_graphs.replay_logits(plan.rows, size)
         masks = None if fill_masks is None else fill_masks()
-        tensors, gained = self._sample(logits, self.rows.sample_inputs(plan), needs, masks)
-        self.draft_graphs.follow(plan.rows, size, tensors[0], gained)
-        return needs, tensors, {}, [], gained, False
+        results = self._sample(logits, self.rows.sample_inputs(plan), needs, masks)
+        self.draft_graphs.follow(plan.rows, size, results.token_ids, results.num_new)
+        return results
 
     def _any_step(
         self,
@@ -359,19 +240,19 @@ class Runner:
             launched = self._launch(plan, "all states" if follows else wanted, needs)
         masks = None if fill_masks is None else fill_masks()
         if launched.token_ids is not None:
-            return needs, [launched.token_ids], {}, [], None, False
+            return StepResults(needs, launched.token_ids)
         assert launched.logits is not None
         sampling = self.rows.sample_inputs(plan)
-        tensors, num_new = self._sample(launched.logits, sampling, needs, masks)
+        results = self._sample(launched.logits, sampling, needs, masks)
         if size is not None:
             assert self.prefill_graphs is not None
-            self.prefill_graphs.follow(plan.rows, size, tensors[0])
+            self.prefill_graphs.follow(plan.rows, size, results.token_ids)
         elif follows:
             assert self.drafter is not None
             assert launched.states is not None
-            states = launched.states
-            self.drafter.follow(plan.rows, states.inputs, states.hidden, tensors[0], num_new)
-        return needs, tensors, launched.scores, launched.pooled, num_new, False
+            inputs, hidden = launched.states.inputs, launched.states.hidden
+            self.drafter.follow(plan.rows, inputs, hidden, results.token_ids, results.num_new)
+        return replace(results, scores=launched.scores, pooled=launched.pooled)
 
     @_on_its_device
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
@@ -467,10 +348,8 @@ class Runner:
 
     def _sample(
         self, logits: Tensor, sampling: SampleInputs, needs: SamplingNeeds, masks: StepMasks | None
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """Samples the next tokens and stores them in the row table for the next step. Also returns
-        how many tokens each row gained, if it may be more than one.
-        """
+    ) -> StepResults:
+        """Samples the next tokens and stores them in the row table for the next step."""
         rows, table, drafts = sampling.rows, self.rows, sampling.drafts
         decides = table.ranks.decides  # the others receive its samples
         num_top = needs.num_top_logprobs if decides else None
@@ -505,9 +384,8 @@ class Runner:
                 assert num_new is not None
                 is_new = (drafts.ahead < num_new[drafts.owner]).int()
                 table.generated.index_put_((rows, token_ids), is_new, accumulate=True)
-        if num_top is None:
-            return [token_ids], num_new
-        return [token_ids, *ops.token_logprobs(raw, token_ids, num_top)], num_new
+        logprobs = None if num_top is None else ops.token_logprobs(raw, token_ids, num_top)
+        return StepResults(needs, token_ids, num_new, logprobs)
 
 
 def _sampling_tokens(plan: StepPlan) -> list[int]:

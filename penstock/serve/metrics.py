@@ -161,8 +161,8 @@ class Family(NamedTuple):
         name = prefix + self.name
         lines = [f"# HELP {name} {self.meaning}.", f"# TYPE {name} {self.kind}"]
         for suffix, labels, value in self.samples:
-            told = ",".join(f'{key}="{_escaped(str(label))}"' for key, label in labels.items())
-            lines.append(f"{name}{suffix}{f'{{{told}}}' if told else ''} {value!r}")
+            pairs = ",".join(f'{key}="{_escaped(str(label))}"' for key, label in labels.items())
+            lines.append(f"{name}{suffix}{f'{{{pairs}}}' if pairs else ''} {value!r}")
         return "\n".join(lines) + "\n"
 
 

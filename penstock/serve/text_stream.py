@@ -444,8 +444,8 @@ class Reply:
         deltas = self._parser.feed(echo) if echo else []
         extra = None
         if self._tells_prompt:
-            told = prompt_first + _with_top(scored, self._output.prompt_logprobs)
-            extra = self._extra((), told, is_told=True)
+            for_client = prompt_first + _with_top(scored, self._output.prompt_logprobs)
+            extra = self._extra((), for_client, is_told=True)
         scored = (
             first + _with_top(scored, self._asked.sampling.logprobs) if self._echoes_scores else ()
         )

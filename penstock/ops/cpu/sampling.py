@@ -30,9 +30,9 @@ def sample(
 ) -> Tensor:  # [L] int64
     function = _function()
     assert function is not None, "called only where it is available"
-    knobs = [
-        knob.to(dtype).contiguous()
-        for knob, dtype in (
+    params = [
+        param.to(dtype).contiguous()
+        for param, dtype in (
             (temperature, torch.float32),
             (top_k, torch.int64),
             (top_p, torch.float32),
@@ -43,7 +43,7 @@ def sample(
     ]
     num_rows, vocab = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64)
-    pointers = (knob.data_ptr() for knob in knobs)
+    pointers = (param.data_ptr() for param in params)
     given = (logits.data_ptr(), logits.stride(0), *pointers, filtered)
     function(*given, token_ids.data_ptr(), num_rows, vocab)
     return token_ids

@@ -164,10 +164,10 @@ def compile_source(source: str, constants: Mapping[str, int], architecture: str)
     options += [f"-D{name}={value}" for name, value in sorted(constants.items())]
     major, minor = c_int(), c_int()
     compiler.nvrtcVersion(byref(major), byref(minor))
-    told = "\n".join([f"{major.value}.{minor.value}", *options, source])
+    key = "\n".join([f"{major.value}.{minor.value}", *options, source])
     path = (
         cache_folder("kernels")
-        / f"{hashlib.blake2b(told.encode(), digest_size=16).hexdigest()}.cubin"
+        / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.cubin"
     )
     if path.exists():
         return path.read_bytes()
@@ -181,8 +181,8 @@ def _compile(compiler: ctypes.CDLL, source: str, options: list[str]) -> bytes:
     handle, size = c_void_p(), c_size_t()
     compiler.nvrtcCreateProgram(byref(handle), source.encode(), b"kernel.cu", 0, None, None)
     try:
-        told = (c_char_p * len(options))(*(option.encode() for option in options))
-        if compiler.nvrtcCompileProgram(handle, len(options), told):
+        arguments = (c_char_p * len(options))(*(option.encode() for option in options))
+        if compiler.nvrtcCompileProgram(handle, len(options), arguments):
             compiler.nvrtcGetProgramLogSize(handle, byref(size))
             said = ctypes.create_string_buffer(size.value)
             compiler.nvrtcGetProgramLog(handle, said)

@@ -34,13 +34,13 @@ class AcceptedDrafts(NamedTuple):
     """What rows gained in a step with drafts: accepted drafts, and one more token."""
 
     # [R, 2 + n] int64  the number of these tokens, 0: padding; and what was sampled, for the host
-    told: Tensor
+    for_host: Tensor
     last_places: Tensor  # [R] int64  of the last of them among the sampled; of padding, its first
     last_lens: Tensor  # [R] int64  tokens of the row when it was sampled
 
     @property
     def num_new(self) -> Tensor:  # [R]
-        return self.told[:, 0]
+        return self.for_host[:, 0]
 
 
 def decode_rows(
@@ -104,8 +104,10 @@ def accept_drafts(
     is_used = num_tokens > 0
     num_new = torch.where(is_used, num_right + 1, 0)
     num_before = (num_new - 1).clamp(min=0)
-    told = torch.cat((num_new[:, None], torch.where(place < num_tokens[:, None], said, 0)), dim=1)
-    accepted = AcceptedDrafts(told, firsts + num_before, context_len[rows] + num_before)
+    for_host = torch.cat(
+        (num_new[:, None], torch.where(place < num_tokens[:, None], said, 0)), dim=1
+    )
+    accepted = AcceptedDrafts(for_host, firsts + num_before, context_len[rows] + num_before)
     last = said.gather(1, num_right[:, None])[:, 0]
     last_token.index_copy_(0, rows, torch.where(is_used, last, last_token[rows]))
     num_accepted.index_copy_(0, rows, torch.where(is_used, num_right, num_accepted[rows]))

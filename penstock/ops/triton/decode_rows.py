@@ -151,7 +151,7 @@ def accept_drafts(
     width: int = 0,  # positions per row in `sampled`; 0: those that it samples
 ) -> AcceptedDrafts:
     last = torch.empty(2, len(rows), dtype=torch.int64, device=rows.device)
-    told = torch.empty(len(rows), 2 + drafts.shape[1], dtype=torch.int64, device=rows.device)
+    for_host = torch.empty(len(rows), 2 + drafts.shape[1], dtype=torch.int64, device=rows.device)
     if len(rows):
         accept_drafts_kernel[(len(rows),)](
             rows,
@@ -162,7 +162,7 @@ def accept_drafts(
             context_len,
             num_accepted,
             forced,
-            told,
+            for_host,
             last,
             len(rows),
             drafts.shape[1],
@@ -172,7 +172,7 @@ def accept_drafts(
             num_warps=1,
             **launch_options(rows.device),
         )
-    return AcceptedDrafts(told, *last.unbind())
+    return AcceptedDrafts(for_host, *last.unbind())
 
 
 @triton.jit(

@@ -66,12 +66,14 @@ class OllamaFormat(ABC):
         return Choice(scores=self._scores)
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
-        told = [fields for piece in delta.deltas if (fields := self._take(piece)) is not None]
+        lines = [fields for piece in delta.deltas if (fields := self._take(piece)) is not None]
         if self._scores is not None and delta.logprobs:
             self._scores.add(delta.logprobs)
-            told = told or [self._text_fields("")]
-            told[0]["logprobs"] = _raw(self._scores.take())  # all of a delta go with its first line
-        return b"".join(self._line(fields, is_done=False) for fields in told)
+            lines = lines or [self._text_fields("")]
+            lines[0]["logprobs"] = _raw(
+                self._scores.take()
+            )  # all of a delta go with its first line
+        return b"".join(self._line(fields, is_done=False) for fields in lines)
 
     def _take(self, piece: object) -> Fields | None:
         match piece:

@@ -84,8 +84,8 @@ class OpenAIReplyFormat(ABC):
     def encode_end(self, usage: Usage) -> bytes:
         if not self._include_usage:
             return DONE
-        told = msgspec.json.encode(_usage(usage))
-        return b'%b"choices":[],"usage":%b}\n\n%b' % (self._chunk_head, told, DONE)
+        counts = msgspec.json.encode(_usage(usage))
+        return b'%b"choices":[],"usage":%b}\n\n%b' % (self._chunk_head, counts, DONE)
 
     def encode_failure(self, error: PenstockError) -> bytes:
         return encode_event(encode_error(error))

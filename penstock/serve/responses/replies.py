@@ -158,8 +158,8 @@ class CallItem:
         return [(f"response.{self.kind}_{self.written}.delta", {**self._place, "delta": text})]
 
     def _whole(self) -> list[Event]:
-        told = {"name": self._call.name, "arguments": "".join(self._texts)}
-        return [("response.function_call_arguments.done", {**self._place, **told})]
+        fields = {"name": self._call.name, "arguments": "".join(self._texts)}
+        return [("response.function_call_arguments.done", {**self._place, **fields})]
 
 
 class CustomCallItem(CallItem):
@@ -178,8 +178,8 @@ class CustomCallItem(CallItem):
     def _whole(self) -> list[Event]:
         last = self._input.end()
         events = self._add_text(last) if last else []
-        told = {**self._place, "input": "".join(self._texts)}
-        return [*events, ("response.custom_tool_call_input.done", told)]
+        fields = {**self._place, "input": "".join(self._texts)}
+        return [*events, ("response.custom_tool_call_input.done", fields)]
 
 
 def _item_event(change: str, index: int, item: Fields) -> Event:

@@ -274,18 +274,18 @@ class ThoughtsInContent:
 
     def _as_content(self, deltas: list[Delta]) -> list[Delta]:
         texts = ""
-        told: list[Delta] = []
+        found: list[Delta] = []
         for delta in deltas:
             is_thought = isinstance(delta, ReasoningDelta)
             texts += self._turn(is_thought)
             if isinstance(delta, ContentDelta | ReasoningDelta):
                 texts += delta.text
             else:
-                told += [*_content(texts), delta]
+                found += [*_content(texts), delta]
                 texts = ""
         if not self._parser.is_thinking:
             texts += self._turn(False)
-        return [*told, *_content(texts)]
+        return [*found, *_content(texts)]
 
     def _turn(self, to_thought: bool) -> str:
         """The tag between the last text and the next."""
