@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
+#include <new>
 #include <omp.h>
 #include <type_traits>
 #include <vector>
@@ -24,6 +25,17 @@ using s8 = int8_t;
 constexpr int LANES = 16, BLOCK = 128, HALF = BLOCK / 2, UNITS = BLOCK / UNIT;
 constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : BITS >= 2 ? 2 : 1, HIGH = BITS - LOW;
 constexpr bool IS_WIDE = BITS == 8 || HAS_TABLE; // pairs of products do not fit 16 bits
+
+// A vector that begins at a cache line: a load of 64 bytes across two lines takes twice as long.
+template <typename T> struct AtLine {
+    using value_type = T;
+
+    T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), std::align_val_t(64)); }
+    void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    bool operator==(const AtLine&) const { return true; }
+    bool operator!=(const AtLine&) const { return false; }
+};
+template <typename T> using Array = std::vector<T, AtLine<T>>;
 
 // What a thread takes at a time of some items: of several shares, because another program may delay
 // a thread; of few, because the items after the last are prefetched in vain.
@@ -88,7 +100,23 @@ inline Floats zero() { return {_mm512_setzero_ps()}; }
 inline Floats all(float x) { return {_mm512_set1_ps(x)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats mul(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
-inline float total(Floats a) { return _mm512_reduce_add_ps(a.v); }
+
+// The sums over lanes of 16 vectors, each in the same order.
+inline Floats totals(const Floats* v) {
+    __m512 fours[4], pairs[2];
+    for (int i = 0; i < 4; i++) {
+        __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(v[4 * i].v, v[4 * i + 1].v),
+                                 _mm512_unpackhi_ps(v[4 * i].v, v[4 * i + 1].v));
+        __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(v[4 * i + 2].v, v[4 * i + 3].v),
+                                 _mm512_unpackhi_ps(v[4 * i + 2].v, v[4 * i + 3].v));
+        fours[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+    }
+    for (int i = 0; i < 2; i++)
+        pairs[i] = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88),
+                                 _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xdd));
+    return {_mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], 0x88),
+                          _mm512_shuffle_f32x4(pairs[0], pairs[1], 0xdd))};
+}
 
 // UNITS numbers, each broadcast to the lanes of its columns
 inline Floats spread(const float* p) {
@@ -97,7 +125,9 @@ inline Floats spread(const float* p) {
     alignas(64) static const int places[16] = {
         0 / EACH, 1 / EACH, 2 / EACH,  3 / EACH,  4 / EACH,  5 / EACH,  6 / EACH,  7 / EACH,
         8 / EACH, 9 / EACH, 10 / EACH, 11 / EACH, 12 / EACH, 13 / EACH, 14 / EACH, 15 / EACH};
-    __m512 own = _mm512_castps256_ps512(_mm256_loadu_ps(p));
+    __m512 own = UNITS == 8   ? _mm512_castps256_ps512(_mm256_loadu_ps(p))
+                 : UNITS == 4 ? _mm512_castps128_ps512(_mm_loadu_ps(p))
+                              : _mm512_castpd_ps(_mm512_castpd128_pd512(_mm_load_sd((double*)p)));
     return {_mm512_permutexvar_ps(_mm512_load_si512(places), own)};
 }
 
@@ -196,11 +226,21 @@ inline Floats fma(Floats x, Floats y, Floats z) {
     return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
 inline Floats mul(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
-inline float total(Floats x) {
-    float lanes[8], sum = 0;
-    _mm256_storeu_ps(lanes, _mm256_add_ps(x.a, x.b));
-    for (float lane : lanes) sum += lane;
-    return sum;
+
+// The sums over lanes of 16 vectors, each in the same order.
+inline Floats totals(const Floats* v) {
+    __m256 fours[4];
+    for (int i = 0; i < 4; i++) {
+        __m256 rows[4];
+        for (int n = 0; n < 4; n++) rows[n] = _mm256_add_ps(v[4 * i + n].a, v[4 * i + n].b);
+        fours[i] = _mm256_hadd_ps(_mm256_hadd_ps(rows[0], rows[1]),
+                                  _mm256_hadd_ps(rows[2], rows[3]));
+    }
+    __m256 eights[2];
+    for (int i = 0; i < 2; i++)
+        eights[i] = _mm256_add_ps(_mm256_permute2f128_ps(fours[2 * i], fours[2 * i + 1], 0x20),
+                                  _mm256_permute2f128_ps(fours[2 * i], fours[2 * i + 1], 0x31));
+    return {eights[0], eights[1]};
 }
 inline Floats spread(const float* p) {
     if constexpr (UNITS == 1) return all(*p);
@@ -314,8 +354,13 @@ inline Floats load_wide(const Bfloat16* p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-inline Floats halves(float a, float b) {
-    return {_mm512_insertf32x8(_mm512_set1_ps(a), _mm256_set1_ps(b), 1)};
+
+// Each of two numbers in half of the lanes.
+inline Floats load_halves(const _Float16* p) {
+    int32_t two;
+    std::memcpy(&two, p, sizeof two);
+    __m256i places = _mm256_set_m128i(_mm_set1_epi16(0x0302), _mm_set1_epi16(0x0100));
+    return {_mm512_cvtph_ps(_mm256_shuffle_epi8(_mm256_set1_epi32(two), places))};
 }
 #else
 inline __m256 widen_eight(const u8* p) {
@@ -334,7 +379,11 @@ inline __m256 widen_eight(const Bfloat16* p) {
 template <typename T> inline Floats load_wide(const T* p) {
     return {widen_eight(p), widen_eight(p + 8)};
 }
-inline Floats halves(float a, float b) { return {_mm256_set1_ps(a), _mm256_set1_ps(b)}; }
+
+// Each of two numbers in half of the lanes.
+inline Floats load_halves(const _Float16* p) {
+    return {_mm256_set1_ps(float(p[0])), _mm256_set1_ps(float(p[1]))};
+}
 #endif
 inline Floats load_wide(const float* p) { return load(p); }
 
@@ -365,10 +414,10 @@ struct Numbers { // one per group of columns: [N, groups]
         long g = 0;
         if (!coarse)
             for (; g + LANES <= count; g += LANES) store(out + g, load_wide(from + g));
-        else if (repeat == LANES / 2)
+        else if (repeat == LANES / 2 && coarse_type == FLOAT16)
             for (; g + LANES <= count; g += LANES) {
-                long c = first_coarse + g / (LANES / 2);
-                store(out + g, mul(halves(coarse_at(c), coarse_at(c + 1)), load_wide(from + g)));
+                const _Float16* two = (const _Float16*)coarse + first_coarse + g / (LANES / 2);
+                store(out + g, mul(load_halves(two), load_wide(from + g)));
             }
         else if (repeat == LANES)
             for (; g + LANES <= count; g += LANES)
@@ -429,7 +478,7 @@ struct Weight {
     void spread_units(const Numbers& from, long first, long count, float* out) const {
         if (groups == stride() && groups % from.repeat == 0)
             return from.expand(first * groups, count * groups, first * groups / from.repeat, out);
-        thread_local std::vector<float> by_group;
+        thread_local Array<float> by_group;
         by_group.resize(groups);
         long each = group / UNIT;
         for (long n = 0; n < count; n++, out += stride()) {

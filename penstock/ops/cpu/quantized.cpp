@@ -19,9 +19,9 @@
 
 namespace {
 
-constexpr int TOKENS = 4, ROWS = 2;
-constexpr int AHEAD = 9216;   // bytes to prefetch into L1
-constexpr long PREPARED = 16; // rows whose scales are expanded at a time
+constexpr int TOKENS = 4;
+constexpr int AHEAD = 9216;        // bytes to prefetch into L1
+constexpr long MOST_SCALES = 512; // expanded at a time, while no codes are read; L1 keeps them
 
 // The parameters of some rows' codes: a code is (value + bias) / unit.
 struct Sides {
@@ -32,15 +32,19 @@ struct Sides {
         return {scales + row, offsets ? offsets + row : nullptr, bias, unit};
     }
 
-    // Bias and offsets enter a row's sums through the sums of the inputs, lane by lane.
-    void add(Floats& lanes, long row, const float* sums_of_x, long count) const {
+    // Where a row's sums over lanes start, in units: bias and offsets are multiplied with the sums of
+    // the inputs. (At the end of a row they would wait for its last product.)
+    Floats start(const float* sums_of_x, long count) const {
+        Floats lanes = zero();
+        if (offsets) {
+            for (long i = 0; i < count; i += LANES)
+                lanes = fma(load(offsets + i), load(sums_of_x + i), lanes);
+            if (unit != 1) lanes = mul(lanes, all(1 / unit));
+        }
         if (bias != 0)
             for (long i = 0; i < count; i += LANES)
-                lanes = fma(mul(load(scales + row + i), all(-bias)), load(sums_of_x + i), lanes);
-        if (unit != 1) lanes = mul(lanes, all(unit));
-        if (offsets)
-            for (long i = 0; i < count; i += LANES)
-                lanes = fma(load(offsets + row + i), load(sums_of_x + i), lanes);
+                lanes = fma(mul(load(scales + i), all(-bias)), load(sums_of_x + i), lanes);
+        return lanes;
     }
 };
 
@@ -71,81 +75,72 @@ inline void add_block(const Weight& w, Bytes table, const Inputs& x, long token,
     }
 }
 
-template <int rows, int tokens>
-void multiply(const Weight& w, Bytes table, const Inputs& x, long token, long first,
-              const Sides& sides, float* sums) {
-    Floats lanes[rows][tokens];
-    for (int n = 0; n < rows; n++)
-        for (int t = 0; t < tokens; t++) lanes[n][t] = zero();
-    for (long step = 0; step < w.blocks; step += STEP)
+// A row times some tokens, up to the sum over lanes. One row at a time: with two, memory is read a
+// quarter slower.
+template <int tokens>
+void multiply(const Weight& w, Bytes table, const Inputs& x, long token, long row,
+              const Sides& sides, Floats (*out)[LANES]) {
+    Floats lanes[tokens];
+    for (int t = 0; t < tokens; t++)
+        lanes[t] = sides.start(x.sums.data() + (token + t) * w.stride(), w.stride());
+    const u8 *low = w.rows.low + row * w.rows.low_bytes + AHEAD,
+             *high = w.rows.high + row * w.rows.high_bytes + AHEAD;
+    for (long step = 0; step < w.blocks; step += STEP) {
+        if (HIGH) __builtin_prefetch(high + step * BLOCK * HIGH / 8, 0, 0);
 #pragma GCC unroll 4
         for (int part = 0; part < STEP; part++) {
             if (STEP > 1 && step + part >= w.blocks) break;
-            for (int n = 0; n < rows; n++) {
-                __builtin_prefetch(w.rows.low + (first + n) * w.rows.low_bytes +
-                                       (step + part) * BLOCK * LOW / 8 + AHEAD,
-                                   0, 0);
-                if (HIGH && part == 0)
-                    __builtin_prefetch(w.rows.high + (first + n) * w.rows.high_bytes +
-                                           step * BLOCK * HIGH / 8 + AHEAD,
-                                       0, 0);
-                add_block<tokens>(w, table, x, token, first + n, step, part,
-                                  sides.scales + n * w.stride(), lanes[n]);
-            }
+            __builtin_prefetch(low + (step + part) * BLOCK * LOW / 8, 0, 0);
+            add_block<tokens>(w, table, x, token, row, step, part, sides.scales, lanes);
         }
-    for (int n = 0; n < rows; n++)
-        for (int t = 0; t < tokens; t++) {
-            sides.add(lanes[n][t], n * w.stride(), x.sums.data() + (token + t) * w.stride(),
-                      w.stride());
-            sums[t * ROWS + n] = total(lanes[n][t]);
-        }
+    }
+    for (int t = 0; t < tokens; t++) out[t][0] = lanes[t];
 }
 
-// Makes the two counts constants, so that all sums stay in registers.
-template <int rows, int tokens = TOKENS, typename... Given>
-void multiply_some(long num_tokens, const Given&... given) {
-    if (num_tokens == tokens) return multiply<rows, tokens>(given...);
-    if constexpr (tokens > 1) multiply_some<rows, tokens - 1>(num_tokens, given...);
+// Up to LANES rows times some tokens; row `first` of the stack is row n of its matrix.
+template <int tokens>
+void multiply_chunk(const Weight& w, Bytes table, const Inputs& x, long token, long first, long n,
+                    long count, const Sides& sides, const After& after) {
+    Floats lanes[tokens][LANES];
+    for (long i = 0; i < count; i++)
+        multiply<tokens>(w, table, x, token, first + i, sides.from(i * w.stride()),
+                         (Floats(*)[LANES])&lanes[0][i]);
+    for (int t = 0; t < tokens; t++) {
+        for (long rest = count; rest < LANES; rest++) lanes[t][rest] = zero();
+        float sums[LANES];
+        store(sums, mul(totals(lanes[t]), all(sides.unit)));
+        for (long i = 0; i < count; i++) after.store(token + t, n + i, sums[i]);
+    }
 }
 
-// Blocks of rows, each with all tokens of its group.
+// Makes the count a constant, so that all sums stay in registers.
+template <int tokens = TOKENS, typename... Given>
+void multiply_chunk_by(long num_tokens, const Given&... given) {
+    if (num_tokens == tokens) return multiply_chunk<tokens>(given...);
+    if constexpr (tokens > 1) multiply_chunk_by<tokens - 1>(num_tokens, given...);
+}
+
+// Chunks of rows, each with all tokens of its group.
 void multiply_rows(const Weight& w, Bytes table, int bias, float unit, const Inputs& inputs,
                    const After& after, const std::vector<Group>& groups, long N) {
     bool has_offsets = w.offsets.type != NONE;
-    long num_blocks = (N + PREPARED - 1) / PREPARED, stride = w.stride();
-    long num_all = num_blocks * long(groups.size());
+    long stride = w.stride(), chunk = std::clamp(MOST_SCALES / stride, 1l, long(LANES));
+    long num_chunks = (N + chunk - 1) / chunk, num_all = num_chunks * long(groups.size());
     long taken = share_of(num_all);
 #pragma omp parallel
     {
-        // spread() reads past the end
-        std::vector<float> scales(PREPARED * stride + LANES),
-            offsets(has_offsets ? PREPARED * stride : 0);
+        Array<float> scales(chunk * stride), offsets(has_offsets ? chunk * stride : 0);
         Sides sides = {scales.data(), has_offsets ? offsets.data() : nullptr, float(bias), unit};
 #pragma omp for schedule(dynamic, taken)
         for (long i = 0; i < num_all; i++) {
-            const Group& group = groups[i / num_blocks];
-            long begin = i % num_blocks * PREPARED, count = std::min(PREPARED, N - begin);
-            long row = group.row + begin, ahead = std::min(PREPARED, N - begin - count);
+            const Group& group = groups[i / num_chunks];
+            long n = i % num_chunks * chunk, count = std::min(chunk, N - n);
+            long row = group.row + n, ahead = std::min(chunk, N - n - count);
             w.prefetch_numbers(row + count, ahead);
             w.prepare(row, count, scales.data(), has_offsets ? offsets.data() : nullptr);
-            for (long t = 0; t < group.num_tokens; t += TOKENS) {
-                long num_tokens = std::min<long>(TOKENS, group.num_tokens - t);
-                long token = group.token + t;
-                for (long n = 0; n < count; n += ROWS) {
-                    long num_rows = std::min<long>(ROWS, count - n);
-                    float sums[TOKENS * ROWS];
-                    Sides own = sides.from(n * stride);
-                    if (num_rows == ROWS)
-                        multiply_some<ROWS>(num_tokens, w, table, inputs, token, row + n, own,
-                                            (float*)sums);
-                    else // one row is left
-                        multiply_some<1>(num_tokens, w, table, inputs, token, row + n, own,
-                                         (float*)sums);
-                    for (long i = 0; i < num_tokens; i++)
-                        for (long j = 0; j < num_rows; j++)
-                            after.store(token + i, begin + n + j, sums[i * ROWS + j]);
-                }
-            }
+            for (long t = 0; t < group.num_tokens; t += TOKENS)
+                multiply_chunk_by(std::min<long>(TOKENS, group.num_tokens - t), w, table, inputs,
+                                  group.token + t, row, n, count, sides, after);
         }
     }
 }

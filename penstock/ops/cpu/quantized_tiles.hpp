@@ -73,7 +73,7 @@ struct Tile {
 
 // A row's numbers are contiguous; here those of a unit are. [units, TILE]
 struct ByUnit {
-    std::vector<float> rows, units;
+    Array<float> rows, units;
 
     ByUnit(long stride) : rows(TILE * stride), units(TILE * stride) {}
     void turn(long stride, float factor) {
@@ -153,7 +153,7 @@ inline void multiply_tiles(const Weight& w, Bytes table, float unit, const Words
     {
         Tile tile;
         ByUnit scales(stride), offsets(has_offsets ? stride : 0);
-        std::vector<float> sums((piece + TILE_TOKENS) * TILE);
+        Array<float> sums((piece + TILE_TOKENS) * TILE);
 #pragma omp for schedule(dynamic, taken)
         for (long i = 0; i < num_all; i++) {
             const Group& group = pieces[i / num_tiles];

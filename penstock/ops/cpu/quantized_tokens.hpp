@@ -79,10 +79,10 @@ template <typename Number> inline void add_units(const Number* values, Number* s
 
 // For a kernel whose lanes are columns: even columns of a block, then odd ones.
 struct Inputs {
-    std::vector<s8> high, low; // [T, blocks, 2, 64]  bytes of integers
-    std::vector<float> scales; // [T, blocks]
-    std::vector<float> wide;   // [T, blocks, 2, 4, 16]  for FP8, by lane
-    std::vector<float> sums;   // [T, stride]  of rounded inputs, by unit
+    Array<s8> high, low; // [T, blocks, 2, 64]  bytes of integers
+    Array<float> scales; // [T, blocks]
+    Array<float> wide;   // [T, blocks, 2, 4, 16]  for FP8, by lane
+    Array<float> sums;   // [T, stride]  of rounded inputs, by unit
 
     Inputs(const float* x, const Before& before, long T, long K, long blocks, long stride) {
         long padded = blocks * BLOCK;
@@ -93,7 +93,7 @@ struct Inputs {
         sums.resize(T * stride);
 #pragma omp parallel for if (T > 1)
         for (long t = 0; t < T; t++) {
-            thread_local std::vector<float> row;
+            thread_local Array<float> row;
             row.assign(padded, 0.0f);
             before.apply(x + t * before.inputs(K), K, row.data());
             for (long block = 0; block < blocks; block++) {
@@ -131,17 +131,17 @@ constexpr int WORDS = IS_FP8 ? BLOCK : BLOCK / 2; // per block, of four bytes
 // For a kernel whose lanes are rows: a word is a float32 column for FP8, and otherwise two 16-bit
 // columns that lie 4 columns apart.
 struct Words {
-    std::vector<int32_t> words;  // [blocks, T, WORDS]
-    std::vector<float> scales;   // [blocks, T]
-    std::vector<int32_t> starts; // [blocks, T, UNITS]  what the codes' bias adds to sums
-    std::vector<float> sums;     // [blocks, T, UNITS]  of words
+    Array<int32_t> words;  // [blocks, T, WORDS]
+    Array<float> scales;   // [blocks, T]
+    Array<int32_t> starts; // [blocks, T, UNITS]  what the codes' bias adds to sums
+    Array<float> sums;     // [blocks, T, UNITS]  of words
 
     Words(const float* x, const Before& before, long T, long K, long blocks, int bias)
         : words(blocks * T * WORDS), scales(blocks * T), starts(blocks * T * UNITS),
           sums(blocks * T * UNITS) {
 #pragma omp parallel for
         for (long t = 0; t < T; t++) {
-            thread_local std::vector<float> row;
+            thread_local Array<float> row;
             row.assign(blocks * BLOCK, 0.0f);
             before.apply(x + t * before.inputs(K), K, row.data());
             for (long block = 0; block < blocks; block++) {
