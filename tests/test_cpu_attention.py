@@ -1,4 +1,4 @@
-"""The C++ attention for one token and its drafts against the reference ops."""
+"""The C++ attention for rows of a few tokens against the reference ops."""
 
 from __future__ import annotations
 
@@ -94,6 +94,47 @@ def test_heads_are_normed_before_they_are_turned_and_alone_as_among_others(
         assert torch.equal(key[0], keys[place])
     monkeypatch.setattr(attention, "can_rotate", lambda *_: False)
     torch.testing.assert_close((turned, keys), run(slice(5)), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("window", [0, 50, 300])
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(12, 2, 128), (9, 1, 16), (3, 3, 48)])
+def test_rows_of_any_lengths_attend_as_the_reference_does_and_as_alone(
+    Hq: int, Hkv: int, D: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, lengths = (1, 3, 1, 2, 1, 4, 1), (1, 256, 257, 513, 600, 259, 40)  # a segment is 256
+    num_pages = 600 // PAGE + 2
+    keys, values = (randn(7 * num_pages, PAGE, Hkv, D, seed=seed) for seed in (4, 5))
+    order = torch.randperm(7 * num_pages, generator=torch.Generator().manual_seed(6)).int()
+    table = order.view(7, -1)
+    for row, length in enumerate(lengths):  # what no row may read
+        end = table[row, length // PAGE].item()
+        for cache in (keys, values):
+            cache[end, length % PAGE :] = torch.nan
+            cache[table[row, length // PAGE + 1 :]] = torch.nan
+    q, gate = randn(sum(counts), Hq, D, seed=0), randn(sum(counts), Hq * D, seed=1)
+    starts = torch.tensor((0, *counts)).cumsum(0)
+
+    def run(rows: slice, is_decode: bool = True) -> Tensor:
+        tokens = slice(int(starts[rows.start]), int(starts[rows.stop]))
+        spans: list[Any] = [
+            SimpleNamespace(num_tokens=count, context_len=length, is_decode=is_decode)
+            for count, length in zip(counts[rows], lengths[rows])
+        ]
+        given = (table[rows], starts[rows.start : rows.stop + 1], torch.tensor(lengths[rows]))
+        own = q[tokens], keys, values, *given, spans, NO_BLOCKS, D**-0.5, window, gate[tokens]
+        attended = paged_attention(*own)
+        assert isinstance(attended, Tensor)
+        return attended
+
+    together = run(slice(0, 7))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    alone = torch.cat([run(slice(row, row + 1)) for row in range(7)])
+    torch.set_num_threads(num_threads)
+    assert torch.equal(together, alone)
+    monkeypatch.setattr(attention, "can_attend", lambda *_: False)
+    torch.testing.assert_close(together, run(slice(0, 7), is_decode=False), rtol=1e-5, atol=5e-6)
 
 
 def test_tensors_on_another_device_are_not_read_as_if_they_lay_in_memory() -> None:

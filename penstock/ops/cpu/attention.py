@@ -1,12 +1,12 @@
-"""Attention of a token and its drafts on a CPU in float32, and rope for any number of tokens
-(`attention.cpp`).
+"""Attention of rows of a few tokens on a CPU in float32 (`attention.cpp`), and for any number of
+tokens what comes before it (`rope.cpp`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from ctypes import c_float, c_int, c_long, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import c_float, c_int, c_int64, c_long, c_void_p
 from pathlib import Path
 
 import torch
@@ -29,19 +29,20 @@ def can_rotate(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *places: Tensor) 
         and all(one.stride(-1) == 1 and one.stride(-2) == head_dim for one in (q, k, v))
         and cache.is_contiguous()
         and all(one.dtype == torch.int64 for one in places)
-        and _library() is not None
+        and _rope_and_store() is not None
     )
 
 
-def can_attend(q: Tensor, cache: Tensor, pages: Tensor) -> bool:
-    """Whether `attend` supports a token and its drafts, q [T, Hq, D]."""
+def can_attend(q: Tensor, cache: Tensor, page_table: Tensor) -> bool:
+    """Whether `attend` supports q [T, Hq, D]."""
     return (
         q.is_cpu
         and cache.dtype == q.dtype == torch.float32
         and q.shape[2] % LANES == 0
-        and pages.dtype == torch.int32
+        and page_table.dtype == torch.int32
+        and page_table.stride(-1) == 1
         and cache.is_contiguous()
-        and _library() is not None
+        and _attend() is not None
     )
 
 
@@ -59,12 +60,12 @@ def rope_and_store(
     values: Tensor,  # [pages, page_size, Hkv, D]  written
     interleaved: bool,
 ) -> Tensor:  # [T, Hq, D]
-    loaded = _library()
-    assert loaded is not None, "called only where it is available"
+    function = _rope_and_store()
+    assert function is not None, "called only where it is available"
     (num_tokens, q_heads, head_dim), kv_heads = q.shape, k.shape[1]
     turned = torch.empty(num_tokens, q_heads, head_dim)
     norms = (None if one is None else one.data_ptr() for one in (q_norm, k_norm))
-    loaded.rope_and_store(
+    function(
         *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
         (c_long * 3)(q.stride(0), k.stride(0), v.stride(0)),
         *(*norms, eps, rope.data_ptr(), rope.shape[2], interleaved),
@@ -78,24 +79,27 @@ def attend(
     q: Tensor,  # [T, Hq, D]
     keys: Tensor,  # [pages, page_size, Hkv, D]
     values: Tensor,  # [pages, page_size, Hkv, D]
-    pages: Tensor,  # [P] int32
-    end: int,  # one past the last token's position
+    page_table: Tensor,  # [R, P] int32
+    num_tokens: Sequence[int],  # of each row
+    context_lens: Sequence[int],  # of each row, with these tokens
     window: int,
     scale: float,
     gate: Tensor | None,  # [T, Hq * D]
 ) -> Tensor:  # [T, Hq * D]
-    """Consecutive tokens of one sequence, each over its visible keys, times sigmoid(gate)."""
-    loaded = _library()
-    assert loaded is not None, "called only where it is available"
+    """Each token over its visible keys, times sigmoid(gate)."""
+    function = _attend()
+    assert function is not None, "called only where it is available"
     q = q.contiguous()
-    num_tokens, q_heads, head_dim = q.shape
-    _, page_size, kv_heads, _ = keys.shape
-    out = torch.empty(num_tokens, q_heads * head_dim)
+    _, page_size, kv_heads, head_dim = keys.shape
+    out = torch.empty(len(q), q.shape[1] * head_dim)
     if gate is not None and gate.stride(-1) != 1:
         gate = gate.contiguous()
-    loaded.attend(
-        *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), pages.data_ptr()),
-        *(page_size, num_tokens, q_heads, kv_heads, head_dim, end, window, scale),
+    by_row = c_int64 * len(num_tokens)
+    function(
+        *(q.data_ptr(), keys.data_ptr(), values.data_ptr()),
+        *(page_table.data_ptr(), page_table.stride(0)),
+        *(by_row(*num_tokens), by_row(*context_lens), len(num_tokens)),
+        *(page_size, q.shape[1], kv_heads, head_dim, window, scale),
         None if gate is None else gate.data_ptr(),
         *(0 if gate is None else gate.stride(0), out.data_ptr()),
     )
@@ -103,20 +107,32 @@ def attend(
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    loaded = library.load(Path(__file__).with_suffix(".cpp"), "-ffp-contract=off")
+def _rope_and_store() -> Callable[..., None] | None:
+    source = Path(__file__).with_name("rope.cpp")
+    loaded = library.load(source, "-ffp-contract=off")
     if loaded is None:
         return None
-    loaded.rope_and_store.argtypes = [
+    function = loaded.rope_and_store
+    function.argtypes = [
         *[c_void_p] * 6,
         *(c_float, c_void_p, c_long, c_int, c_void_p, c_void_p),
         *(c_long, c_long, c_long, c_long, c_void_p, c_void_p, c_void_p),
     ]
-    loaded.attend.argtypes = [
-        *(c_void_p, c_void_p, c_void_p, c_void_p),
-        *(c_long, c_long, c_long, c_long, c_long, c_long, c_long, c_float),
+    function.restype = None
+    return function
+
+
+@functools.cache
+def _attend() -> Callable[..., None] | None:
+    loaded = library.load(Path(__file__).with_suffix(".cpp"))
+    if loaded is None:
+        return None
+    function = loaded.attend
+    function.argtypes = [
+        *(c_void_p, c_void_p, c_void_p, c_void_p, c_long),
+        *(c_void_p, c_void_p, c_long),
+        *(c_long, c_long, c_long, c_long, c_long, c_float),
         *(c_void_p, c_long, c_void_p),
     ]
-    for function in (loaded.rope_and_store, loaded.attend):
-        function.restype = None
-    return loaded
+    function.restype = None
+    return function

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.ops.cpu import attention as cpu_attention
-from penstock.ops.cpu import decode
+from penstock.ops.cpu import decode, few_tokens
 from penstock.ops.float8 import RoundedTokens
 from penstock.ops.reference import kv_codes
 from penstock.ops.reference.activation import sigmoid
@@ -83,13 +83,20 @@ def paged_attention(
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
     # query_start and blocks are for kernels; here the spans have the same information on the host.
     caches = _Caches(keys, values, *((None, None) if kv_scales is None else kv_scales))
+    has_kernel = (
+        not deterministic and kv_scales is None and cpu_attention.can_attend(q, keys, page_table)
+    )
+
+    def attend_rows(tokens: slice, rows: slice, gate: Tensor | None) -> Tensor:
+        sizes = zip(*((span.num_tokens, span.context_len) for span in spans[rows]))
+        given = (q[tokens], keys, values, page_table[rows], *sizes, window, scale, gate)
+        return cpu_attention.attend(*given)
+
+    if has_kernel and all(1 <= span.num_tokens <= few_tokens.MOST_TOKENS for span in spans):
+        return attend_rows(slice(None), slice(None), gate)
     is_alone = decode.is_alone(q, deterministic) and len(spans) == 1
     are_few = not is_alone and decode.may_be_drafts(q, deterministic)
     are_drafts = are_few and _are_one_sequence(spans, page_table)
-    is_one_row = is_alone or are_drafts or (are_few and len(spans) == 1)
-    if is_one_row and kv_scales is None and cpu_attention.can_attend(q, keys, page_table):
-        end = spans[-1].context_len
-        return cpu_attention.attend(q, keys, values, page_table[0], end, window, scale, gate)
     if is_alone:
         alone = decode.attend(q, *caches, page_table[0], spans[0].context_len, scale, window)
         return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))
@@ -100,7 +107,10 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     for group in cut_rows(spans, batch_decodes=not deterministic):
         pages = page_table[group.rows]
-        if group.span is None:
+        if group.span is None and has_kernel:
+            own = attend_rows(group.tokens, group.rows, None)
+            out[group.tokens] = own.view(-1, *q.shape[1:])
+        elif group.span is None:
             longest = max(span.context_len for span in spans[group.rows])
             context_lens_here = context_lens[group.rows]
             out[group.tokens] = _decode(
