@@ -88,9 +88,17 @@ def paged_attention(
     )
 
     def attend_rows(tokens: slice, rows: slice, gate: Tensor | None) -> Tensor:
-        sizes = zip(*((span.num_tokens, span.context_len) for span in spans[rows]))
-        given = (q[tokens], keys, values, page_table[rows], *sizes, window, scale, gate)
-        return cpu_attention.attend(*given)
+        return cpu_attention.attend(
+            q[tokens],
+            keys,
+            values,
+            page_table[rows],
+            [span.num_tokens for span in spans[rows]],
+            [span.context_len for span in spans[rows]],
+            window,
+            scale,
+            gate,
+        )
 
     if has_kernel and all(1 <= span.num_tokens <= few_tokens.MOST_TOKENS for span in spans):
         return attend_rows(slice(None), slice(None), gate)
