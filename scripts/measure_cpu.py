@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +31,30 @@ sys.path.insert(0, str(ROOT))
 NAMES = {"penstock": "Penstock", "llama_cpp": "llama.cpp"}
 NUM_ROWS = (1, 8)
 PROMPTS = (60, 512)  # tokens
-CONTEXT, NUM_STEPS, NUM_PROMPTS = 60, 24, 3
+SHORT, NUM_STEPS, NUM_PROMPTS = 60, 24, 3
 FIRST_TOKEN, LAST_TOKEN = 3, 250  # every vocabulary has these
 
 Prefill = Callable[[int, int], float]  # rows, tokens of each -> ms
-Steps = Callable[[int], list[float]]  # rows -> ms of each step
+Steps = Callable[[int, int], list[float]]  # rows, tokens before them -> ms of each step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times a GGUF file on a CPU beside llama.cpp.")
     parser.add_argument("model", type=Path, help="a GGUF file")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--contexts", type=int, nargs="+", default=[SHORT], help="of the steps")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each (default: 3)")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--only", choices=list(NAMES), help="time this one, in this process")
     given = parser.parse_args()
     if given.only:
-        print(json.dumps(measure(given.only, given.model, given.threads)))
+        print(json.dumps(measure(given.only, given.model, given.threads, given.contexts)))
         return
     engines = [name for name in NAMES if name == "penstock" or importlib.util.find_spec(name)]
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     for number in range(given.rounds):
         for name in engines:
-            runs[name].append(in_process(name, given.model, given.threads))
+            runs[name].append(in_process(name, given.model, given.threads, given.contexts))
             print(f"round {number + 1}, {NAMES[name]}: {runs[name][-1]}", flush=True)
     rows = summarize(runs)
     for row in rows:
@@ -65,8 +66,9 @@ def main() -> None:
         given.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def in_process(name: str, model: Path, threads: int) -> dict[str, float]:
+def in_process(name: str, model: Path, threads: int, contexts: Sequence[int]) -> dict[str, float]:
     command = [sys.executable, __file__, str(model), "--threads", str(threads), "--only", name]
+    command += ["--contexts", *map(str, contexts)]
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
@@ -76,16 +78,17 @@ def in_process(name: str, model: Path, threads: int) -> dict[str, float]:
     return found
 
 
-def measure(name: str, model: Path, threads: int) -> dict[str, float]:
+def measure(name: str, model: Path, threads: int, contexts: Sequence[int]) -> dict[str, float]:
     """Milliseconds: the fastest of some prompts, the median of steps."""
     prefill, steps = {"penstock": of_penstock, "llama_cpp": of_llama_cpp}[name](model, threads)
-    prefill(1, CONTEXT)
+    prefill(1, SHORT)
     times = {f"prompt of {n}": min(prefill(1, n) for _ in range(NUM_PROMPTS)) for n in PROMPTS}
-    times[f"{NUM_ROWS[-1]} prompts of {CONTEXT}"] = min(
-        prefill(NUM_ROWS[-1], CONTEXT) for _ in range(NUM_PROMPTS)
+    times[f"{NUM_ROWS[-1]} prompts of {SHORT}"] = min(
+        prefill(NUM_ROWS[-1], SHORT) for _ in range(NUM_PROMPTS)
     )
-    for rows in NUM_ROWS:
-        times[f"step of {rows}"] = statistics.median(steps(rows))
+    for context in contexts:
+        for rows in NUM_ROWS:
+            times[f"step of {rows} at {context}"] = statistics.median(steps(rows, context))
     return {case: round(ms, 1) for case, ms in times.items()}
 
 
@@ -126,7 +129,8 @@ def of_penstock(model: Path, threads: int) -> tuple[Prefill, Steps]:
     torch.set_num_threads(threads)
     engine = Engine.from_config(EngineConfig(model=str(model), device="cpu"))
 
-    def times(rows: int, num_tokens: int, new: int) -> list[float]:
+    def times(rows: int, num_tokens: int, new: int) -> list[tuple[float, int]]:
+        """Milliseconds of each step, and how many rows gained a token."""
         for _ in range(rows):
             sampling = SamplingParams(max_tokens=new, temperature=1.0, seed=random.getrandbits(32))
             token_ids = random_tokens(num_tokens)
@@ -134,14 +138,15 @@ def of_penstock(model: Path, threads: int) -> tuple[Prefill, Steps]:
         found = []
         while engine.has_work:
             start = time.perf_counter()
-            engine.step()
-            found.append((time.perf_counter() - start) * 1e3)
+            deltas = engine.step()
+            found.append(((time.perf_counter() - start) * 1e3, len(deltas)))
         return found
 
-    def steps(rows: int) -> list[float]:
-        return times(rows, CONTEXT, NUM_STEPS + 4)[2:-2]
+    def steps(rows: int, context: int) -> list[float]:
+        """Those of all rows: prompts may end in different steps."""
+        return [ms for ms, num_rows in times(rows, context, NUM_STEPS + 16) if num_rows == rows]
 
-    return lambda rows, num_tokens: sum(times(rows, num_tokens, 1)), steps
+    return lambda rows, num_tokens: sum(ms for ms, _ in times(rows, num_tokens, 1)), steps
 
 
 def of_llama_cpp(model: Path, threads: int) -> tuple[Prefill, Steps]:
@@ -153,7 +158,8 @@ def of_llama_cpp(model: Path, threads: int) -> tuple[Prefill, Steps]:
         str(model).encode(), llama.llama_model_default_params()
     )
     settings = llama.llama_context_default_params()
-    settings.n_ctx, settings.n_batch, settings.n_seq_max = 2048, 2048, NUM_ROWS[-1]
+    settings.n_ctx = settings.n_batch = 1 << 14
+    settings.n_seq_max = NUM_ROWS[-1]
     settings.n_threads = settings.n_threads_batch = threads
     settings.kv_unified = True
     context = llama.llama_init_from_model(loaded, settings)
@@ -177,9 +183,9 @@ def of_llama_cpp(model: Path, threads: int) -> tuple[Prefill, Steps]:
         llama.llama_memory_clear(llama.llama_get_memory(context), True)
         return decode(rows, 0, num_tokens)
 
-    def steps(rows: int) -> list[float]:
-        prefill(rows, CONTEXT)
-        return [decode(rows, CONTEXT + i, 1) for i in range(NUM_STEPS)]
+    def steps(rows: int, context: int) -> list[float]:
+        prefill(rows, context)
+        return [decode(rows, context + i, 1) for i in range(NUM_STEPS)]
 
     return prefill, steps
 
