@@ -1,9 +1,9 @@
-// Attention of rows of a few tokens over their pages, in float32; heads are whole vectors. The query
-// heads that share a key head are computed together, so a key is read once.
+// Attention of rows of a few tokens over their pages, in float32; heads are whole vectors. The
+// query heads that share a key head are computed together, so a key is read once.
 //
-// A context is cut into segments at fixed positions, which threads take in any order. Each gives its
-// largest score, and the sums of its weights and of its weighted values; these are joined in order.
-// So a row's result depends neither on other rows nor on the number of threads.
+// A context is cut into segments at fixed positions, which threads take in any order. Each segment
+// gives its largest score, and the sums of its weights and of its weighted values; these are joined
+// in order. So a row's result depends neither on other rows nor on the number of threads.
 
 #include "lanes.hpp"
 #include <array>

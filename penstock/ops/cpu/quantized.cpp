@@ -20,7 +20,7 @@
 namespace {
 
 constexpr int TOKENS = 4;
-constexpr int AHEAD = 9216;        // bytes to prefetch into L1
+constexpr int AHEAD = 9216;       // bytes to prefetch into L1
 constexpr long MOST_SCALES = 512; // expanded at a time, while no codes are read; L1 keeps them
 
 // The parameters of some rows' codes: a code is (value + bias) / unit.
@@ -32,8 +32,8 @@ struct Sides {
         return {scales + row, offsets ? offsets + row : nullptr, bias, unit};
     }
 
-    // Where a row's sums over lanes start, in units: bias and offsets are multiplied with the sums of
-    // the inputs. (At the end of a row they would wait for its last product.)
+    // Where a row's sums over lanes start, in units: bias and offsets are multiplied with the sums
+    // of the inputs. At the end of a row they would wait for its last product.
     Floats start(const float* sums_of_x, long count) const {
         Floats lanes = zero();
         if (offsets) {
@@ -79,12 +79,12 @@ inline void add_block(const Weight& w, Bytes table, const Inputs& x, long token,
 // quarter slower.
 template <int tokens>
 void multiply(const Weight& w, Bytes table, const Inputs& x, long token, long row,
-              const Sides& sides, Floats (*out)[LANES]) {
+              const Sides& sides, Floats* out) { // [tokens, LANES], of which it writes the first
     Floats lanes[tokens];
     for (int t = 0; t < tokens; t++)
         lanes[t] = sides.start(x.sums.data() + (token + t) * w.stride(), w.stride());
-    const u8 *low = w.rows.low + row * w.rows.low_bytes + AHEAD,
-             *high = w.rows.high + row * w.rows.high_bytes + AHEAD;
+    const u8* low = w.rows.low + row * w.rows.low_bytes + AHEAD;
+    const u8* high = HIGH ? w.rows.high + row * w.rows.high_bytes + AHEAD : nullptr;
     for (long step = 0; step < w.blocks; step += STEP) {
         if (HIGH) __builtin_prefetch(high + step * BLOCK * HIGH / 8, 0, 0);
 #pragma GCC unroll 4
@@ -94,7 +94,7 @@ void multiply(const Weight& w, Bytes table, const Inputs& x, long token, long ro
             add_block<tokens>(w, table, x, token, row, step, part, sides.scales, lanes);
         }
     }
-    for (int t = 0; t < tokens; t++) out[t][0] = lanes[t];
+    for (int t = 0; t < tokens; t++) out[t * LANES] = lanes[t];
 }
 
 // Up to LANES rows times some tokens; row `first` of the stack is row n of its matrix.
@@ -103,8 +103,7 @@ void multiply_chunk(const Weight& w, Bytes table, const Inputs& x, long token, l
                     long count, const Sides& sides, const After& after) {
     Floats lanes[tokens][LANES];
     for (long i = 0; i < count; i++)
-        multiply<tokens>(w, table, x, token, first + i, sides.from(i * w.stride()),
-                         (Floats(*)[LANES])&lanes[0][i]);
+        multiply<tokens>(w, table, x, token, first + i, sides.from(i * w.stride()), &lanes[0][i]);
     for (int t = 0; t < tokens; t++) {
         for (long rest = count; rest < LANES; rest++) lanes[t][rest] = zero();
         float sums[LANES];

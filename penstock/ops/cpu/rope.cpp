@@ -1,6 +1,6 @@
-// What comes before attention, for any number of tokens: head norms, rope, and storing keys and values.
-// In float32, and heads are whole vectors. Compiled without fused multiply-adds but those named here,
-// because a prompt's last token may be computed alone, and must have the same bits as among others.
+// What comes before attention, for any number of tokens: head norms, rope, and storing keys and
+// values. In float32, and heads are whole vectors. Compiled without fused multiply-adds but those
+// named here: a prompt's last token may be computed alone, and must have the same bits as in it.
 
 #include "lanes.hpp"
 
