@@ -109,30 +109,20 @@ def attend(
 @functools.cache
 def _rope_and_store() -> Callable[..., None] | None:
     source = Path(__file__).with_name("rope.cpp")
-    loaded = library.load(source, "-ffp-contract=off")
-    if loaded is None:
-        return None
-    function = loaded.rope_and_store
-    function.argtypes = [
+    types = [
         *[c_void_p] * 6,
         *(c_float, c_void_p, c_long, c_int, c_void_p, c_void_p),
         *(c_long, c_long, c_long, c_long, c_void_p, c_void_p, c_void_p),
     ]
-    function.restype = None
-    return function
+    return library.load_function(source, "rope_and_store", types, "-ffp-contract=off")
 
 
 @functools.cache
 def _attend() -> Callable[..., None] | None:
-    loaded = library.load(Path(__file__).with_suffix(".cpp"))
-    if loaded is None:
-        return None
-    function = loaded.attend
-    function.argtypes = [
+    types = [
         *(c_void_p, c_void_p, c_void_p, c_void_p, c_long),
         *(c_void_p, c_void_p, c_long),
         *(c_long, c_long, c_long, c_long, c_long, c_float),
         *(c_void_p, c_long, c_void_p),
     ]
-    function.restype = None
-    return function
+    return library.load_function(Path(__file__).with_suffix(".cpp"), "attend", types)

@@ -17,9 +17,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,6 +50,18 @@ def load(source: Path, *options: str) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         log.info("C++ kernels are not available, so slower code is used: %s", error)
         return None
+
+
+def load_function(
+    source: Path, name: str, argument_types: list[Any], *options: str
+) -> Callable[..., None] | None:
+    """A function of the library that returns nothing, or None if it cannot be compiled."""
+    loaded = load(source, *options)
+    if loaded is None:
+        return None
+    function: Callable[..., None] = getattr(loaded, name)
+    function.argtypes, function.restype = argument_types, None  # type: ignore[attr-defined]
+    return function
 
 
 def _compiler() -> str | None:

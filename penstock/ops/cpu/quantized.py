@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int, c_int32, c_long, c_void_p
@@ -145,11 +144,11 @@ def _multiply(
 def _call_of(rows: QuantizedRows) -> Callable[..., None] | None:
     """The kernel with the rows' own arguments, cached."""
     if "cpu" not in rows.kept:
-        loaded, values = _library(*_kind(rows)), _code_values(rows)
+        kernel, values = _kernel(*_kind(rows)), _code_values(rows)
         call = None
-        if loaded is not None and values is not None:
+        if kernel is not None and values is not None:
             own = (*_arguments(rows), _pointer(values.bytes), values.bias, values.unit)
-            call = functools.partial(loaded.multiply_quantized, *own)
+            call = functools.partial(kernel, *own)
         rows.kept["cpu"] = call
     found: Callable[..., None] | None = rows.kept["cpu"]
     return found
@@ -191,15 +190,11 @@ def _group(rows: QuantizedRows) -> int:
 
 
 @functools.cache
-def _library(bits: int, unit: int, has_table: bool, is_fp8: bool) -> ctypes.CDLL | None:
+def _kernel(bits: int, unit: int, has_table: bool, is_fp8: bool) -> Callable[..., None] | None:
     constants = {"BITS": bits, "UNIT": unit, "HAS_TABLE": int(has_table), "IS_FP8": int(is_fp8)}
     options = ("-ffp-contract=off", *(f"-D{name}={value}" for name, value in constants.items()))
-    loaded = library.load(Path(__file__).with_suffix(".cpp"), *options)
-    if loaded is None:
-        return None
-    loaded.multiply_quantized.argtypes = ARGUMENT_TYPES
-    loaded.multiply_quantized.restype = None
-    return loaded
+    source = Path(__file__).with_suffix(".cpp")
+    return library.load_function(source, "multiply_quantized", ARGUMENT_TYPES, *options)
 
 
 def _arguments(rows: QuantizedRows) -> list[object]:

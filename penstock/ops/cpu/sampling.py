@@ -51,10 +51,5 @@ def sample(
 
 @functools.cache
 def _function() -> Callable[..., None] | None:
-    loaded = library.load(Path(__file__).with_suffix(".cpp"))
-    if loaded is None:
-        return None
-    function = loaded.sample
-    function.argtypes = [c_void_p, c_long, *[c_void_p] * 6, c_int, c_void_p, c_long, c_long]
-    function.restype = None
-    return function
+    types = [c_void_p, c_long, *[c_void_p] * 6, c_int, c_void_p, c_long, c_long]
+    return library.load_function(Path(__file__).with_suffix(".cpp"), "sample", types)

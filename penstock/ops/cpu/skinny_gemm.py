@@ -62,10 +62,5 @@ def is_available() -> bool:
 
 @functools.cache
 def _function() -> Callable[..., None] | None:
-    loaded = library.load(Path(__file__).with_suffix(".cpp"))
-    if loaded is None:
-        return None
-    function = loaded.skinny_gemm
-    function.argtypes = [c_void_p] * 5 + [c_int] + [c_long] * 3
-    function.restype = None
-    return function
+    types = [c_void_p] * 5 + [c_int] + [c_long] * 3
+    return library.load_function(Path(__file__).with_suffix(".cpp"), "skinny_gemm", types)
