@@ -93,6 +93,20 @@ def test_coarse_scales_may_be_powers_of_two() -> None:
 
 
 @NEEDS_COMPILER
+def test_levels_of_halves_may_have_offsets() -> None:
+    """Kernels multiply with twice these levels, but add offsets as they are."""
+    halves = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12]) / 2
+    levels = torch.cat((halves, -halves))
+    rows = replace(pack(make_codes("Q4_K", 20, 512)), levels=levels)
+    assert rows.offsets is not None
+    for count in (3, 13):
+        x = torch.randn(count, 512, generator=torch.Generator().manual_seed(1))
+        out = torch.empty(count, 20)
+        kernels.multiply(x, rows, out)
+        assert_near(out, x @ rows.dequantize().T)
+
+
+@NEEDS_COMPILER
 @pytest.mark.parametrize("K", [96, 1184])
 def test_columns_need_not_fill_a_block(K: int) -> None:
     for kind in ("zeros", "levels", "int8", "fp8"):
