@@ -7,6 +7,7 @@
 
 #include "lanes.hpp"
 #include <array>
+#include <memory>
 #include <vector>
 
 namespace {
@@ -34,7 +35,7 @@ struct Pages {
 // A token's query heads [G, D] that share a key head, over `count` positions of a segment.
 struct Queries {
     const Pages& pages;
-    const std::array<long, SEGMENT>& places; // of the positions, in keys and values
+    const long* places; // of the positions, in keys and values
     long count;
 
     template <int G> void score(const float* q, float scale, float* scores) const {
@@ -149,7 +150,7 @@ extern "C" void attend(const float* q, const float* keys, const float* values, c
             for (long r = 0; r < num_rows; r++)
                 if (s < rows[r].num_segments) items.push_back({r, s, h});
     // A part is a token's segment; parts of a row are by token, then by segment.
-    std::vector<float> sums(num_parts * width);
+    std::unique_ptr<float[]> sums(new float[num_parts * width]); // written by their segments
     std::vector<std::array<float, 2>> scales(num_parts * q_heads);
 
 #pragma omp parallel if (work > ALONE)
@@ -159,7 +160,7 @@ extern "C" void attend(const float* q, const float* keys, const float* values, c
             const Row& row = rows[items[i].row];
             long head = items[i].head, begin = (row.first_segment + items[i].segment) * SEGMENT;
             long end = std::min(begin + SEGMENT, row.end);
-            std::array<long, SEGMENT> places;
+            long places[SEGMENT];
             for (long n = begin; n < end; n++) places[n - begin] = pages.at(row.table, n, head);
             for (long t = 0; t < row.num_tokens; t++) {
                 long stop = row.end - row.num_tokens + 1 + t; // one past its position
@@ -171,9 +172,7 @@ extern "C" void attend(const float* q, const float* keys, const float* values, c
                     std::fill_n(own_scales, G, std::array<float, 2>{-INFINITY, 0});
                     continue;
                 }
-                std::array<long, SEGMENT> own_places;
-                std::copy_n(places.begin() + from, to - from, own_places.begin());
-                Queries own = {pages, own_places, to - from};
+                Queries own = {pages, places + from, to - from};
                 const float* queries = q + (row.token + t) * width + head * G * D;
                 attend_segment<MOST_QUERIES>(own, queries, G, scale,
                                              &sums[part * width + head * G * D], own_scales);
