@@ -1,6 +1,6 @@
 """Times attention of rows that decode on a CPU, one layer at a time:
 
-python scripts/time_attention.py --json results.json
+    python scripts/time_attention.py --json results.json
 """
 
 from __future__ import annotations
