@@ -1,6 +1,8 @@
 """Times attention of rows that decode on a CPU, one layer at a time:
 
     python scripts/time_attention.py --json results.json
+
+Contexts are random, and each row has pages of its own.
 """
 
 from __future__ import annotations
